@@ -141,7 +141,10 @@ class Router:
 
 def _probed(engine: Engine, on_demand: ServersOnDemand, attached: Attached) -> None:
     on_demand.remember(attached)
-    engine.probed(attached.info)
+    if attached.probe.untried:
+        engine.probe_put_off(attached.info.id)
+    else:
+        engine.probed(attached.info)
 
 
 @asynccontextmanager

@@ -114,6 +114,8 @@ class Scheduler:
                 state.fleet.servers.unread.pop(event.request, None)
             case ev.ProbeDue():
                 backend_attach.probe_due(state, event, now)
+            case ev.ProbePutOff():
+                backend_attach.put_off(state, event, now)
             case ev.Probed():
                 backend_attach.probed(state, event, now)
             case ev.RatesFound():

@@ -261,6 +261,10 @@ class Engine:
         """Check in the background whether an unknown client uses slots that should be idle."""
         self._tasks.spawn(self._poll_for_strangers(backend), name=f"look around {backend}")
 
+    def probe_put_off(self, backend: BackendId) -> None:
+        """Take back the slots borrowed for a probe that made way for a request."""
+        self._feed(ev.ProbePutOff(backend))
+
     def probed(self, info: BackendInfo) -> None:
         """Take over the result of a probe, and take back the borrowed slots."""
         self._feed(ev.Probed(info))

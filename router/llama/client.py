@@ -15,6 +15,8 @@ from router.llama import replies as reply
 from router.llama import wire as wire
 from router.llama.server_client import Connections, ServerClient, Timeouts
 
+# Tokens that are generated where the first is a part of a character, which has up to four bytes.
+_WITHIN_A_CHARACTER = 8
 # llama-server's metrics are 3 KB.
 _MAX_METRICS_BYTES = 256 * 1024
 
@@ -59,6 +61,10 @@ class LlamaClient(ServerClient):
     async def lora_adapters(self) -> bytes:
         """Return the raw answer to `GET /lora-adapters`; it is only compared for equality."""
         return await self._call("GET", "/lora-adapters", None, self._timeouts.control_s)
+
+    async def lora_adapters_soon(self) -> bytes:
+        """Return the same, or raise BackendError after as long as a check of health may take."""
+        return await self._call("GET", "/lora-adapters", None, self._timeouts.health_s)
 
     async def metrics(self) -> bytes:
         """Return the raw answer to `GET /metrics`. A server without `--metrics` refuses it."""
@@ -153,10 +159,18 @@ class LlamaClient(ServerClient):
         return reply.read_reply(wire.Route.COMPLETION, True, payload)
 
     async def fingerprint(self, slot: int, tokens: Tokens) -> list[tuple[int, float]]:
-        """Return the likeliest tokens after `tokens` and their log probabilities, best first."""
-        body = wire.fingerprint_body(tokens, slot)
-        payload = await self._call("POST", "/completion", body, self._timeouts.action_s)
-        return reply.top_logprobs_from(payload)
+        """Return the likeliest tokens after `tokens` and their log probabilities, best first.
+
+        If the next token is a part of a character, those of the first one that is none.
+        """
+        found: list[tuple[int, float]] = []
+        for n_predict in (1, _WITHIN_A_CHARACTER):
+            body = wire.fingerprint_body(tokens, slot, n_predict)
+            payload = await self._call("POST", "/completion", body, self._timeouts.action_s)
+            found = reply.top_logprobs_from(payload)
+            if found:
+                break
+        return found
 
     async def placed(self, tokens: Tokens) -> int:
         """Compute `tokens` in a slot of the server's choice; return its index."""

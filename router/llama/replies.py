@@ -289,12 +289,15 @@ def error_message_from(payload: bytes) -> str:
     return message if isinstance(message, str) else ""
 
 
-def top_logprobs_from(payload: object) -> list[tuple[int, float]]:
+def top_logprobs_from(payload: bytes) -> list[tuple[int, float]]:
     """Return ids and log probabilities for the first token of a native answer with `n_probs`.
 
-    Raises BackendError.
+    Empty if the answer ended within a character: the server holds back such tokens, and their
+    probabilities with them. Raises BackendError.
     """
     answer = _Answer(payload, "POST /completion with n_probs")
+    if not as_dict(_loads(payload)).get("completion_probabilities"):
+        return []
     top = answer.items("completion_probabilities/0/top_logprobs")
     return [(entry.get("id", int), entry.get("logprob", float)) for entry in top]
 

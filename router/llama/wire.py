@@ -431,9 +431,9 @@ def overwrite_body(slot: int) -> bytes:
     return _compute(pack([0]), slot, {"n_predict": 0, "cache_prompt": False})
 
 
-def fingerprint_body(tokens: Tokens, slot: int) -> bytes:
+def fingerprint_body(tokens: Tokens, slot: int, n_predict: int = 1) -> bytes:
     """Return the POST /completion body for the likeliest next tokens, to tell models apart."""
-    return _compute(tokens, slot, {"n_predict": 1, "n_probs": 5, "temperature": 0.0})
+    return _compute(tokens, slot, {"n_predict": n_predict, "n_probs": 5, "temperature": 0.0})
 
 
 def unplaced_body(tokens: Tokens) -> bytes:

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from router.base.types import BackendId
 from router.core.model import servers as servers_module
 from router.core.model.tuning import TUNING
-from router.llama.attach.probe import ProbeResult, probe
+from router.llama.attach.probe import probe
+from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
 from router.servers.program import free_port
 from tests.support.conversations.prompts import Json, ids

@@ -314,6 +314,23 @@ async def answering(raw: bytes) -> AsyncIterator[tuple[str, list[int]]]:
         yield url, requests
 
 
+async def test_likeliest_tokens_where_the_next_is_a_part_of_a_character() -> None:
+    """The server holds it back, and its probabilities, until the character is whole."""
+    top = [{"id": 7, "logprob": -0.5}, {"id": 9, "logprob": -1.5}]
+    asked: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sent = json.loads((await read_request(reader)).partition(b"\r\n\r\n")[2])
+        asked.append(sent["n_predict"])
+        whole = [{"id": 7, "top_logprobs": top}] if sent["n_predict"] >= 4 else []
+        writer.write(answer({"completion_probabilities": whole}))
+        writer.close()
+
+    async with serving(serve) as url, client_of(url) as client:
+        assert await client.fingerprint(0, pack([1, 2])) == [(7, -0.5), (9, -1.5)]
+    assert asked == [1, 8]
+
+
 async def test_prefill_is_told_to_stop_by_leaving() -> None:
     async with FakeLlama() as fake, client_of(fake.url) as client:
         fake.prefill_gate.clear()

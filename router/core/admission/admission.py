@@ -12,7 +12,7 @@ from router.base.errors import (
     QueueFullError,
 )
 from router.base.tokens import head
-from router.base.types import BackendId, Request, RequestId, Source
+from router.base.types import BackendId, MemoryKind, Request, RequestId, Source
 from router.core.admission import server_swaps
 from router.core.execution import prefill_queue
 from router.core.execution.job_steps import is_wanted, next_step
@@ -30,7 +30,7 @@ from router.core.model.jobs import (
     SaveStep,
     Step,
 )
-from router.core.model.plan import Plan
+from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import Waiting
 from router.core.model.server_placement import SlotClaim
@@ -236,6 +236,7 @@ def serve_queue(state: State, now: float) -> None:
                 full.add(state.fleet.kind(request))
             if not request.takes_one_slot:
                 reserved.update(_to_reserve(state, request))
+            reserved.update(state.fleet.lacks_cells(request))  # else shorter ones would starve it
 
 
 def _some(
@@ -369,6 +370,16 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     next_step(state, job, now)
 
 
+def _must_be_emptied(state: State, slot: Slot, chosen: Candidate) -> bool:
+    """Return whether the server must not find the slot's content, which the plan does not use.
+
+    Of an opaque state it is not known how far back it is right (a window with `--swa-full`), and
+    the server goes back as far as it likes.
+    """
+    opaque = state.fleet.infos[slot.id.backend].memory_kind is MemoryKind.OPAQUE
+    return opaque and chosen.source is Source.COLD and len(slot.resident) > 0
+
+
 def _steps_of(
     state: State, job: RequestJob, request: Request, decision: Plan, crowding: Sequence[Slot]
 ) -> deque[Step]:
@@ -387,6 +398,9 @@ def _steps_of(
         if saving_pays(state.fleet, slot)[2]
     )
     steps.extend(EraseStep(slot.id) for slot in foreign)
+    own = held[0]
+    if own not in foreign and _must_be_emptied(state, own, chosen):
+        steps.append(EraseStep(own.id))
     if chosen.copy_from is not None:
         steps += [SaveStep(chosen.copy_from, SaveReason.COPY), RestoreStep(None)]
     elif chosen.snapshot is not None:

@@ -80,6 +80,14 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
         slot.own(NO_TENANT)
 
 
+def put_off(state: State, event: ev.ProbePutOff, now: float) -> None:
+    """Take back the slots of a probe that made way for a request."""
+    job = state.fleet.jobs.get(probe_name(event.backend))
+    if job is not None:
+        managed = state.fleet.manages(event.backend)
+        end(state, job, now, UNKNOWN if managed else NOTHING)
+
+
 def probed(state: State, event: ev.Probed, now: float) -> None:
     """Note what the probe found out. Content and use of the other slots stay as they are.
 
@@ -91,6 +99,8 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     if job is None:
         return  # it went down meanwhile
     state.fleet.infos[info.id] = info
+    state.fleet.limited.pop(info.id, None)
+    state.fleet.unused_restores.pop(info.id, None)
     _expect(state.fleet.rates[info.id], info, state.fleet.learned)
     _value_anew(state, info)
     for slot in state.fleet.slots.of(info.id):

@@ -6,6 +6,7 @@ wrong answer; it should cost them once.
 """
 
 from bisect import bisect_right
+from math import inf
 
 from msgspec.structs import replace
 
@@ -29,11 +30,12 @@ NO_USE_OF_STATES = (
 
 
 def compare(
-    state: State, job: RequestJob, before: Resident, tokens: Tokens, reported: Reported
+    state: State, job: RequestJob, before: Resident, tokens: Tokens, reported: Reported, now: float
 ) -> None:
     """Compare a report on `tokens` with what was expected of the slot, which held `before`.
 
-    1. The router's own prefill was lost: the slot does not extend.
+    1. The router's own prefill was lost: the slot does not extend. It may have been another
+       client's doing, so it is tried again after a while, and twice as long after each failure.
     2. The slot extends nevertheless.
     3. A restored state was not used, the second time in a row: no state is of use there.
     4. A checkpoint that was claimed is not there: the server keeps fewer.
@@ -43,6 +45,8 @@ def compare(
     info, cached = state.fleet.infos.get(job.slot.backend), reported.cached_tokens
     if info is None or cached is None or job.claim is not SlotClaim.PINNED:
         return
+    if not info.extends and now >= state.fleet.extends_again_at.get(info.id, inf):
+        info = _believe(state, info)
     held, common = count(before.tokens), common_prefix(before.tokens, tokens)
     if held < TUNING.compared_tokens or before.may_hold_more or not job.request.reuse:
         return
@@ -50,12 +54,16 @@ def compare(
     if job.prefilled is not None:  # (1)
         if extends and info.extends and cached < held // 2:
             _limit(state, replace(info, extends=False), NO_EXTENSION)
+            lost = state.fleet.lost_prefills[info.id] = (
+                state.fleet.lost_prefills.get(info.id, 0) + 1
+            )
+            wait_s = TUNING.extends_again_s * 2.0 ** min(lost - 1, 10)
+            state.fleet.extends_again_at[info.id] = now + wait_s
     elif job.plan.chosen.source in (Source.SNAPSHOT, Source.COPY):  # (3)
         _count_restore(state, info, used=cached >= job.plan.chosen.reused_tokens // 2)
     elif extends:  # (2)
         if not info.extends and cached > held // 2:
-            state.fleet.infos[info.id] = replace(info, extends=True)
-            state.fleet.limited.pop(info.id, None)
+            _believe(state, info)
     elif not goes_back(info.memory_kind):  # (4)
         usable = min(common, count(tokens) - 1)
         n_usable = bisect_right(before.checkpoints, usable)
@@ -63,6 +71,12 @@ def compare(
             kept = len(before.checkpoints) - n_usable
             fewer = replace(info, checkpoints=min(info.checkpoints, kept))
             state.fleet.infos[info.id] = fewer
+
+
+def _believe(state: State, info: BackendInfo) -> BackendInfo:
+    state.fleet.limited.pop(info.id, None)
+    believed = state.fleet.infos[info.id] = replace(info, extends=True)
+    return believed
 
 
 def _count_restore(state: State, info: BackendInfo, *, used: bool) -> None:

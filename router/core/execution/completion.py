@@ -174,7 +174,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
         server.answered()
     if event.outcome is Outcome.OK and job.request.prompt.is_exact:
         tokens = job.request.prompt.tokens
-        compare(state, job, job.resident_at_dispatch, tokens, event.reported)
+        compare(state, job, job.resident_at_dispatch, tokens, event.reported, now)
     if not state.fleet.slots.holds(job.lease):
         end(state, job, now)  # the backend went down meanwhile
     elif event.outcome is Outcome.OK and not _is_to_be_wiped(state, job, event, now):
@@ -291,7 +291,9 @@ def _may_have_outgrown(state: State, job: RequestJob, event: ev.Finished, now: f
         return False
     if request.streams and not event.begun:
         return False
-    token_s = state.fleet.rates[backend].output_s_per_token.value / TUNING.output_fastest
+    rates = state.fleet.rates[backend]
+    usual_s = rates.output_s_per_token.value / TUNING.output_fastest
+    token_s = min(usual_s, rates.output_fastest_s / 2)  # never seen twice as fast
     prompt_s = 0.0 if job.prefilled is not None else job.plan.chosen.price.prefill_s
     return now - job.since - job.prepared_s - prompt_s > room * token_s
 

@@ -356,9 +356,12 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
     if job is None:
         return
     failed, lease = isinstance(event, ev.EraseFailed), job.lease_of(event.slot)
+    refuse = failed
     if lease is not None:
         slot = state.fleet.slots[event.slot]
         own = event.slot == job.slot
+        # A slot of the same tenant was only to make room.
+        refuse = refuse and (own or slot.tenant != job.request.tenant)
         if not own:  # noted already for the job's own slot
             state.fleet.give_up(slot)
         if failed:
@@ -368,7 +371,7 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
         if not own and job.claim is not SlotClaim.WHOLE_BACKEND:
             job.give_back([lease])
             slot.release(lease, slot.resident, slot.last_used)
-    if failed:
+    if refuse:
         _refuse(state, job)
     next_step(state, job, now)
 
@@ -409,7 +412,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
             job.drop_steps()
     else:
         state.stalled(job.slot.backend, Stall.PREFILL, event.reported.prompt_s or 0.0)
-        compare(state, job, slot.resident, job.doing.now, event.reported)
+        compare(state, job, slot.resident, job.doing.now, event.reported, now)
         limit = state.fleet.infos[job.slot.backend].checkpoints
         slot.hold(after_prefill(slot.resident, job.doing.now, event.reported, limit), surely=True)
         job.note_prefill(event.reported)

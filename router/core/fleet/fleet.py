@@ -63,6 +63,9 @@ class Fleet:
     # Restores in a row that were not used, and why a backend does less than its probe showed.
     unused_restores: dict[BackendId, int] = field(default_factory=dict)
     limited: dict[BackendId, str] = field(default_factory=dict)
+    # Prefills of the router's own that were lost, and when another one is tried, in clock seconds.
+    lost_prefills: dict[BackendId, int] = field(default_factory=dict)
+    extends_again_at: dict[BackendId, float] = field(default_factory=dict)
     servers: Servers = field(default_factory=Servers)  # that the router starts and stops
 
     def serves(self, backend: BackendId, request: Request) -> bool:
@@ -133,6 +136,17 @@ class Fleet:
         needed = len(request.prompt) + self._answer_cells(backend, request)
         return not busy or taken + needed <= self.infos[backend].n_ctx
 
+    def lacks_cells(self, request: Request) -> list[BackendId]:
+        """Return the backends where a request waits for cells of unified KV alone."""
+        return [
+            backend
+            for backend, info in self.infos.items()
+            if info.unified
+            and self.slots.phases(backend)[Phase.IDLE]
+            and self.serves(backend, request)
+            and not self.has_cells(backend, request)
+        ]
+
     def in_the_way(self, own: Slot, request: Request, held: int) -> list[Slot]:
         """Return idle slots of unified KV, to be emptied for a request in the slot `own`.
 
@@ -145,11 +159,11 @@ class Fleet:
         needed += sum(self._cells_of(slot) for slot in others if not slot.is_idle)
         idle = sorted((s for s in others if s.is_idle), key=lambda s: (s.last_used, s.id))
         left = sum(len(slot.resident) for slot in idle)
-        found: list[Slot] = []
+        found = [slot for slot in idle if slot.resident.may_hold_more]  # of unknown length
         for slot in idle:
             if needed + left <= self.infos[backend].n_ctx:
                 break
-            if len(slot.resident):
+            if len(slot.resident) and slot not in found:
                 found.append(slot)
                 left -= len(slot.resident)
         return found
@@ -182,6 +196,8 @@ class Fleet:
         prompt = request.prompt
         # Requests with the same number of too short contexts fit the same backends.
         too_short = sum(len(prompt) >= info.n_ctx for info in self.infos.values())
+        # Those that need as many cells of unified KV find room in the same.
+        cells = any(info.unified for info in self.infos.values())
         # `attracts` compares the tokens of these requests: each is a kind of its own.
         own = self.has_tenants and not request.pinnable and prompt.is_exact
         return (
@@ -193,6 +209,7 @@ class Fleet:
             request.reuse,
             request.tenant,
             too_short,
+            (len(prompt), request.max_new_tokens) if cells else None,
             request.id if own or any(gate.waiting for gate in self.gates.values()) else None,
         )
 
@@ -339,6 +356,8 @@ class Fleet:
         self.backoffs.pop(backend, None)
         self.limited.pop(backend, None)
         self.unused_restores.pop(backend, None)
+        self.lost_prefills.pop(backend, None)
+        self.extends_again_at.pop(backend, None)
         self.sticky = {key: home for key, home in self.sticky.items() if home.backend != backend}
 
     def give_up(self, slot: Slot, kept: int = 0) -> None:

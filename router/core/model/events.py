@@ -121,6 +121,12 @@ class Configured(Struct, frozen=True):
     queue: QueueLimits
 
 
+class ProbePutOff(Struct, frozen=True):
+    """A probe gives its slots back: a request came first."""
+
+    backend: BackendId
+
+
 class ProbeDue(Struct, frozen=True):
     """A backend is up but not probed yet; its monitor wants idle slots for the probe."""
 
@@ -344,6 +350,7 @@ Event = (
     | ModelUnwanted
     | ProbeDue
     | Probed
+    | ProbePutOff
     | RatesFound
     | SnapshotsFound
     | SnapshotLost

@@ -5,6 +5,7 @@ estimates exist from the first request on.
 """
 
 from dataclasses import dataclass, field
+from math import inf
 
 from router.base.types import LearnedRates, Reported, Speeds
 from router.core.model.tuning import TUNING
@@ -104,6 +105,7 @@ class Rates:
     bytes_per_token: Mean = field(default_factory=lambda: Mean(50_000.0))
     output_tokens: Mean = field(default_factory=lambda: Mean(200.0))
     output_s_per_token: Mean = field(default_factory=lambda: Mean(0.02))
+    output_fastest_s: float = inf  # seconds per token of the fastest answer
 
     def take_after(self, other: "Rates") -> None:
         """Take over what `other` has learned, where this backend has observed nothing yet."""
@@ -219,6 +221,7 @@ class Rates:
         if tokens > 0:
             self.output_tokens.observe(tokens)
             self.output_s_per_token.observe(seconds / tokens)
+            self.output_fastest_s = min(self.output_fastest_s, seconds / tokens)
 
 
 def _attended(tokens: int, depth: int) -> float:

@@ -70,6 +70,8 @@ class Tuning(Struct, frozen=True):
     # Fewest tokens of a slot by which a report on a prompt is compared with what was expected.
     # Chosen: a template's first tokens prove nothing.
     compared_tokens: int = 64
+    # Seconds until a prompt is computed ahead again, on a backend where that was lost. Chosen.
+    extends_again_s: float = 60.0
 
     # -- quotes ------------------------------------------------------------------------------------
 

@@ -72,7 +72,8 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
             and (slot.prefill_abandoned or wait_s <= fleet.policy.max_wait_s)
             and _is_to_be_had(context, slot)
         ):
-            price = Price(wait_s=wait_s, prefill_s=remaining_s)
+            cut_off_s = context.cut_off_s(slot.id.backend)
+            price = Price(wait_s=wait_s, prefill_s=remaining_s, loss_s=cut_off_s)
             owners.add(Candidate(slot.id, Source.RESIDENT, reused, price, wait_for=slot.id))
     return saved.ways + owners.ways + (list(_homes(context, at_least)) if patient else [])
 
@@ -89,7 +90,7 @@ def _homes(context: PricingContext, at_least: int) -> Iterator[Candidate]:
         slot = min(fleet.slots.of(backend), key=lambda one: one.busy_until)
         wait_s = max(slot.busy_until - context.now, 0.0)
         prefill_s = fleet.rates[backend].prefill_s(context.n_prompt - reused, reused)
-        price = Price(wait_s=wait_s, prefill_s=prefill_s)
+        price = Price(wait_s=wait_s, prefill_s=prefill_s, loss_s=context.cut_off_s(backend))
         yield Candidate(slot.id, Source.NONE, reused, price, wait_for=slot.id)
 
 
@@ -153,5 +154,11 @@ def _from_file(
     back_s = rates.save_s(held) + rates.restore_s(round(held * rates.bytes_per_token.value))
     remaining_s = rates.prefill_s(context.n_prompt - reused, reused)
     handling_s = rates.handling_s.value
-    price = Price(wait_s=wait_s, restore_s=back_s, handling_s=handling_s, prefill_s=remaining_s)
+    price = Price(
+        wait_s=wait_s,
+        restore_s=back_s,
+        handling_s=handling_s,
+        prefill_s=remaining_s,
+        loss_s=context.cut_off_s(slot.id.backend),
+    )
     return Candidate(slot.id, Source.SNAPSHOT, reused, price, wait_for=slot.id)

@@ -20,12 +20,13 @@ from router.base.errors import (
     TwinError,
 )
 from router.base.ports import SnapshotStore
-from router.base.types import BackendId, BackendInfo, KvDir, Namespace, SlotStatus
+from router.base.types import BackendId, BackendInfo, KvDir, MemoryKind, Namespace, SlotStatus
 from router.llama.attach.diagnosis import Trouble, unusable
 from router.llama.attach.drivers import Drivers
 from router.llama.attach.model_file import model_digest
 from router.llama.attach.namespace import digest, is_same, namespace
-from router.llama.attach.probe import ProbeResult, is_still_so, probe
+from router.llama.attach.probe import is_still_so, probe
+from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
 from router.llama.replies import InfillAnswer, ModelsInfo, Props
 from router.store.format.head import VERSION
@@ -128,6 +129,7 @@ class Monitor:
         """
         self._is_waited_for = is_waited_for
         self._put_off = 0  # probes, since it came up
+        self._adapters_asked_at = 0.0  # loop time
         self._recall_slots = recall_slots
         self._recall = recall
         self.client = client
@@ -251,7 +253,7 @@ class Monitor:
             log.warning("backend_down", backend=self.client.id, reason="it restarted")
             self._lose()
         self._take(props)
-        if self.attached is not None and await _lora(self.client) != self.attached.lora:
+        if self.attached is not None and await self._has_other_adapters(self.attached, props):
             log.warning("backend_down", backend=self.client.id, reason=OTHER_ADAPTERS)
             self._lose()
             self._take(props)
@@ -264,6 +266,22 @@ class Monitor:
                 await self._probe_again(props)
         if not props.is_sleeping:  # a poll of the slots would wake it (llama-server.md section 5.7)
             self._maybe_poll_for_strangers()
+
+    async def _has_other_adapters(self, attached: Attached, props: Props) -> bool:
+        """Return whether the adapters of a server that has some were changed.
+
+        The server answers between batches only, and a question wakes it: no answer in time says
+        nothing, and a sleeping server is not asked.
+        """
+        now = asyncio.get_running_loop().time()
+        due = now >= self._adapters_asked_at + _STRANGERS_INTERVAL_S
+        if props.is_sleeping or not due or not _has_adapters(attached.lora):
+            return False
+        self._adapters_asked_at = now
+        try:
+            return await self.client.lora_adapters_soon() != attached.lora
+        except BackendError:
+            return False
 
     def _take(self, props: Props) -> None:
         """Take the server process for this backend. Raises TwinError if another backend has it.
@@ -309,12 +327,25 @@ class Monitor:
             self._put_off += 1
             attached = await self._learn(props, None, with_probe=False)
             attached.probe.put_off()
+        except (BackendError, KvError) as error:
+            if not await self._still_answers(props):
+                raise
+            attached = await self._learn(props, None, with_probe=False)
+            attached.probe.fail(str(error))
         self.attached = attached
         self.models, self.generates = attached.info.models, attached.info.generates
         self.problem, self._told = "", None
         self._checks_since_probe = 0
         _log_attached("backend_up", attached)
         self._on_up(attached)
+
+    async def _still_answers(self, props: Props) -> bool:
+        """Return whether the same process answers, after its probe has failed."""
+        try:
+            await self.client.health()
+            return (await self.client.props()).process == props.process
+        except BackendError:
+            return False
 
     async def _probe_again(self, props: Props) -> None:
         """Probe a backend that could not be probed when every slot was busy.
@@ -358,6 +389,7 @@ class Monitor:
             extra_models=self._extra_models,
             with_probe=with_probe and self.watch.probe,
             makes_way=makes_way,
+            empties_unknown=only is None,
             tenants=self.watch.tenants,
             known=self._known_namespaces(),
             only=only,
@@ -410,11 +442,13 @@ async def attach(
     recall: Recall = lambda *_: None,
     entries: Sequence[JournalEntry] = (),
     makes_way: Callable[[], bool] = lambda: False,
+    empties_unknown: bool = False,
 ) -> Attached:
     """Learn all facts about a backend, and probe it. Raises BackendError.
 
     The probe uses any idle slot, or only the idle ones in `only`. No probe if one is recalled.
-    `entries`: what slots of this process held once. `makes_way`: see `probe`.
+    `entries`: what slots of this process held once. `makes_way`: see `probe`. `empties_unknown`:
+    empty the other slots of a server with adapters.
     """
     models = await client.models()
     lora = await _lora(client)
@@ -461,7 +495,7 @@ async def attach(
     )
     after = tuple(await _slots(client, props))
     kept = _kept(entries, slots, after, info.namespace)
-    if _has_adapters(lora):
+    if empties_unknown and _has_adapters(lora):
         after = tuple(await _without_unknown(client, props, after, kept))
     return Attached(info, after, props, models, found, recalled is not None, lora, kept)
 
@@ -499,6 +533,8 @@ def _layout_name(found: ProbeResult, props: Props) -> str:
         return ""
     if not found.layout.is_opaque:
         name, version = found.layout.fingerprint(), found.state_version
+        if found.memory_kind is MemoryKind.FULL and len(found.layout.attention) > 1:
+            name += " whole"  # no window of it is padded, as on a server without --swa-full
         return name if version in (0, VERSION) else f"{name} v{version}"
     return f"{props.build_info} v{found.state_version} {found.n_tokens} {found.size_bytes}"
 

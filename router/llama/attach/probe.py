@@ -8,8 +8,6 @@ same results.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +20,17 @@ from router.base.errors import (
 )
 from router.base.ports import SnapshotStore
 from router.base.tokens import Tokens, count, head, join, pack, tail, unpack
-from router.base.types import MAX_CHECKPOINTS, KvDir, MemoryKind, SlotStatus
+from router.base.types import KvDir, MemoryKind, SlotStatus
 from router.llama.attach.namespace import Behaviour, alike
+from router.llama.attach.probe_result import (
+    MOVES_CHUNKS,
+    NO_EXTENSION,
+    NO_KV,
+    SWA_FULL,
+    WRONG_ENDING,
+    Padding,
+    ProbeResult,
+)
 from router.llama.attach.probe_slots import (
     discard,
     erase,
@@ -36,7 +43,6 @@ from router.llama.attach.probe_slots import (
     put_back,
 )
 from router.llama.client import LlamaClient
-from router.llama.replies import InfillAnswer
 from router.store import files, shapes
 from router.store.format.head import Head, read_head
 from router.store.format.layout import OPAQUE, Layout, read_layout
@@ -56,150 +62,8 @@ _CHUNK = 520
 # Tokens that a live slot goes back by: more than what lies between a checkpoint and the end.
 _BACK = 24
 
-NO_SWA_FULL = "restart it without --swa-full"
-NO_CACHE_REUSE = "restart it without --cache-reuse"
 # In a server's answer to every completion of a model without KV (server-context.cpp:3388).
 _NO_LOGITS = "logits computation"
-NO_KV = "its model is for embeddings: it answers no completions, and its slots hold no KV"
-SWA_FULL = (
-    "a restored state gives wrong answers to prompts that diverge in it: llama-server was started "
-    f"with --swa-full; {NO_SWA_FULL}"
-)
-WRONG_ENDING = (
-    "a prompt that diverges in a restored state is continued in another way than in a slot that was"
-    " never saved"
-)
-PUT_OFF = "a request came first; the probe follows when a slot is idle, and snapshots after it"
-NO_EXTENSION = (
-    "it computes all of a prompt that goes on from what its slot holds, so kvferry computes nothing"
-    " ahead and saves nothing there"
-)
-NO_CACHE_PROMPT = (
-    "it was started with --no-cache-prompt: kvferry asks for reuse in each request that does not"
-    " say; /v1/messages cannot"
-)
-OPAQUE_STATES = "its state files cannot be read, so they are saved and restored whole only"
-FEW_CHECKPOINTS = (
-    "it keeps no context checkpoints, or very few (--ctx-checkpoints): going back in a conversation"
-    " needs a saved state"
-)
-MOVES_CHUNKS = (
-    "llama-server runs with --cache-reuse (its presets for code set it, too): it shifts KV inside "
-    "slots, and shifted KV must not be saved; "
-    f"{NO_CACHE_REUSE}"
-)
-
-
-class Padding(StrEnum):
-    """Padding of state files: needed or not, working or not (llama-server.md section 4.4)."""
-
-    NOT_NEEDED = "not needed"
-    NEEDED = "needed"  # not tried: the window is longer than the text
-    WORKS = "works"
-    FAILS = "fails"
-
-
-@dataclass(slots=True)
-class ProbeResult:
-    """Results of a probe in seconds, bytes and tokens; None if not measured."""
-
-    memory_kind: MemoryKind = MemoryKind.UNKNOWN
-    layout: Layout | None = None
-    state_version: int = 0  # of its state files
-    unread: str | None = None  # why the layout of its state files is opaque
-    behaviour: Behaviour = field(default_factory=list)
-    keeps_idle_slots: bool = True
-    n_tokens: int = 0  # of the saved text
-    prefill_s: float | None = None
-    output_s: float | None = None  # one token by itself, as in an answer
-    save_s: float | None = None
-    restore_s: float | None = None
-    size_bytes: int | None = None
-    can_save: bool = False
-    live_extension: int | None = None  # tokens cached in the live slot, extended prompt.
-    live_again: int | None = None  # likewise, the same prompt again.
-    live_back: int | None = None  # likewise, another ending of it after a longer prompt.
-    caches_by_default: bool = True  # False: only with `cache_prompt: true` (--no-cache-prompt).
-    restored_extension: int | None = None  # tokens cached after a restore, extended prompt.
-    restored_divergence: int | None = None  # likewise, for a prompt that diverges half-way.
-    window: int = 0  # tokens of the sliding window; 0: none, or not seen.
-    padded: Padding = Padding.NOT_NEEDED
-    cuts: bool = False  # a prefix cut out of the file worked like the whole.
-    problem: str | None = None  # why snapshots are off, for the operator.
-    note: str | None = None  # worth knowing, but no reason to stop.
-    by_prefix: bool | None = None  # False: it places by age, `-sps 0`; None: not asked.
-    ram_cache: bool | None = None  # prompts are reused from main memory; None: not asked.
-    untried: bool = False  # there was no idle slot for the probe.
-    generates: bool = True  # False: the server refuses every completion.
-    infill: tuple[InfillAnswer, ...] = ()  # to `INFILL_PROBES`; empty: the model has no infill.
-
-    def put_off(self) -> None:
-        """Note that the probe made way for a request, and follows when a slot is idle."""
-        self.untried, self.problem = True, PUT_OFF
-
-    @property
-    def n_stream(self) -> int:
-        """Return the KV streams of the state files; 0 without attention, 1 if unknown."""
-        return self.layout.n_stream if self.layout is not None else 1
-
-    @property
-    def unified(self) -> bool:
-        """Return whether the slots share their cells: one stream for all, or none keeps its own."""
-        attention = self.layout is not None and bool(self.layout.attention)
-        return (attention and self.n_stream == 1) or not self.keeps_idle_slots
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Return the bytes of one more token in a long state; 0 if unknown.
-
-        Of an opaque state it is the mean of the probe's, which is too large.
-        """
-        if self.layout is None:
-            return 0.0
-        if self.layout.is_opaque and self.size_bytes and self.n_tokens:
-            return self.size_bytes / self.n_tokens
-        return self.layout.bytes_per_token
-
-    @property
-    def cache_types(self) -> tuple[str, str]:
-        """Return the types of K and V; "none" without attention."""
-        return shapes.cache_types(self.layout) if self.layout is not None else ("none", "none")
-
-    @property
-    def extends(self) -> bool:
-        """Return whether a live slot serves the prompt that goes on from its content."""
-        # A window that is not outgrown resumes at a checkpoint, a few tokens before.
-        return self.live_extension is None or self.live_extension > self.n_tokens // 2
-
-    @property
-    def checkpoints(self) -> int:
-        """Return the most checkpoints of a live slot, as far as it was seen: 0, 1 or the default.
-
-        A slot that goes back by itself needs none.
-        """
-        if self.memory_kind is MemoryKind.FULL or self.live_again is None:
-            return MAX_CHECKPOINTS
-        if not self.live_again:
-            return 0
-        return MAX_CHECKPOINTS if self.live_back is None or self.live_back else 1
-
-    @property
-    def remarks(self) -> list[str]:
-        """Return what is worth knowing of the backend, but no reason to stop."""
-        found = [self.note] if self.note else []
-        if not self.caches_by_default:
-            found.append(NO_CACHE_PROMPT)
-        if self.checkpoints < MAX_CHECKPOINTS:
-            found.append(FEW_CHECKPOINTS)
-        if self.unread:
-            found.append(f"{OPAQUE_STATES}: {self.unread}")
-        return found
-
-    @property
-    def usable(self) -> bool:
-        """Return True if states can be saved and restored, with right results in the probe."""
-        seen = self.layout is not None and self.memory_kind is not MemoryKind.UNKNOWN
-        return seen and self.problem is None
 
 
 async def probe(
@@ -249,8 +113,9 @@ async def probe(
         if _NO_LOGITS not in str(error):
             raise
         found.generates, found.problem, found.note = False, None, NO_KV
+        found.restores_wrong = True
     finally:
-        await put_back(client, store, kv_dir, slot, keep)
+        await put_back(client, store, kv_dir, slot, keep, restores=not found.restores_wrong)
     return found
 
 
@@ -350,6 +215,7 @@ class _Trial:
                 tokens, fresh = await self._outgrow_window(tokens, fresh)
             if whole and found.window:
                 found.memory_kind, found.problem = MemoryKind.UNKNOWN, SWA_FULL
+                found.restores_wrong = True
         if found.problem is None and not found.extends:
             found.problem = NO_EXTENSION
         if found.problem is None and await self._verify():
@@ -369,6 +235,7 @@ class _Trial:
         """
         found = self._found
         put_off_if(self._makes_way)
+        found.live_extension = found.live_again = found.live_back = None
         await _prefill(self._client, self._slot, tokens, found)
         put_off_if(self._makes_way)
         try:
@@ -492,6 +359,7 @@ class _Trial:
                 f"{found.restored_extension or 'no'} cached tokens on this server"
             )
         elif not alike(again, fresh):
+            found.restores_wrong = True
             found.problem = (
                 "the model continues a restored state in another way than a computed one"
             )
@@ -515,6 +383,7 @@ class _Trial:
         unmoved = await self._client.fingerprint(self._slot, _extended(prompt, 1))
         if not alike(restored, unmoved):
             found.memory_kind, found.problem = MemoryKind.UNKNOWN, WRONG_ENDING
+            found.restores_wrong = True
 
     async def _try_cut(self, half: Tokens, then: Tokens) -> None:
         """Test that half of the file works like a cold start for a prompt that diverges there.

@@ -49,12 +49,15 @@ async def put_back(
     kv_dir: KvDir | None,
     slot: SlotStatus,
     name: str | None,
+    *,
+    restores: bool = True,
 ) -> None:
-    """Leave the slot as it was, or empty."""
+    """Leave the slot as it was, or empty: always empty, unless it `restores`."""
     await erase(client, slot.index)
     if store is not None and kv_dir is not None and name is not None:
         try:
-            await client.restore(slot.index, name)
+            if restores:
+                await client.restore(slot.index, name)
         finally:
             await discard(store, kv_dir, name)
 

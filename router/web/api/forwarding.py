@@ -246,9 +246,10 @@ class Forwarding:
             return None
         request = self._unread(http, parsed, request_id)
         sought = _Sought(http, raw, request, model, parsed, None)
-        if loaded and not parsed.lora:
-            await self._read_there(sought, usable)
         sought.own = self._engine.quote(replace_fields(request, model=model))
+        if loaded and not parsed.lora:
+            within_s = _READ_LIMIT_S if sought.own is None else sought.own.price_s
+            await self._read_there(sought, usable, min(within_s, _READ_LIMIT_S))
         return await self._at_best(sought, usable, await self._ways(sought, usable))
 
     def _unread(
@@ -304,14 +305,16 @@ class Forwarding:
                 return None
         raise NoBackendError("no host of the fleet that serves this model can take the request")
 
-    async def _read_there(self, sought: _Sought, usable: Usable) -> None:
+    async def _read_there(
+        self, sought: _Sought, usable: Usable, limit_s: float = _READ_LIMIT_S
+    ) -> None:
         """Let a peer read the prompt: the same one for each turn of a conversation."""
         path = sought.http.path.rstrip("/")
         for key in to_ask(list(usable.peers), {}, {}, _beginning(sought.raw), 2):
             peer = usable.peers[key]
             try:
                 told = await peer.read(
-                    path, sought.raw, sought.request.tenant, sought.model, _READ_LIMIT_S
+                    path, sought.raw, sought.request.tenant, sought.model, limit_s
                 )
             except BackendRefusedError:
                 return  # the body is wrong, or too long: that is no failure of the peer

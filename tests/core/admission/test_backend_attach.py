@@ -138,6 +138,19 @@ def test_two_slots_that_hold_least_are_lent_and_come_back_unknown() -> None:
     assert not [job for job in s.state.fleet.jobs if job == probe_name(A)]
 
 
+def test_slots_of_a_probe_that_is_put_off_are_for_the_request_that_came() -> None:
+    s = scheduler(UNTRIED)
+    for name in ("r", "r2"):
+        arrive(s, name)
+    s.handle(ev.ProbeDue(A), NOW)
+    assert arrive(s, "r3") == []
+
+    assert "Dispatch" in names(s.handle(ev.ProbePutOff(A), NOW))
+    assert lent(s) == []
+    assert s.state.fleet.infos[A] == UNTRIED
+    s.handle(ev.ProbePutOff(A), NOW)  # of a backend that went down meanwhile: nothing to do
+
+
 def test_slots_in_use_are_not_lent_and_go_on() -> None:
     s = scheduler(UNTRIED)
     for name in ("r", "r2", "r3"):

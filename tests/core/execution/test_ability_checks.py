@@ -9,9 +9,10 @@ from router.base.types import BackendInfo, MemoryKind, Source
 from router.core.execution.ability_checks import NO_EXTENSION, NO_USE_OF_STATES
 from router.core.model.effects import Dispatch, Effect, Limited, Prefill
 from router.core.model.slots import Resident
+from router.core.model.tuning import TUNING
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import A0, A, backend, run_of, scheduler, snapshot, tokens
-from tests.support.scheduler.drive import arrive, finish, plan_of, prefilled, restored
+from tests.support.scheduler.drive import NOW, arrive, finish, plan_of, prefilled, restored
 
 LONG = run_of(600)
 NEXT = join([LONG, run_of(60, 2)])
@@ -44,6 +45,24 @@ def test_a_prompt_computed_twice_is_not_computed_ahead_again() -> None:
     again = arrive(s, "r2", run_of(700, 3))
     assert not [e for e in again if isinstance(e, Prefill)]
     assert [type(e) for e in again if isinstance(e, Dispatch)] == [Dispatch]
+
+
+def test_a_prompt_is_computed_ahead_again_after_a_while() -> None:
+    """What was lost may have been another client's doing. Each loss doubles the time."""
+    s = scheduler(backend(n_slots=1))
+    computed_ahead(s, cached=0)
+    for losses, wait_s in ((1, TUNING.extends_again_s), (2, 2 * TUNING.extends_again_s)):
+        assert s.state.fleet.lost_prefills[A] == losses
+        assert s.state.fleet.extends_again_at[A] == NOW + wait_s
+        s.state.fleet.extends_again_at[A] = NOW
+        arrive(s, "r2", run_of(700, 3))
+        finish(s, "r2", cached_tokens=0, prompt_tokens=700, generated_tokens=1)
+        assert info(s).extends
+        assert s.state.fleet.limited == {}
+
+        s.state.fleet.slots[A0].hold(Resident())
+        computed_ahead(s, cached=0)
+        assert not info(s).extends
 
 
 @pytest.mark.parametrize("cached", [599, 590, 400])

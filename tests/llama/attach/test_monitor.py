@@ -373,6 +373,34 @@ async def test_what_was_busy_is_tried_later(busy: FakeLlama, watched: Watched) -
     assert watched.said.count("borrow") == 2
 
 
+async def test_a_probe_that_fails_on_a_server_that_answers(
+    fake: FakeLlama, watched: Watched
+) -> None:
+    """The backend serves without snapshots, and is probed again."""
+    fake.faults.refuses = "no such sampler"
+    watched.monitor.doubt()
+    await watched.until("prepare", "up")
+    assert watched.up[0].info.kv_dir is None
+    assert "no such sampler" in (watched.up[0].probe.problem or "")
+
+    fake.faults.refuses = ""
+    watched.lent = {0, 1}
+    await looks(watched, fake, 10)
+    await watched.until("prepare", "up", "borrow", "prepare", "probed")
+    assert watched.up[1].info.kv_dir is not None
+
+
+async def test_adapters_are_asked_for_only_where_there_are_some(
+    fake: FakeLlama, watched: Watched
+) -> None:
+    """The server answers between its batches only, so each question may wait for seconds."""
+    await watched.until("prepare", "up")
+    asked = fake.seen.count(("GET", "/lora-adapters"))
+    await looks(watched, fake, 3)
+
+    assert fake.seen.count(("GET", "/lora-adapters")) == asked
+
+
 async def test_slot_that_is_lent_but_busy_is_left_alone(busy: FakeLlama, watched: Watched) -> None:
     """Another client came in between: the probe is tried later."""
     await watched.until("prepare", "up")

@@ -15,7 +15,7 @@ from router.base.tokens import Tokens
 from router.base.types import BackendId, KvDir, MemoryKind, Namespace, Reported, Transfer
 from router.llama.attach import probe
 from router.llama.attach.monitor import Attached, attach
-from router.llama.attach.probe import MOVES_CHUNKS, SWA_FULL, WRONG_ENDING, Padding
+from router.llama.attach.probe_result import MOVES_CHUNKS, NO_KV, SWA_FULL, WRONG_ENDING, Padding
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.store import shapes
@@ -395,7 +395,7 @@ async def test_a_model_without_kv_is_used_for_what_it_can(
         fake.faults.refuses = "the current context does not support logits computation. skipping"
         found = await examine(client, tmp_path)
         assert (found.info.generates, found.info.kv_dir) == (False, None)
-        assert (found.probe.problem, found.probe.note) == (None, probe.NO_KV)
+        assert (found.probe.problem, found.probe.note) == (None, NO_KV)
 
         fake.faults.refuses = "out of memory"
         with pytest.raises(BackendRefusedError, match="out of memory"):

@@ -11,7 +11,7 @@ from router.base.types import BackendId, BackendInfo, KvDir, MemoryKind, Namespa
 from router.config.schema import BackendConfig, Config, from_flags, parse
 from router.llama.attach.diagnosis import Trouble, Unusable
 from router.llama.attach.monitor import Attached
-from router.llama.attach.probe import MOVES_CHUNKS, NO_KV, SWA_FULL, Padding, ProbeResult
+from router.llama.attach.probe_result import MOVES_CHUNKS, NO_KV, SWA_FULL, Padding, ProbeResult
 from router.llama.replies import ModelsInfo, Props
 from router.store.format.layout import Layout
 from router.tools.doctor.facts import Facts, Folder, SavedFile, Words
