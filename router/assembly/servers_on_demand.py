@@ -97,9 +97,9 @@ class ServersOnDemand:
         """Start a server."""
         self.supervisor.start(server)
 
-    def stop(self, server: BackendId) -> None:
-        """End a server after its last answer."""
-        self.supervisor.stop(server)
+    def stop(self, server: BackendId, *, hangs: bool) -> None:
+        """End a server: after its last answer, or soon if it `hangs`."""
+        self.supervisor.stop(server, hangs=hangs)
 
     async def _is_ready(self, url: str) -> bool:
         with suppress(BackendError):

@@ -104,8 +104,8 @@ class ServerRunner(Protocol):
     def start(self, server: BackendId) -> None:
         """Start the process; when it is ready, attach it as a backend."""
 
-    def stop(self, server: BackendId) -> None:
-        """End the process after the last answer."""
+    def stop(self, server: BackendId, *, hangs: bool) -> None:
+        """End the process: after the last answer, or soon if it `hangs`."""
 
 
 class Telemetry(Protocol):

@@ -429,7 +429,7 @@ class Engine:
                 self._servers.start(effect.server)
             case ef.StopServer():
                 assert self._servers is not None
-                self._servers.stop(effect.server)
+                self._servers.stop(effect.server, hangs=effect.hangs)
             case ef.Limited():
                 log.warning("backend_limited", backend=effect.backend, reason=effect.reason)
             case ef.ModelReady():

@@ -25,6 +25,8 @@ _LOG_INTERVAL_S = 5.0
 # Bytes of a log that are looked at for the reason of an end, and lines that are repeated of it.
 _TAIL_BYTES = 4096
 _TAIL_LINES = 5
+# From SIGTERM to SIGKILL for a process that does not answer: enough to close its files.
+_HANGING_GRACE_S = 5.0
 # Another process may take a port between the choice and the server's bind.
 _PORT_ATTEMPTS = 3
 _PORT_TAKEN = "couldn't bind"
@@ -80,12 +82,15 @@ class Supervisor:
         log.info("server_starting", server=server)
         self._tasks.spawn(self._run(running), name=f"server {server}")
 
-    def stop(self, server: BackendId) -> None:
-        """End a server after its last answer. One that does not run has been reported."""
+    def stop(self, server: BackendId, *, hangs: bool = False) -> None:
+        """End a server after its last answer. One that does not run has been reported.
+
+        One that `hangs` is not waited for: it gets SIGKILL after 5 s at most.
+        """
         running = self._running.get(server)
         if running is not None and not running.stopping:
             running.stopping = True
-            self._tasks.spawn(self._stop(running), name=f"stop {server}")
+            self._tasks.spawn(self._stop(running, hangs=hangs), name=f"stop {server}")
 
     def pid(self, server: BackendId) -> int | None:
         """Return the process id of a server's guard; None: it does not run."""
@@ -177,11 +182,12 @@ class Supervisor:
                     break
         return ""
 
-    async def _stop(self, running: _Running) -> None:
-        if running.url is not None:
+    async def _stop(self, running: _Running, *, hangs: bool) -> None:
+        if running.url is not None and not hangs:
             await self._before_stop(running.launch.name)
         if running.process is not None:
-            running.process.end()
+            most_s = running.launch.stop_timeout_s
+            running.process.end(min(_HANGING_GRACE_S, most_s) if hangs else None)
 
     async def _last_lines(self, kept: ServerLog) -> str:
         text = (await asyncio.to_thread(kept.tail, _TAIL_BYTES)).decode(errors="replace")

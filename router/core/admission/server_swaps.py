@@ -144,7 +144,7 @@ def asked(state: State, event: ev.ServerAsked, now: float) -> None:
 def _end_hanging(state: State, server: Server, fault: str, now: float) -> None:
     lose_backend(state, server.name, now)
     server.stop(now, fault)
-    state.out.append(StopServer(server.name))
+    state.out.append(StopServer(server.name, hangs=True))
 
 
 def _leave(state: State, server: Server, now: float) -> None:

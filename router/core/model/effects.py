@@ -155,9 +155,13 @@ class StartServer(Struct, frozen=True):
 
 
 class StopServer(Struct, frozen=True):
-    """End a server's process, after the last answer. Answered by `ServerEnded`."""
+    """End a server's process, after the last answer. Answered by `ServerEnded`.
+
+    `hangs`: it does not answer, so there is no answer to wait for.
+    """
 
     server: BackendId
+    hangs: bool = False
 
 
 class ModelReady(Struct, frozen=True):

@@ -327,7 +327,7 @@ def test_a_process_that_lives_and_does_not_answer_is_ended() -> None:
     w.run(10.0 + TUNING.server_hangs_s - 1)
     assert "2" not in w.answered
     w.run(10.0 + TUNING.server_hangs_s + 20)
-    assert [name for _, name in w.stops] == ["a"]
+    assert [name for _, name in w.stops] == w.hanging == ["a"]
     assert "2" in w.answered
     found = w.s.state.fleet.servers.get(BackendId("a"))
     assert found is not None

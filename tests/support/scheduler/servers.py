@@ -31,6 +31,7 @@ class ServerWorld:
     now: float = 0.0
     starts: list[tuple[float, str]] = field(default_factory=list)
     stops: list[tuple[float, str]] = field(default_factory=list)
+    hanging: list[str] = field(default_factory=list)  # of those, not answering
     answered: dict[str, tuple[float, str]] = field(default_factory=dict)  # when, and by which
     rejected: dict[str, Exception] = field(default_factory=dict)
     waited_s: dict[str, float] = field(default_factory=dict)  # from arrival to dispatch
@@ -95,7 +96,8 @@ class ServerWorld:
             case ef.StartServer(server=name):
                 self.starts.append((self.now, name))
                 self.at(self.now + self.load_s, lambda: self._started(name))
-            case ef.StopServer(server=name):
+            case ef.StopServer(server=name, hangs=hangs):
+                self.hanging += [name] if hangs else []
                 self.stops.append((self.now, name))
                 self.at(self.now + self.stop_s, lambda: self.feed(ev.ServerEnded(name)))
             case ef.ModelReady(request=rid):
