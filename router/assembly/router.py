@@ -355,7 +355,7 @@ async def build(
                 clock.now,
                 None if hosts is None else hosts.view,
             ),
-            snapshots=Snapshots(engine, guard, clock.now, wall_now),
+            snapshots=Snapshots(engine, guard, clock.now, wall_now, journal.erase),
             requests=Requests(
                 decision_log, selection, show_content=config.diagnostics.show_content
             ),

@@ -13,7 +13,7 @@ from router.base.types import BackendId, KvDir, SlotId
 from router.engine.slot_watch import SeenSlot
 from router.llama.attach.monitor import Monitor
 from router.llama.replies import Props
-from router.store.slot_journal import JournalEntry, read_entries, write_entries
+from router.store.slot_journal import JournalEntry, erase_entries, read_entries, write_entries
 from router.store.store import KvStore
 
 log = structlog.get_logger(__name__)
@@ -49,6 +49,17 @@ class SlotJournal:
         due = self._due(backend, seen)
         if due.entries:
             await self._write(backend, due)
+
+    async def erase(self) -> None:
+        """Remove all entries: they hold prompts, and an operator purges.
+
+        What changes in a slot afterwards is noted as before.
+        """
+        for kv_dir in self._store.opened:
+            try:
+                await self._store.journal(kv_dir, partial(erase_entries, kv_dir))
+            except KvError as error:
+                log.warning("slot_journal_not_erased", kv_dir=kv_dir, reason=str(error))
 
     def _lock(self, backend: BackendId) -> asyncio.Lock:
         return self._writing.setdefault(backend, asyncio.Lock())

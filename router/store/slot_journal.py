@@ -78,6 +78,13 @@ def read_entries(
     return found
 
 
+def erase_entries(kv_dir: KvDir) -> None:
+    """Remove the entries of all backends, for a purge. Raises OSError."""
+    for path in Path(kv_dir).iterdir():
+        if _NAME.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
 def _read(path: Path) -> JournalEntry | None:
     try:
         return _DECODER.decode(path.read_bytes())

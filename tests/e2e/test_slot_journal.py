@@ -123,3 +123,21 @@ async def test_a_restarted_server_has_nothing(llama_server: StartServer) -> None
     fresh = await llama_server(slots=1, port=port)
     async with running(at, fresh.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
         assert [slot["resident_tokens"] for slot in (await fleet.state())["slots"]] == [0]
+
+
+async def test_a_purge_of_all_leaves_no_prompt_on_the_disk(llama_server: StartServer) -> None:
+    """One with a filter is about snapshots. What comes later is noted again."""
+    server = await llama_server(slots=2)
+    assert server.kv_dir is not None
+    async with running([("a", server.url)], server.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
+        turns = await converse(fleet)
+        await until_journaled(fleet, server.kv_dir)
+        await fleet.post("/kvferry/snapshots/purge", {"unused": True})
+        await until_journaled(fleet, server.kv_dir)
+
+        answer = await fleet.post("/kvferry/snapshots/purge", {"all": True})
+        assert answer.status == 200, answer.body
+        assert list(server.kv_dir.glob("kvf-slot-*")) == []
+
+        await fleet.complete(turns[0])
+        await until_journaled(fleet, server.kv_dir, 1)

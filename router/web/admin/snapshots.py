@@ -7,7 +7,7 @@ engine purges them, like everything that changes core state.
 import asyncio
 import heapq
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import islice
@@ -158,11 +158,14 @@ class Snapshots:
         guard: Guard,
         now: Callable[[], float],
         wall_now: Callable[[], float],
+        erase_journal: Callable[[], Awaitable[None]],
     ) -> None:
+        """`erase_journal` removes what the slot journal holds of prompts."""
         self._engine = engine
         self._guard = guard
         self._now = now
         self._wall_now = wall_now
+        self._erase_journal = erase_journal
 
     async def all(self, request: web.BaseRequest, _: RequestId) -> web.Response:
         """List one page of the snapshots that match the query, with the totals of all matches."""
@@ -217,6 +220,8 @@ class Snapshots:
         if not wanted.dry_run:
             log.info("purged", by=request.remote, **asdict(sums))
             await self._engine.purge(doomed)
+            if wanted.all:
+                await self._erase_journal()
         return json_response(asdict(sums) | {"dry_run": wanted.dry_run})
 
     def _items(self) -> Iterator[Item]:
