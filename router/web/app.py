@@ -326,7 +326,9 @@ class App:
         if path in _MODELS and request.method == "GET":
             return await self._models(request, name)
         raw = await self._read(request)
-        model = model_of(request, await model_asked(request, raw) if may_take_slot else None)
+        # As llama-server's router mode does: a body names the model, and the query of a GET.
+        named = request.query.get("model") or None
+        model = model_of(request, await model_asked(request, raw) if may_take_slot else named)
         if path == _CONTROL and request.method == "POST":
             return await self._control(request, name, raw, model)
         return await self._pass(request, name, raw, model)

@@ -79,3 +79,17 @@ async def test_who_names_no_model_does_not_mean_one_without_kv(
         body: Json = {"messages": chat(1, "a ferry", length=2), "max_tokens": 2}
         told = await fleet.post("/v1/chat/completions", body)
         assert told.status == 200, told.body
+
+
+async def test_who_names_no_model_means_the_one_for_embeddings(
+    server_argv: list[str], llama_server: StartServer, tmp_path: Path
+) -> None:
+    """A chat server refuses with 501, and is first and idle."""
+    able = await llama_server(slots=2, kv_dir=tmp_path / "kv")
+    async with (
+        embedder(server_argv, tmp_path / "kv") as server,
+        running([("a", able.url), ("e", server.url)], tmp_path / "kv") as fleet,
+    ):
+        asked = [fleet.post("/v1/embeddings", {"input": text}) for text in TEXTS * 2]
+        answers = await asyncio.gather(*asked)
+        assert [answer.status for answer in answers] == [200] * 6

@@ -434,6 +434,15 @@ async def test_a_look_loads_nothing() -> None:
         assert (await servers(fleet))["a"]["phase"] == "stopped"
 
 
+async def test_a_look_at_a_model_is_answered_by_its_server() -> None:
+    """llama-server's router mode goes by the query, and its web page asks so."""
+    async with running([], None, yaml=config([model("a"), model("e")]), wait_for=()) as fleet:
+        await ask(fleet, "e", ids(1, 20))
+        queries = ("", "?model=e", "?model=", "?model=a", "?model=x")
+        answers = [(await fleet.get(f"/props{query}")).status for query in queries]
+        assert answers == [200, 200, 200, 503, 404]
+
+
 async def test_requests_while_a_server_dies_are_served_by_the_next() -> None:
     """The backend is down before the end of the process is known; nothing may spin or be lost."""
     async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:

@@ -279,6 +279,15 @@ class BackendSelection:
         cannot = frozenset(monitor.client.id for monitor in able if not monitor.generates)
         return cannot if len(cannot) < len(able) else frozenset()
 
+    def avoided_for_embeddings(self, model: str | None) -> frozenset[BackendId]:
+        """Return the backends that a request for embeddings or a ranking does not mean.
+
+        A client that names no model means one that can do nothing else, if there is one.
+        """
+        able = [monitor for monitor in self.monitors.values() if model is None]
+        chat = frozenset(monitor.client.id for monitor in able if monitor.generates)
+        return chat if len(chat) < len(able) else frozenset()
+
     def others(self, backend: BackendId, request: Request) -> bool:
         """Return whether any backend but this one could serve a request."""
         view, infos = self._engine.view, self._engine.infos

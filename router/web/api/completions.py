@@ -222,7 +222,9 @@ class Completions:
             max_new_tokens=0,
             # Stateless tasks start from nothing, whatever the slot holds (server-context.cpp:3440).
             reuse=not stateless,
-            avoid=frozenset() if stateless else self._selection.without_kv(model),
+            avoid=self._selection.avoided_for_embeddings(model)
+            if stateless
+            else self._selection.without_kv(model),
             **self._from(http),
         )
         arrived = perf_counter()
