@@ -1,7 +1,7 @@
 """The architectures of the matrix, and why some reuse less than their kind allows."""
 
 # Those that `test-llama-archs -o` writes (b11434), without text diffusion (dream, llada, rnd1),
-# whose models have no memory.
+# whose models have no memory; and two that the project writes itself.
 NAMES = [
     "afmoe-moe",
     "arcee-dense",
@@ -35,6 +35,7 @@ NAMES = [
     "gemma-dense",
     "gemma2-dense",
     "gemma3-dense",
+    "gemma4-own",
     "glm-dsa-moe",
     "glm4-dense",
     "glm4moe-moe",
@@ -117,6 +118,7 @@ NAMES = [
     "qwen3vlmoe-moe",
     "qwen4exp-moe",
     "refact-dense",
+    "rwkv7-own",
     "refact-moe",
     "seed_oss-dense",
     "smallthinker-moe",

@@ -19,7 +19,7 @@ from tests.support.conversations.measuring import CHAT, common, generated, gener
 from tests.support.conversations.prompts import Json, chat, sentences
 from tests.support.servers.router_fleet import Answer, Fleet, read_answer, running
 
-SYSTEM, QUESTION = 24, 6  # sentences; about 60 tokens each
+SYSTEM, QUESTION = 24, 10  # sentences; about 60 tokens each
 ANSWER = 12  # tokens
 SAVED_S = 5.0  # patience for saves, which take milliseconds
 SLOTS = {"a": 2, "b": 1}
@@ -131,12 +131,14 @@ class _Game:
         await self._ask(fleet, "restart", _next(turn, answer, sentences(7, QUESTION)), "a")
 
     async def measure_noise(self) -> None:
-        """Measure how far log probabilities move without and with another context."""
-        messages = chat(8, sentences(9, 2), length=4)
-        prompt = await self._tokens(messages)
+        """Measure how far log probabilities move without and with another context.
+
+        With the first turn's prompt: a model may be noisy with one and not with another.
+        """
+        prompt = await self._tokens(chat(1, sentences(2, QUESTION), length=SYSTEM))
         whole = await self._cold(prompt)
         self.played.noise = max(
-            [_distance(whole, await self._cold(prompt, at)) for at in (len(prompt) // 3, -20)]
+            [_distance(whole, await self._cold(prompt, at)) for at in (len(prompt) // 3, -20, -1)]
         )
         other = await self._cold(await self._tokens(chat(10, sentences(11, 2), length=4)))
         self.played.tells = _distance(whole, other)
@@ -209,8 +211,11 @@ class _Game:
         if stop is not None:
             await self._post("/completion", {"prompt": prompt[:stop], "n_predict": 0} | NO_CACHE)
             reuse = True
-        body = {"prompt": prompt, "n_predict": 1, "n_probs": 5, "temperature": 0}
-        answer = await self._post("/completion", body | {"cache_prompt": reuse})
+        body = {"prompt": prompt, "n_probs": 5, "temperature": 0, "cache_prompt": reuse}
+        answer = await self._post("/completion", body | {"n_predict": 1})
+        if not answer.json.get("completion_probabilities"):
+            # A part of a character is held back until it is whole.
+            answer = await self._post("/completion", body | {"n_predict": 8})
         found: list[Json] = answer.json["completion_probabilities"][0]["top_logprobs"]
         return found
 

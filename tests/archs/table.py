@@ -11,6 +11,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "architectures.md"
 _HEAD = """# Architectures
 Written by `make test-archs`.
 It plays a conversation with a tiny random model of each architecture of llama.cpp's own test.
+Two more (`own`) are of architectures that the test leaves out.
 Two servers with `-np 2` and `-np 1`, kvferry in front.
 A cell is the share of the prompt's tokens that were not computed, as the servers count them.
 Each answer is compared with that of a server that computes all of it.
@@ -19,7 +20,7 @@ Each answer is compared with that of a server that computes all of it.
 |---|---|
 | return | the same prompt again |
 | next turn | the answer and another question |
-| sibling | another conversation with the same system prompt, which is 79 % of it |
+| sibling | another conversation with the same system prompt, which is 70 % of it |
 | fork | another second question |
 | other server | the third turn, on the server with another `-np` |
 | restart | a third turn, after servers and kvferry were started again |
