@@ -46,7 +46,7 @@ from router.base.clock import MonotonicClock, wall_now
 from router.base.errors import RouterError
 from router.base.ports import Tracing
 from router.base.tasks import Tasks, spawn
-from router.base.types import BackendId, Outcome, Request, Standing, Stats
+from router.base.types import BackendId, Namespace, Outcome, Request, Standing, Stats
 from router.base.urls import authority
 from router.config import values
 from router.config.open_doors import open_doors
@@ -91,6 +91,8 @@ log = structlog.get_logger(__name__)
 
 # For answers still under way when everything else has stopped.
 _CLOSE_S = 1.0
+# Seconds by which the time of a save and the wall clock here may differ: a save takes as long.
+_CLOCK_MARGIN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -145,6 +147,17 @@ def _probed(engine: Engine, on_demand: ServersOnDemand, attached: Attached) -> N
         engine.probe_put_off(attached.info.id)
     else:
         engine.probed(attached.info)
+
+
+def _purge_misnamed(engine: Engine, tasks: Tasks, name: Namespace, ago_s: float) -> None:
+    """Purge the states that were saved under a name within `ago_s`."""
+    since = wall_now() - ago_s - _CLOCK_MARGIN_S
+    doomed = [
+        snapshot.id
+        for snapshot, _, _ in engine.view.snapshots()
+        if snapshot.namespace == name and snapshot.saved_at >= since
+    ]
+    tasks.spawn(engine.purge(doomed), name="purge misnamed states")
 
 
 @asynccontextmanager
@@ -241,6 +254,7 @@ async def build(
                 poll_for_strangers=engine.poll_for_strangers,
                 drivers=drivers,
                 recall=partial(on_demand.recall, backend.name),
+                on_misnamed=partial(_purge_misnamed, engine, tasks),
                 is_waited_for=lambda name: selection.is_waited_for(name),  # noqa: PLW0108 - made below
                 recall_slots=partial(journal.recall, backend.name, kv_dir_of(backend, config)),
             )

@@ -6,6 +6,7 @@ What was computed is counted by the server itself.
 import aiohttp
 import pytest
 
+from router.base.types import BackendId
 from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
@@ -115,3 +116,27 @@ async def test_an_adapter_that_is_changed_on_the_server(llama_server: StartServe
                 {"messages": FIRST, "max_tokens": 8, "temperature": 0, "cache_prompt": False},
             )
             assert answer.text == expected.text != first.text
+
+
+async def test_states_from_before_a_changed_adapter_is_noticed(llama_server: StartServer) -> None:
+    """They were saved under the name of the old adapters, which may come back."""
+    server = await llama_server("llama", slots=2, extra_args=["--lora", str(tiny_lora())])
+    async with (
+        direct(server) as there,
+        running([("a", server.url)], server.kv_dir, yaml="health: {interval: 1h}") as fleet,
+    ):
+        await there.post("/lora-adapters", [{"id": 0, "scale": 0.0}])
+        wrong = await fleet.chat(FIRST)
+        await fleet.until(saved(int(0.9 * wrong.prompt_tokens)))
+        monitor = fleet.router.selection.monitors[BackendId("a")]
+        namespace = (await fleet.state())["backends"][0]["namespace"]
+        await monitor.check_again()
+        await fleet.until(lambda state: not state["snapshots"]["count"])
+        await there.post("/lora-adapters", [{"id": 0, "scale": 1.0}])
+        monitor._adapters_asked_at = 0.0  # not asked for a while
+        await monitor.check_again()
+
+        answer = await fleet.chat(FIRST)
+
+        assert (await fleet.state())["backends"][0]["namespace"] == namespace
+        assert answer.cached == 0

@@ -122,14 +122,18 @@ class Monitor:
         recall: Recall = lambda *_: None,
         recall_slots: RecallSlots = _no_slots,
         is_waited_for: Callable[[BackendId], bool] = lambda _: False,
+        on_misnamed: Callable[[Namespace, float], None] = lambda *_: None,
     ) -> None:
         """Set up the monitor. `drivers` is shared by all monitors.
 
         `is_waited_for`: whether a request waits that the backend could serve with a slot more.
+        `on_misnamed`: states that were saved under this name in the last so many seconds may be of
+        other adapters.
         """
+        self._on_misnamed = on_misnamed
         self._is_waited_for = is_waited_for
         self._put_off = 0  # probes, since it came up
-        self._adapters_asked_at = 0.0  # loop time
+        self._adapters_asked_at = self._adapters_told_at = 0.0  # loop time
         self._recall_slots = recall_slots
         self._recall = recall
         self.client = client
@@ -255,7 +259,9 @@ class Monitor:
         self._take(props)
         if self.attached is not None and await self._has_other_adapters(self.attached, props):
             log.warning("backend_down", backend=self.client.id, reason=OTHER_ADAPTERS)
+            namespace, now = self.attached.info.namespace, asyncio.get_running_loop().time()
             self._lose()
+            self._on_misnamed(namespace, now - self._adapters_told_at)
             self._take(props)
         if self.attached is None:
             await self._attach(props)
@@ -279,9 +285,12 @@ class Monitor:
             return False
         self._adapters_asked_at = now
         try:
-            return await self.client.lora_adapters_soon() != attached.lora
+            if await self.client.lora_adapters_soon() != attached.lora:
+                return True
         except BackendError:
             return False
+        self._adapters_told_at = now
+        return False
 
     def _take(self, props: Props) -> None:
         """Take the server process for this backend. Raises TwinError if another backend has it.
@@ -375,7 +384,8 @@ class Monitor:
     async def _learn(
         self, props: Props, only: Collection[int] | None, *, with_probe: bool = True
     ) -> Attached:
-        began, loop = asyncio.get_running_loop().time(), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        began = self._adapters_told_at = loop.time()
 
         def makes_way() -> bool:
             late = loop.time() > began + GRACE_S and self._put_off < _PUT_OFF_MOST
