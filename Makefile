@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 # compiled (9 minutes on two cores, then cached); it brings vocabularies without weights, too.
 LLAMA  := .cache/llama.cpp
 LLAMA_BIN := $(CURDIR)/$(LLAMA)/build/bin
+DEVICE_TESTS := tests/llama/test_contract.py tests/store/format/test_rewrite.py
 VOCABS := $(LLAMA)/llama.cpp/models
 # Third-party clients, in versions that work together.
 CLIENTS_VENV := .cache/clients
@@ -17,7 +18,7 @@ REAL_MODELS := tests/e2e/test_real_models.py
 # Flaky tests of all targets of a `make test-all`: failed beside other tests, passed alone.
 export FLAKES ?= $(CURDIR)/.cache/flakes
 
-.PHONY: demo test test-all test-thorough test-binary test-archs test-slow test-hosts test-clients soak check bench clean
+.PHONY: demo test test-all test-thorough test-binary test-archs test-device test-slow test-hosts test-clients soak check bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kvferry demo
@@ -101,6 +102,14 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 
 # GGML_NATIVE=OFF: built by GCC 12 for Sapphire Rapids, the server's recurrent and hybrid models
 # answer wrongly while two slots compute at once.
+# Save, restore, cut, pad and change of streams where the server's memory is not the host's: all
+# layers on the device, then one. LLAMA_SERVER_BIN: a llama-server with a device, a GPU or mesa's
+# software device (a build with GGML_VULKAN=ON; GGML_VK_VISIBLE_DEVICES=0).
+test-device: $(VENV)/.test
+	@test -n "$(LLAMA_SERVER_BIN)" || { echo "set LLAMA_SERVER_BIN to a llama-server with a device"; exit 1; }
+	KVFERRY_TEST_FLAVOUR=binary LLAMA_ARG_N_GPU_LAYERS=99 $(RUN) -m real $(DEVICE_TESTS)
+	KVFERRY_TEST_FLAVOUR=binary LLAMA_ARG_N_GPU_LAYERS=1 $(RUN) -m real $(DEVICE_TESTS)
+
 $(LLAMA)/.built: $(LLAMA)/.source
 	$(PYTHON) -m venv $(LLAMA)/venv
 	$(LLAMA)/venv/bin/python -m pip install --quiet --disable-pip-version-check cmake
