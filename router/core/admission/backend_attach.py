@@ -31,8 +31,7 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
     """
     info = event.info
     state.fleet.infos[info.id] = info
-    state.fleet.limited.pop(info.id, None)
-    state.fleet.unused_restores.pop(info.id, None)
+    state.fleet.forget_limits(info.id)
     state.fleet.rates.setdefault(info.id, _rates_for(info, state.fleet.learned))
     state.fleet.slots.add(info.id, info.n_slots)
     statuses = {status.index: status for status in event.slots}
@@ -99,8 +98,7 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     if job is None:
         return  # it went down meanwhile
     state.fleet.infos[info.id] = info
-    state.fleet.limited.pop(info.id, None)
-    state.fleet.unused_restores.pop(info.id, None)
+    state.fleet.forget_limits(info.id)
     _expect(state.fleet.rates[info.id], info, state.fleet.learned)
     _value_anew(state, info)
     for slot in state.fleet.slots.of(info.id):

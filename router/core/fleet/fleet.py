@@ -354,11 +354,15 @@ class Fleet:
         self.gates.pop(backend, None)
         self.rates.pop(backend, None)
         self.backoffs.pop(backend, None)
+        self.forget_limits(backend)
+        self.sticky = {key: home for key, home in self.sticky.items() if home.backend != backend}
+
+    def forget_limits(self, backend: BackendId) -> None:
+        """Forget what a backend was seen not to do."""
         self.limited.pop(backend, None)
         self.unused_restores.pop(backend, None)
         self.lost_prefills.pop(backend, None)
         self.extends_again_at.pop(backend, None)
-        self.sticky = {key: home for key, home in self.sticky.items() if home.backend != backend}
 
     def give_up(self, slot: Slot, kept: int = 0) -> None:
         """Record the tokens of a slot that is about to lose all but `kept` of them.

@@ -5,13 +5,23 @@ from dataclasses import dataclass
 import pytest
 
 from router.base.tokens import count, head, join
-from router.base.types import BackendInfo, MemoryKind, Source
+from router.base.types import BackendInfo, MemoryKind, Outcome, Reported, RequestId, Source
 from router.core.execution.ability_checks import NO_EXTENSION, NO_USE_OF_STATES
+from router.core.model import events as ev
 from router.core.model.effects import Dispatch, Effect, Limited, Prefill
 from router.core.model.slots import Resident
 from router.core.model.tuning import TUNING
 from router.core.scheduler import Scheduler
-from tests.support.scheduler.build import A0, A, backend, run_of, scheduler, snapshot, tokens
+from tests.support.scheduler.build import (
+    A0,
+    A,
+    backend,
+    request,
+    run_of,
+    scheduler,
+    snapshot,
+    tokens,
+)
 from tests.support.scheduler.drive import NOW, arrive, finish, plan_of, prefilled, restored
 
 LONG = run_of(600)
@@ -63,6 +73,20 @@ def test_a_prompt_is_computed_ahead_again_after_a_while() -> None:
         s.state.fleet.slots[A0].hold(Resident())
         computed_ahead(s, cached=0)
         assert not info(s).extends
+
+
+def test_a_new_probe_is_believed_more_than_an_old_loss() -> None:
+    s = scheduler(backend(n_slots=1))
+    computed_ahead(s, cached=0)
+    s.handle(ev.BackendDown(A), NOW)
+    s.handle(ev.BackendUp(backend(n_slots=1, extends=False)), NOW)
+
+    later = NOW + 2 * TUNING.extends_again_s
+    s.handle(ev.Arrived(request("r2", run_of(700, 3))), later)
+    said = Reported(cached_tokens=0, prompt_tokens=700, generated_tokens=1)
+    s.handle(ev.Finished(RequestId("r2"), Outcome.OK, said), later)
+
+    assert not info(s).extends
 
 
 @pytest.mark.parametrize("cached", [599, 590, 400])
