@@ -3,6 +3,7 @@
 The scheduler does not know processes: it orders a start or a stop, and is told of the end.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -42,6 +43,10 @@ class ServerLimit(Struct, frozen=True):
 
     models: frozenset[str]
     most: int
+
+    def keeps_out(self, model: str, loaded: Collection[str], n_loaded: int) -> bool:
+        """Return whether a model has to wait for one of the `n_loaded` models of this limit."""
+        return model in self.models and model not in loaded and n_loaded >= self.most
 
 
 class ServerPhase(StrEnum):

@@ -109,13 +109,14 @@ def must_make_room(fleet: Fleet, model: str | None, now: float) -> bool:
 
 
 def _until_room_s(fleet: Fleet, server: Server, now: float) -> float:
-    """Return the seconds until other models have made room for a server; inf: they need not."""
+    """Return the seconds until other models have made room for a server.
+
+    0: there is room. inf: they are all to be kept.
+    """
     waits_s = [0.0]
     for limit in fleet.servers.limits:
         loaded = fleet.servers.loaded(limit)
-        if server.spec.model in loaded or len(loaded) < limit.most:
-            continue
-        if server.spec.model not in limit.models:
+        if not limit.keeps_out(server.spec.model, loaded, len(loaded)):
             continue
         others = [s for s in fleet.servers if s.spec.model in loaded and not s.spec.keep]
         ends_s = (_until_idle_s(fleet, other.name, now) + other.stop_s.value for other in others)

@@ -46,7 +46,8 @@ def plan_swaps(servers: Servers, demands: Mapping[BackendId, Demand], now: float
         if not server.can_start(now):
             made.again_at = min(made.again_at, server.retry_at)
             continue
-        full = [limit for limit in servers.limits if _is_full(limit, server, taken, starting)]
+        model = server.spec.model
+        full = [one for one in servers.limits if one.keeps_out(model, starting, taken[one])]
         if not full:
             made.start.append(server)
             if server.spec.model not in starting:
@@ -169,13 +170,6 @@ def _expire(
             made.expired.append(server)
         else:
             made.again_at = min(made.again_at, ends_at)
-
-
-def _is_full(
-    limit: ServerLimit, server: Server, taken: Mapping[ServerLimit, int], loaded: set[str]
-) -> bool:
-    model = server.spec.model
-    return model in limit.models and model not in loaded and taken[limit] >= limit.most
 
 
 def _waits(server: Server, demands: Mapping[BackendId, Demand]) -> bool:
