@@ -55,7 +55,7 @@ class SlotJournal:
 
         What changes in a slot afterwards is noted as before.
         """
-        for kv_dir in self._store.opened:
+        for kv_dir in self._store.kv_dirs:
             try:
                 await self._store.journal(kv_dir, partial(erase_entries, kv_dir))
             except KvError as error:

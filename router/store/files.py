@@ -164,6 +164,18 @@ def rewrite_tail(path: Path, rewrite: Rewrite) -> Identity:
         os.close(file)
 
 
+def replace_small(path: Path, content: bytes) -> None:
+    """Write a small file of the router's own in one step. Blocks. Raises OSError.
+
+    Not synced: a crash of the machine may lose it.
+    """
+    new = path.with_name(f"{path.name}-new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(new, flags, 0o600), "wb") as file:
+        file.write(content)
+    new.replace(path)
+
+
 def quarantine(path: Path) -> None:
     """Set a file aside for the operator; keep only the newest few."""
     with suppress(FileNotFoundError):

@@ -3,7 +3,6 @@
 One small file in each KV directory. Blocks: call it in a thread.
 """
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from router.base.types import KvDir, LearnedRates, Namespace
+from router.store.files import replace_small
 
 _NAME = "kvf-rates.json"
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 _MOST = 1000  # models; the last ones are kept
 _DECODER = msgspec.json.Decoder(dict[str, LearnedRates])
 
@@ -30,7 +29,4 @@ def write_rates(kv_dir: KvDir, rates: Mapping[Namespace, LearnedRates]) -> None:
     """Write what was learned, beside what is there of other models. Raises OSError."""
     merged = {name: each for name, each in read_rates(kv_dir).items() if name not in rates}
     kept = dict([*merged.items(), *rates.items()][-_MOST:])
-    new = Path(kv_dir) / f"{_NAME}.new"
-    with open(os.open(new, _CREATE, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(kept))
-    new.replace(Path(kv_dir) / _NAME)
+    replace_small(Path(kv_dir) / _NAME, msgspec.json.encode(kept))

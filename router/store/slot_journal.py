@@ -5,7 +5,6 @@ server process says that no task has run in the slot since: the ids of tasks onl
 (llama-server.md section 5.1). All functions block; call them in a thread.
 """
 
-import os
 import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -16,9 +15,9 @@ from msgspec import Struct
 
 from router.base.tokens import Tokens, count
 from router.base.types import BackendId, KvDir, Namespace, Tenant
+from router.store.files import replace_small
 
 _NAME = re.compile(r"kvf-slot-(.+)-\d+\.journal")
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
 
 
 class JournalEntry(Struct, frozen=True):
@@ -50,11 +49,8 @@ _DECODER = msgspec.msgpack.Decoder(JournalEntry)
 def write_entries(kv_dir: KvDir, backend: BackendId, entries: Sequence[JournalEntry]) -> None:
     """Write the entries of some slots of a backend. Raises OSError."""
     for entry in entries:
-        path = _path(kv_dir, backend, entry.index)
-        new = path.with_suffix(".journal-new")
-        with open(os.open(new, _CREATE, 0o600), "wb") as file:
-            file.write(msgspec.msgpack.encode(entry))
-        new.replace(path)  # not synced: after a crash of the machine the servers are gone as well
+        # Not synced: after a crash of the machine the servers are gone as well.
+        replace_small(_path(kv_dir, backend, entry.index), msgspec.msgpack.encode(entry))
 
 
 def read_entries(

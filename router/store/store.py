@@ -171,11 +171,6 @@ class KvStore:
         """Return a fresh name for a backend to write to."""
         return files.staging_name()
 
-    @property
-    def opened(self) -> tuple[KvDir, ...]:
-        """Return the KV directories that are open."""
-        return tuple(self._directories)
-
     async def journal(self, kv_dir: KvDir, work: Callable[[], T]) -> T:
         """Do work of the slot journal in a directory, in its threads. Raises KvError.
 
