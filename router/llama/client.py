@@ -58,13 +58,13 @@ class LlamaClient(ServerClient):
         """Return the raw answer to `GET /v1/models`."""
         return await self._call("GET", "/v1/models", None, self._timeouts.control_s)
 
-    async def lora_adapters(self) -> bytes:
-        """Return the raw answer to `GET /lora-adapters`; it is only compared for equality."""
-        return await self._call("GET", "/lora-adapters", None, self._timeouts.control_s)
+    async def lora_adapters(self, *, soon: bool = False) -> bytes:
+        """Return the raw answer to `GET /lora-adapters`; it is only compared for equality.
 
-    async def lora_adapters_soon(self) -> bytes:
-        """Return the same, or raise BackendError after as long as a check of health may take."""
-        return await self._call("GET", "/lora-adapters", None, self._timeouts.health_s)
+        `soon`: wait no longer than a check of health may take.
+        """
+        timeout_s = self._timeouts.health_s if soon else self._timeouts.control_s
+        return await self._call("GET", "/lora-adapters", None, timeout_s)
 
     async def metrics(self) -> bytes:
         """Return the raw answer to `GET /metrics`. A server without `--metrics` refuses it."""

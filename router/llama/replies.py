@@ -296,7 +296,7 @@ def top_logprobs_from(payload: bytes) -> list[tuple[int, float]]:
     probabilities with them. Raises BackendError.
     """
     answer = _Answer(payload, "POST /completion with n_probs")
-    if not as_dict(_loads(payload)).get("completion_probabilities"):
+    if not answer.get("completion_probabilities", list, []):
         return []
     top = answer.items("completion_probabilities/0/top_logprobs")
     return [(entry.get("id", int), entry.get("logprob", float)) for entry in top]

@@ -109,27 +109,16 @@ class Rates:
 
     def take_after(self, other: "Rates") -> None:
         """Take over what `other` has learned, where this backend has observed nothing yet."""
-        for mine, theirs in (
-            (self.prefill, other.prefill),
-            (self.save, other.save),
-            (self.restore, other.restore),
-            (self.rewrite, other.rewrite),
-        ):
-            if not mine.n:
-                mine.expect(theirs.a, theirs.b)
-        for own, known in (
-            (self.handling_s, other.handling_s),
-            (self.output_tokens, other.output_tokens),
-            (self.output_s_per_token, other.output_s_per_token),
-        ):
-            if not own.n:
-                own.value = known.value
+        self.expect(other.values)
 
     @property
     def learned(self) -> LearnedRates | None:
         """Return what traffic taught; None: nothing yet."""
-        if not self.prefill.n:
-            return None
+        return self.values if self.prefill.n else None
+
+    @property
+    def values(self) -> LearnedRates:
+        """Return the speeds as they are now, guesses included."""
         lines = (self.prefill, self.save, self.restore, self.rewrite)
         prefill, save, restore, rewrite = ((line.a, line.b) for line in lines)
         return LearnedRates(
@@ -143,7 +132,7 @@ class Rates:
         )
 
     def expect(self, known: LearnedRates) -> None:
-        """Take what an earlier run learned as priors, where nothing was observed yet."""
+        """Take these speeds as priors, where nothing was observed yet."""
         for line, pair in (
             (self.prefill, known.prefill),
             (self.save, known.save),

@@ -285,7 +285,7 @@ class Monitor:
             return False
         self._adapters_asked_at = now
         try:
-            if await self.client.lora_adapters_soon() != attached.lora:
+            if await self.client.lora_adapters(soon=True) != attached.lora:
                 return True
         except BackendError:
             return False

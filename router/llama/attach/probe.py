@@ -81,13 +81,11 @@ async def probe(
     `tenants`: tenants are kept apart, so look for a RAM cache that mixes them. `makes_way` is asked
     between the steps: if it is time to end, ProbePutOffError is raised and nothing is known.
     """
-    found = ProbeResult()
-    idle = [slot for slot in slots if not slot.is_processing]
-    if not idle:
+    found, slot = ProbeResult(), _idle(slots)
+    if slot is None:
         found.problem = "every slot was busy; the router probes it again later"
         found.untried = True
         return found
-    slot = min(idle, key=lambda s: (s.n_tokens or 0, s.index))
     room, tokens = _room(slot), await _text(client, slot)
     keep = await put_aside(client, store, kv_dir, slot)
     try:
@@ -139,10 +137,9 @@ async def is_still_so(
     """
     if not before.behaviour or not before.generates:
         return True
-    idle = [slot for slot in slots if not slot.is_processing]
-    if not idle:
+    slot = _idle(slots)
+    if slot is None:
         return False
-    slot = min(idle, key=lambda s: (s.n_tokens or 0, s.index))
     keep = await put_aside(client, store, kv_dir, slot)
     try:
         tokens = await _text(client, slot)
@@ -150,6 +147,12 @@ async def is_still_so(
         return alike(await client.fingerprint(slot.index, tokens), before.behaviour)
     finally:
         await put_back(client, store, kv_dir, slot, keep)
+
+
+def _idle(slots: list[SlotStatus]) -> SlotStatus | None:
+    """Return the idle slot that holds least; None: all are busy."""
+    idle = (slot for slot in slots if not slot.is_processing)
+    return min(idle, key=lambda s: (s.n_tokens or 0, s.index), default=None)
 
 
 async def _text(client: LlamaClient, slot: SlotStatus) -> Tokens:

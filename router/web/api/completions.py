@@ -132,15 +132,13 @@ class Completions:
         parsed = await json_offload.read(raw, _parsed, http, route, raw)
         if HOP_OF in http:
             parsed = replace(parsed, model=model_of(http, parsed.model))
-        there = self._forwarding
+        there, answer = self._forwarding, None
         if there is not None and there.must_leave(http, parsed.model):
             answer = await there.away(http, raw, parsed, request_id, parsed.model)
-            if answer is not None:
-                return answer
-        if there is not None:
+        if there is not None and answer is None:
             answer = await there.rather_than_load(http, raw, parsed, request_id, parsed.model)
-            if answer is not None:
-                return answer
+        if answer is not None:
+            return answer
         try:
             request, reader = await self._read(http, parsed, request_id)
             self._check_quote(http, request)

@@ -15,7 +15,6 @@ from time import perf_counter
 
 from aiohttp import web
 from msgspec.structs import replace
-from msgspec.structs import replace as replace_fields
 
 from router.base.errors import BackendError, BackendRefusedError, ModelNotFoundError, NoBackendError
 from router.base.prefix_hash import split
@@ -246,7 +245,7 @@ class Forwarding:
             return None
         request = self._unread(http, parsed, request_id)
         sought = _Sought(http, raw, request, model, parsed, None)
-        sought.own = self._engine.quote(replace_fields(request, model=model))
+        sought.own = self._engine.quote(replace(request, model=model))
         if loaded and not parsed.lora:
             within_s = _READ_LIMIT_S if sought.own is None else sought.own.price_s
             await self._read_there(sought, usable, min(within_s, _READ_LIMIT_S))
