@@ -7,8 +7,10 @@ family) where llama.cpp does not, and is then refused.
 """
 
 import asyncio
+import itertools
+import json
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -29,10 +31,18 @@ class Encoder(Protocol):
 
 
 class LocalTokenizer:
-    """An `Encoder` around `encode`, which must be safe to call from several threads."""
+    """An `Encoder` around `encode`, which must be safe to call from several threads.
 
-    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+    `least_tokens` returns a number of tokens that a text has at least, far sooner than `encode`.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str], list[int]],
+        least_tokens: Callable[[str], int] = lambda _text: 0,
+    ) -> None:
         self._encode = encode
+        self.least_tokens = least_tokens
 
     def is_inline(self, n_characters: int) -> bool:
         """Return whether a text is short enough for `encode_now` on the event loop."""
@@ -43,7 +53,7 @@ class LocalTokenizer:
         return self._encode(text)
 
     async def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; a thread encodes long ones (`tokenizers` releases the GIL)."""
+        """Return the ids of `text`; a thread encodes long ones."""
         if self.is_inline(len(text)):
             return self._encode(text)
         return await asyncio.to_thread(self._encode, text)
@@ -57,24 +67,69 @@ def load_local(path: Path, specials: Iterable[str] = ()) -> LocalTokenizer:
     (`</s>` of the Qwen family). Names that the vocabulary lacks are ignored. Raises
     LocalTokenizerError.
     """
+    is_gguf = path.suffix == ".gguf"
     try:
-        if path.suffix == ".gguf":
-            made = _from_gguf(path)
-        else:
-            made = _from_json(path / "tokenizer.json" if path.is_dir() else path)
+        made, dropped = (_from_gguf if is_gguf else _from_json)(path)
     except OSError as error:
         raise LocalTokenizerError(f"cannot be read: {error.strerror}") from error
     known = [name for name in specials if made.token_to_id(name) is not None]
     made.add_tokens([AddedToken(name, special=True, normalized=False) for name in known])
-    return LocalTokenizer(lambda text: list(made.encode(text, add_special_tokens=False).ids))
+    ids_of_dropped = frozenset(made.token_to_id(BYTE_TEXTS[byte]) for byte in dropped)
+
+    def encode(text: str) -> list[int]:
+        # `encode` keeps the interpreter's lock: 8 MiB stop all threads for 9 s. `encode_batch_fast`
+        # releases it, and takes half the time.
+        ids: list[int] = made.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return [id_ for id_ in ids if id_ not in ids_of_dropped] if ids_of_dropped else ids
+
+    if not is_gguf and made.normalizer is not None:
+        return LocalTokenizer(encode)  # a normalized text may be shorter
+    longest = max(len(text.encode()) for text in made.get_vocab())
+
+    def least_tokens(text: str) -> int:
+        if not dropped:
+            return len(text) // longest  # bytes, at least
+        return len(text.encode("utf-8", "surrogatepass").translate(None, dropped)) // longest
+
+    return LocalTokenizer(encode, least_tokens)
 
 
-def _from_json(path: Path) -> Tokenizer:
-    text = path.read_text("utf-8")
+def _byte_texts() -> list[str]:
+    """Return the character that stands for each byte (`unicode_byte_to_utf8`, src/unicode.cpp)."""
+    own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = itertools.count(0x100)
+    return [chr(byte if byte in own else next(others)) for byte in range(256)]
+
+
+BYTE_TEXTS = _byte_texts()
+
+
+def _without_token(vocabulary: Container[str]) -> bytes:
+    """Return the bytes that are no token of a vocabulary of bytes.
+
+    The engine drops them after merging, `tokenizers` before: `" \x13}"` would become `" }"`. So
+    they get tokens of their own, and their ids are dropped after.
+    """
+    return bytes(byte for byte, text in enumerate(BYTE_TEXTS) if text not in vocabulary)
+
+
+def _from_json(path: Path) -> tuple[Tokenizer, bytes]:
+    text = (path / "tokenizer.json" if path.is_dir() else path).read_text("utf-8")
+    dropped = b""
     try:
-        return Tokenizer.from_str(text)
+        made = Tokenizer.from_str(text)
+        if "ByteLevel" in str(made.pre_tokenizer) and isinstance(made.model, models.BPE):
+            dropped = _without_token(made.get_vocab())
+        if dropped:
+            data = json.loads(text)
+            first = max(made.get_vocab().values()) + 1
+            data["model"]["vocab"] |= {
+                BYTE_TEXTS[byte]: id_ for id_, byte in enumerate(dropped, first)
+            }
+            made = Tokenizer.from_str(json.dumps(data))
     except Exception as error:  # the bindings raise nothing narrower
         raise LocalTokenizerError(f"not a tokenizer.json: {error}") from error
+    return made, dropped
 
 
 # --- GGUF metadata: ggml/include/gguf.h, versions 2 and 3 ---------------------------------------
@@ -189,15 +244,17 @@ def _strings(metadata: dict[str, Value], key: str) -> list[str]:
     return [str(item) for item in value]
 
 
-def _from_gguf(path: Path) -> Tokenizer:
+def _from_gguf(path: Path) -> tuple[Tokenizer, bytes]:
+    """Return a tokenizer, and the bytes of which it makes ids that the engine does not."""
     metadata = read_gguf_metadata(path)
     tokens = _strings(metadata, "tokens")
     types = metadata.get("tokenizer.ggml.token_type")
     if not isinstance(types, list) or len(types) != len(tokens):
         raise LocalTokenizerError("the GGUF has no tokenizer.ggml.token_type for each token")
-    model = metadata.get("tokenizer.ggml.model")
+    model, dropped = metadata.get("tokenizer.ggml.model"), b""
     if model == "gpt2":
-        made = _byte_level(metadata, tokens)
+        dropped = _without_token(frozenset(tokens))
+        made = _byte_level(metadata, [*tokens, *(BYTE_TEXTS[byte] for byte in dropped)])
     elif model == "llama":
         made = _sentencepiece(metadata, tokens)
     else:
@@ -209,7 +266,7 @@ def _from_gguf(path: Path) -> Tokenizer:
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and text
     ]
     made.add_tokens(sorted(apart, key=lambda token: -len(token.content.encode())))
-    return made
+    return made, dropped
 
 
 def _byte_level(metadata: dict[str, Value], tokens: list[str]) -> Tokenizer:

@@ -64,16 +64,20 @@ class PromptReader:
             self._others[tenant] = PromptReader(self._vocabulary, tenant)
         return self._others[tenant]
 
-    async def read(self, parsed: ParsedRequest, *, boundaries: bool = False) -> Prompt:
+    async def read(
+        self, parsed: ParsedRequest, *, boundaries: bool = False, n_ctx: int | None = None
+    ) -> Prompt:
         """Return the prompt of a request; unknown, with a reason, if the backend refuses it.
 
-        Raises BackendError if the backend does not answer, which says nothing of the request.
+        Unknown too if it surely has more than `n_ctx` tokens: to count them would take seconds,
+        for a request that the backend refuses. Raises BackendError if the backend does not answer,
+        which says nothing of the request.
         `boundaries` asks for the boundaries too, in up to four more renderings. Only chats without
         media have boundaries: the router does not claim what a slot holds of media chats.
         """
         source = parsed.prompt_source
         try:
-            prompt = await self._read(parsed)
+            prompt = await self._read(parsed, n_ctx)
             if boundaries and isinstance(source, ChatPrompt) and not source.media:
                 found = await self._finder.find(source.body, prompt.tokens)
                 prompt = replace(prompt, boundaries=found)
@@ -87,13 +91,13 @@ class PromptReader:
                 f"{without_prompt(error)}"
             )
 
-    async def _read(self, parsed: ParsedRequest) -> Prompt:
+    async def _read(self, parsed: ParsedRequest, n_ctx: int | None) -> Prompt:
         source = parsed.prompt_source
         match source:
             case TokenPrompt():
                 return Prompt(source.tokens)
             case TextPrompt():
-                return Prompt(await self._tokenize(source.text, add_special=True))
+                return await self._whole(source.text, n_ctx)
             case MixedPrompt():
                 ids = await self._vocabulary.client.tokenize(
                     list(source.parts), add_special=True, parse_special=True
@@ -103,7 +107,9 @@ class PromptReader:
                 text = await (
                     self._by_backend(source.body) if source.media else self._render(source.body)
                 )
-                return await self._chat(text, source.media)
+                if source.media:
+                    return await self._with_media(text, source.media)
+                return await self._whole(text, n_ctx)
             case InfillPrompt():
                 return await self._infill(source)
             case UnknownPrompt():
@@ -124,10 +130,13 @@ class PromptReader:
     async def _special(self, text: str) -> Tokens:
         return await self._tokenize(text, add_special=False) if text else EMPTY
 
-    async def _chat(self, text: str, media: tuple[str, ...]) -> Prompt:
+    async def _whole(self, text: str, n_ctx: int | None) -> Prompt:
+        if n_ctx is not None and await self._vocabulary.tokenizer.least_tokens(text) > n_ctx:
+            return Prompt(unknown="it has more tokens than a slot can hold")
+        return Prompt(await self._tokenize(text, add_special=True))
+
+    async def _with_media(self, text: str, media: tuple[str, ...]) -> Prompt:
         """Return the prompt of rendered text; each media marker becomes its fingerprint."""
-        if not media:
-            return Prompt(await self._tokenize(text, add_special=True))
         marker = self._vocabulary.media_marker
         parts = text.split(marker) if marker else [text]
         if len(parts) != len(media) + 1:

@@ -9,6 +9,7 @@ from msgspec import Struct
 from router.base.tokens import WIDTH, Tokens, pack
 from router.base.types import NO_TENANT, Tenant
 
+WINDOW = 512 * 1024  # characters; searched in 2 ms
 SHORT_KEY = 64  # characters; a text of at most this length is its own key
 BRIDGE = 256  # characters; tokenizing this many known ones again is cheaper than another call
 
@@ -36,19 +37,36 @@ class Cutter:
         self._ids = dict(specials)
         self.marks = frozenset(specials.values())
         longest_first = sorted(specials, key=len, reverse=True)
+        self._longest = max(map(len, specials), default=0)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def cut(self, text: str, tenant: Tenant = NO_TENANT) -> list[Segment]:
         """Cut all of `text` into segments, in order; no segment is empty."""
         segments: list[Segment] = []
         start, special = 0, None
-        for mark in self._pattern.finditer(text):
+        for mark in self._marks(text):
             if (at := mark.start()) > start:
                 segments.append(_segment(text[start:at], special, tenant))
             start, special = at, self._ids[mark.group()]
         if text:
             segments.append(_segment(text[start:], special, tenant))
         return segments
+
+    def _marks(self, text: str) -> Iterator[re.Match[str]]:
+        """Yield the specials of a text, left to right.
+
+        One search holds the interpreter's lock up to the next special. So a long text is searched
+        in windows: each ends early enough for a special that begins in it to be found whole.
+        """
+        at = 0
+        while at < len(text):
+            end = at + WINDOW
+            mark = self._pattern.search(text, at, end + self._longest)
+            if mark is not None and mark.start() < end:
+                yield mark
+                at = mark.end()
+            else:
+                at = end
 
     def split(self, ids: Sequence[int], run: Sequence[Segment]) -> list[Tokens] | None:
         """Return the ids of each segment of `run`; None if they do not split that way."""

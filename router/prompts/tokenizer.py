@@ -38,6 +38,7 @@ LONG_TEXT = 256 * 1024  # characters; cutting and hashing this much chat text ta
 LONG_IDS = 64 * 1024  # ids; finding the special tokens among them and packing takes 5 ms
 ENTRY_BYTES = 256  # of a cache entry beyond its ids, rounded up (measured: 157 and a short key)
 MAX_SEGMENTS = 16 * 1024  # a text with more is tokenized whole: looping over them takes time
+MAX_ODD_TEXTS = 8  # texts that the local tokenizer may get wrong before it is dropped
 FULL_RECHECKS = 4  # unexplained mismatches that are all rechecked; then only the 8th, 16th, ...
 
 _log = structlog.get_logger(__name__)
@@ -70,6 +71,13 @@ class _Cache:
         while self.size_bytes > self._limit:
             _, old = self._entries.popitem(last=False)
             self.size_bytes -= len(old) + ENTRY_BYTES
+
+    def correct(self, key: Key, tokens: Tokens) -> None:
+        """Keep these ids for a key, whatever it had before."""
+        old = self._entries.pop(key, None)
+        if old is not None:
+            self.size_bytes -= len(old) + ENTRY_BYTES
+        self.put(key, tokens)
 
     def clear(self) -> None:
         self._entries.clear()
@@ -112,6 +120,7 @@ class SegmentTokenizer:
         self._local: Encoder | None = None
         self._epoch = 0  # rises when a part is dropped: ids from before are void
         self._unexplained = 0
+        self._n_odd_texts = 0
         self.specials: frozenset[str] = frozenset()  # the special tokens that texts are cut at
         self.n_agreed = 0
         self.n_disagreed = 0
@@ -183,6 +192,12 @@ class SegmentTokenizer:
             if not self._framed([whole], True) == self._framed(parts, True) == direct:
                 return False
         return True
+
+    async def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that a long text has at least; 0 where that is not known."""
+        if len(text) <= LONG_TEXT or not isinstance(self._local, LocalTokenizer):
+            return 0
+        return await asyncio.to_thread(self._local.least_tokens, text)
 
     async def tokenize(self, text: str, *, add_special: bool, tenant: Tenant = NO_TENANT) -> Tokens:
         """Return the ids of `text`, with special tokens parsed.
@@ -359,15 +374,18 @@ class SegmentTokenizer:
     ) -> str | None:
         """Compare `text` with a full call and drop, for good, the part that made it differ.
 
-        Returns which part was dropped and why. None means that the ids were right and the cause
-        is elsewhere (a template that changed, media). Such cases are rechecked less and less
-        often; None also means that the check was skipped.
+        For the first few texts of which the local tokenizer makes other ids, the right ids are
+        cached instead. Returns what was wrong. None means that the ids were right and the cause is
+        elsewhere (a template that changed, media). Such cases are rechecked less and less often;
+        None also means that the check was skipped.
         """
         n = self._unexplained
         if n >= FULL_RECHECKS and n & (n + 1):
             self._unexplained += 1
             return None
         direct = await self._direct(text, add_special)
+        if await self._put_right(direct, text, add_special, tenant):
+            return "the local tokenizer makes other ids of this text: the backend's are kept"
         reason = None
         while not await self._gives(direct, text, add_special, tenant):
             if self._local is not None:
@@ -388,6 +406,30 @@ class SegmentTokenizer:
         else:
             _log.warning("tokenizer_dropped", reason=reason, n_disagreed=self.n_disagreed)
         return reason
+
+    async def _put_right(
+        self, direct: Tokens, text: str, add_special: bool, tenant: Tenant
+    ) -> bool:
+        """Keep the backend's ids of the segments that the local tokenizer gets wrong.
+
+        False: there are none, they do not explain the difference, or there were too many before.
+        """
+        local, cutter = self._local, self._cutter
+        if local is None or cutter is None or self._n_odd_texts == MAX_ODD_TEXTS:
+            return False
+        pieces = cutter.cut(text, tenant)
+        parts = [pack(ids) for ids in await tokenize_all(self._call, [p.text for p in pieces])]
+        if self._framed(parts, add_special) != direct:
+            return False
+        wrong = [
+            (piece.key, part)
+            for piece, part in zip(pieces, parts, strict=True)
+            if pack(await local.encode(piece.text)) != part
+        ]
+        for key, part in wrong:
+            self._cache.correct(key, part)
+        self._n_odd_texts += bool(wrong)
+        return bool(wrong)
 
     async def _gives(self, direct: Tokens, text: str, add_special: bool, tenant: Tenant) -> bool:
         if await self.tokenize(text, add_special=add_special, tenant=tenant) != direct:

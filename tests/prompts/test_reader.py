@@ -14,9 +14,10 @@ from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.llama.wire import Route, parse_request
 from router.prompts.chat_template import prove
+from router.prompts.local_tokenizer import LocalTokenizer
 from router.prompts.reader import PromptReader, Vocabulary, fingerprint_id, is_left_to_server
 from router.prompts.special_tokens import discover_specials
-from router.prompts.tokenizer import SegmentTokenizer
+from router.prompts.tokenizer import LONG_TEXT, SegmentTokenizer
 from tests.conftest import StartServer
 from tests.support.paths import TEMPLATES
 from tests.support.servers.fake_llama import FakeLlama
@@ -78,6 +79,27 @@ async def test_text_and_chat(reader: PromptReader) -> None:
     rendered = list(render_chat([USER]).encode())
     assert await ids(reader, Route.CHAT, {"messages": [USER]}) == rendered
     assert await ids(reader, Route.MESSAGES, {"messages": [USER]}) == rendered
+
+
+async def test_a_text_that_cannot_fit_is_not_counted(reader: PromptReader, fake: FakeLlama) -> None:
+    """The server refuses it; to count its tokens would take seconds."""
+    tokenizer, encoded = reader._vocabulary.tokenizer, list[int]()
+
+    def encode(text: str) -> list[int]:
+        encoded.append(len(text))
+        return list(text.encode())
+
+    await tokenizer.self_check(LocalTokenizer(encode, least_tokens=len))
+    assert tokenizer.uses_local
+    encoded.clear()
+    long = "a" * (LONG_TEXT + 1)
+    for body in ({"prompt": long}, {"messages": [{"role": "user", "content": long}]}):
+        route = Route.COMPLETION if "prompt" in body else Route.CHAT
+        prompt = await reader.read(parse_request(route, body), n_ctx=LONG_TEXT)
+        assert "more tokens than" in (prompt.unknown or "")
+        assert not encoded
+        assert not (await reader.read(parse_request(route, body), n_ctx=2 * LONG_TEXT)).unknown
+        assert encoded.pop() >= len(long)
 
 
 @pytest.mark.parametrize(

@@ -704,7 +704,34 @@ async def test_local_tokenizer_that_differs_is_refused() -> None:
     assert not made.uses_local
 
 
-async def test_local_tokenizer_that_differs_later_is_dropped_and_the_cut_stays() -> None:
+async def test_an_odd_text_costs_only_itself() -> None:
+    oracle = Oracle()
+    made = make(oracle)
+
+    def encode(text: str) -> list[int]:
+        ids = oracle.ids(text, False)
+        return [0 if i >= 100 else i for i in ids] if "rare" in text else ids
+
+    await made.self_check(LocalTokenizer(encode))
+    text = "<s>rare<|end|>"
+    expected = pack(oracle.ids(text, False))
+    assert expected != await made.tokenize(text, add_special=False)
+
+    reason = await made.disagreed(text, add_special=False)
+
+    assert "kept" in (reason or "")
+    assert made.uses_local
+    assert expected == await made.tokenize(text, add_special=False)
+    oracle.calls.clear()
+    longer = text + "<s>other<|end|>"
+    assert pack(oracle.ids(longer, False)) == await made.tokenize(longer, add_special=False)
+    assert oracle.calls == []
+
+
+async def test_local_tokenizer_that_often_differs_is_dropped_and_the_cut_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizer, "MAX_ODD_TEXTS", 0)
     oracle = Oracle()
     made = make(oracle)
 

@@ -136,7 +136,11 @@ class BackendSelection:
             but |= {backend}
             reader = self._readers[backend].of(tenant)
             try:
-                prompt = await reader.read(parsed, boundaries=self.wants_boundaries(model))
+                prompt = await reader.read(
+                    parsed,
+                    boundaries=self.wants_boundaries(model),
+                    n_ctx=max(i.n_ctx for i in self._engine.infos.values() if i.answers_to(model)),
+                )
             except BackendError as error:
                 self.doubt(backend)
                 unknown = f"no backend answered the call to render and tokenize the prompt: {error}"
