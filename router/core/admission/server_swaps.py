@@ -52,7 +52,8 @@ def wanted(state: State, event: ev.ModelWanted, now: float) -> None:
     if state.stopping:
         state.reject(event.request, NoBackendError("the router is stopping"))
     elif servers.may_serve(event.model, now):
-        servers.unread[event.request] = Unread(event.request, event.model, now)
+        # One that a peer has refused meanwhile has waited since it came.
+        servers.unread.setdefault(event.request, Unread(event.request, event.model, now))
         if state.fleet.is_loaded(event.model):
             state.out.append(ModelReady(event.request))
     else:

@@ -12,7 +12,7 @@ from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Quote
 from router.core.model.request_queue import Queue
 from router.core.model.servers import Server
-from router.core.model.slots import Phase
+from router.core.model.slots import Phase, Slot
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.planner import plan
@@ -58,12 +58,7 @@ def _once_free(request: Request, fleet: Fleet, queue: Queue, now: float) -> Quot
         rates, n_prompt = fleet.rates[backend], len(request.prompt)
         reused = 0
         for slot in fleet.slots.of(backend):
-            wait_s = 0.0
-            if slot.phase is not Phase.IDLE:
-                # An answer that is longer than predicted says nothing of its end.
-                late_s = TUNING.late_share * rates.generation_s(None)
-                wait_s = min(max(slot.busy_until - now, late_s), TUNING.unknown_end_s)
-            ends_s.append(wait_s)
+            ends_s.append(0.0 if slot.phase is Phase.IDLE else _until_free_s(fleet, slot, now))
             held = max(len(slot.resident), shared.get(slot.id, 0))
             common = shared.get(slot.id, 0)
             reused = max(reused, reusable_tokens(info.memory_kind, n_prompt, common, held))
@@ -128,5 +123,14 @@ def _until_idle_s(fleet: Fleet, backend: BackendId, now: float) -> float:
     busy = [slot for slot in fleet.slots.of(backend) if slot.phase not in (Phase.IDLE, Phase.LOST)]
     if not busy:
         return 0.0
-    late_s = TUNING.late_share * fleet.rates[backend].generation_s(None)
-    return max(min(max(s.busy_until - now, late_s), TUNING.unknown_end_s) for s in busy)
+    return max(_until_free_s(fleet, slot, now) for slot in busy)
+
+
+def _until_free_s(fleet: Fleet, slot: Slot, now: float) -> float:
+    """Return the seconds until a busy slot is free.
+
+    An answer that is longer than predicted is taken to need as long again as it is late.
+    """
+    left_s = slot.busy_until - now
+    late_s = TUNING.late_share * fleet.rates[slot.id.backend].generation_s(None)
+    return min(max(left_s, -left_s, late_s), TUNING.unknown_end_s)

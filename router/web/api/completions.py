@@ -24,6 +24,7 @@ from router.base.errors import (
     StaleQuoteError,
 )
 from router.base.ports import Attempt, Spawn, Trace, Tracing
+from router.base.tasks import spawn
 from router.base.types import (
     BackendId,
     Caller,
@@ -135,29 +136,64 @@ class Completions:
         there, answer = self._forwarding, None
         if there is not None and there.must_leave(http, parsed.model):
             answer = await there.away(http, raw, parsed, request_id, parsed.model)
-        if there is not None and answer is None:
-            answer = await there.rather_than_load(http, raw, parsed, request_id, parsed.model)
-        if answer is not None:
-            return answer
         try:
-            request, reader = await self._read(http, parsed, request_id)
-            self._check_quote(http, request)
-            return await self._serve(_Exchange(http, raw, request, route, parsed, reader, arrived))
+            while answer is None:
+                if there is not None:
+                    answer = await there.rather_than_load(http, raw, parsed, request_id)
+                    if answer is not None:
+                        break
+                read = await self._read(http, raw, parsed, request_id)
+                if read is None:
+                    continue
+                request, reader = read
+                self._check_quote(http, request)
+                answer = await self._serve(
+                    _Exchange(http, raw, request, route, parsed, reader, arrived)
+                )
         finally:
             self._selection.no_longer_waits(request_id)
+        return answer
 
     async def _read(
-        self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
-    ) -> tuple[Request, PromptReader | None]:
-        """Wait for a backend that can read the prompt, then `describe`. Raises RouterError."""
+        self, http: web.BaseRequest, raw: bytes | None, parsed: ParsedRequest, request_id: RequestId
+    ) -> tuple[Request, PromptReader | None] | None:
+        """Wait for a backend that can read the prompt, then `describe`. Raises RouterError.
+
+        None: meanwhile a peer would serve the request sooner. `raw` None: peers are not asked.
+        """
         request, reader = await self.describe(http, parsed, request_id)
         while reader is None and not parsed.lora:  # with LoRA adapters the prompt is not read
             if not self._selection.can_wait_for_reader(parsed.model):
                 break
             async with self._kept_alive(http, parsed, request_id):
-                await self._selection.wait_for_reader(parsed.model, request_id)
+                if not await self._until_reader(http, raw, parsed, request_id):
+                    return None
             request, reader = await self.describe(http, parsed, request_id)
         return request, reader
+
+    async def _until_reader(
+        self, http: web.BaseRequest, raw: bytes | None, parsed: ParsedRequest, request_id: RequestId
+    ) -> bool:
+        """Wait for a backend that can read the prompt. False: a peer would serve it sooner."""
+        there = self._forwarding
+        if there is None or raw is None or HOP_OF in http:
+            await self._selection.wait_for_reader(parsed.model, request_id)
+            return True
+
+        async def ask_peers() -> None:
+            await there.until_rather_elsewhere(http, raw, parsed, request_id)
+            limit.reschedule(asyncio.get_running_loop().time())
+
+        try:
+            async with asyncio.timeout(None) as limit:
+                asking = spawn(ask_peers(), name=f"ask again {request_id}")
+                try:
+                    await self._selection.wait_for_reader(parsed.model, request_id)
+                finally:
+                    asking.cancel()
+        except TimeoutError:
+            return False
+        return True
 
     def _kept_alive(
         self, http: web.BaseRequest, parsed: ParsedRequest | None, name: RequestId
@@ -327,8 +363,10 @@ class Completions:
         The request gets a new id: a late event of one attempt must not count for the next.
         """
         if exchange.reader is None and exchange.parsed is not None:
-            read, exchange.reader = await self._read(exchange.http, exchange.parsed, first)
-            request = replace(read, avoid=request.avoid)
+            read = await self._read(exchange.http, None, exchange.parsed, first)
+            assert read is not None
+            exchange.reader = read[1]
+            request = replace(read[0], avoid=request.avoid)
         return replace(request, id=RequestId(f"{first}.{attempt}"))
 
     async def _send(self, exchange: _Exchange, grant: Grant) -> web.StreamResponse:

@@ -65,6 +65,7 @@ _WAY_S = 0.001
 # The part of a body that a conversation keeps: the peer that reads it remembers its tokens.
 _BODY_BEGINNING = 1024
 _MOST_REFUSALS = 3
+_ASK_AGAIN_S = 2.0  # then 4, 8, ...
 _CONTROL_LIMIT_S = 10.0  # one peer after the other is asked
 
 
@@ -226,14 +227,42 @@ class Forwarding:
         raw: bytes,
         parsed: ParsedRequest,
         request_id: RequestId,
-        named: str | None,
     ) -> web.StreamResponse | None:
         """Serve a request for a model that is not loaded here on the host that is soonest.
 
         None: load it here. Peers that have it loaded read the prompt. If none has, and other models
         are in its way here, they say how soon they could load it.
         """
-        view, model = self._engine.view, self._name(named)
+        found = await self._instead_of_loading(http, raw, parsed, request_id)
+        return None if found is None else await self._at_best(*found)
+
+    async def until_rather_elsewhere(
+        self,
+        http: web.BaseRequest,
+        raw: bytes,
+        parsed: ParsedRequest,
+        request_id: RequestId,
+    ) -> None:
+        """Wait until a peer would serve a request sooner that waits here for its model.
+
+        Peers that were too busy to answer, or to serve it, are asked again, less and less often.
+        """
+        pause_s = _ASK_AGAIN_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+            found = await self._instead_of_loading(http, raw, parsed, request_id)
+            if found is not None and found[2].quoted:
+                return
+
+    async def _instead_of_loading(
+        self,
+        http: web.BaseRequest,
+        raw: bytes,
+        parsed: ParsedRequest,
+        request_id: RequestId,
+    ) -> tuple[_Sought, Usable, _Ways] | None:
+        view, model = self._engine.view, self._name(parsed.model)
         here = any(info.answers_to(model) for info in view.up()) or not view.is_on_demand(model)
         if HOP_OF in http or here:
             return None
@@ -249,7 +278,7 @@ class Forwarding:
         if loaded and not parsed.lora:
             within_s = _READ_LIMIT_S if sought.own is None else sought.own.price_s
             await self._read_there(sought, usable, min(within_s, _READ_LIMIT_S))
-        return await self._at_best(sought, usable, await self._ways(sought, usable))
+        return sought, usable, await self._ways(sought, usable)
 
     def _unread(
         self, http: web.BaseRequest, parsed: ParsedRequest | None, request_id: RequestId

@@ -1,5 +1,7 @@
 """Quotes: what serving a request would take, free or busy, loaded or not."""
 
+import pytest
+
 from router.base.tokens import pack
 from router.base.types import NO_TENANT, BackendId, SlotId, Source
 from router.core.model.request_queue import Queue
@@ -58,10 +60,19 @@ def test_an_answer_that_is_late_is_not_taken_to_be_over() -> None:
     (slot,) = made.slots.of(BackendId("a"))
     slot.lease(request("other").id)
     slot.expect(pack([1]), shared=False, until=1.0)
-    found = quote(request(), made, Queue(), 20.0)
+    at_least_s = made.rates[BackendId("a")].generation_s(None) / 2
+    waits = {}
+    for now in (1.0, 1.0 + at_least_s + 1.0, 5.0 + at_least_s, 1000.0):
+        found = quote(request(), made, Queue(), now)
+        assert found is not None
+        waits[now - 1.0] = found.wait_s
 
-    assert found is not None
-    assert found.wait_s == made.rates[BackendId("a")].generation_s(None) / 2
+    assert waits == {
+        0.0: at_least_s,
+        at_least_s + 1.0: pytest.approx(at_least_s + 1.0),  # as long again as it is late
+        at_least_s + 4.0: pytest.approx(at_least_s + 4.0),
+        999.0: 10.0,
+    }
 
 
 def test_an_end_that_nobody_knows_is_not_waited_for_without_end() -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from router.core.model.plan import Quote
+from router.hosts.messages import QuoteAsk
+from router.hosts.peer import Peer
 from router.servers.program import free_port
 from tests.e2e.test_servers_on_demand import ask, config, model, servers
 from tests.support.conversations.prompts import Json, ids
@@ -65,7 +68,17 @@ async def test_a_model_that_is_loaded_on_a_peer_is_not_loaded_here(tmp_path: Pat
         assert await swaps(h0) == await swaps(h1) == 0
 
 
-async def test_a_peer_with_room_loads_a_model_while_this_host_is_busy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_silent", [0, 2])
+async def test_a_peer_with_room_loads_a_model_while_this_host_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_silent: int
+) -> None:
+    """Also if the peer is too busy to answer the first times it is asked."""
+    quote, silent = Peer.quote, iter(range(n_silent))
+
+    async def late(self: Peer, ask: QuoteAsk, limit_s: float) -> Quote | None:
+        return await quote(self, ask, limit_s) if next(silent, None) is None else None
+
+    monkeypatch.setattr(Peer, "quote", late)
     both = [model("a", ctx=131072), model("b")]  # a long answer
     async with two_hosts(tmp_path, [both, both]) as (h0, h1):
         await ask(h0, "a", ids(1, 100))

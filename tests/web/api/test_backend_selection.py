@@ -49,7 +49,9 @@ class Reader:
         assert tenant == NO_TENANT
         return self
 
-    async def read(self, parsed: ParsedRequest, *, boundaries: bool = False) -> Prompt:
+    async def read(
+        self, parsed: ParsedRequest, *, boundaries: bool = False, n_ctx: int = 0
+    ) -> Prompt:
         self.boundaries.append(boundaries)
         if len(self.boundaries) <= len(self._failures):
             raise BackendError(self._failures[len(self.boundaries) - 1])
