@@ -6,17 +6,14 @@ see, and is dropped once the backend counts other tokens. Knows nothing of HTTP:
 backend is an argument.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import orjson
 import structlog
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.runtime import LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.base.errors import BackendRefusedError
+from router.prompts.template_environment import Environment
 
 log = structlog.get_logger(__name__)
 
@@ -41,14 +38,18 @@ SEEN_BY_TEMPLATES = frozenset(
 _ROLES = ("system", "user", "assistant")
 _PLAIN = frozenset({"role", "content"})
 _LONG = 512 * 1024  # characters; rendering this much blocks the event loop for over 5 ms
+_MANY_ODD = 32  # contents that are rendered otherwise: more, and the template is not used
 _MANY = 500  # messages; each adds 7 to 14 µs, however short it is
 
 _ODD = " two  spaces, a\ttab\n\n  and lines \n"
+# White space for Python, letters for llama.cpp, which knows the ASCII ones alone.
+_WIDE = "\u3000\u00a0\u2003 Ünï \x1c\x1f\u0085\u2028"
 _PROBES: tuple[tuple[tuple[str, str], ...], ...] = (
     (("user", "Hello"),),
     (("system", "Be brief."), ("user", "Hello")),
     (("user", "Hello"), ("assistant", "Hi!"), ("user", "How are you?")),
     (("system", _ODD), ("user", _ODD), ("assistant", _ODD), ("user", _ODD)),
+    (("system", _WIDE), ("user", _WIDE), ("assistant", _WIDE), ("user", _WIDE)),
     (("user", ""), ("assistant", ""), ("user", "still here?")),
     (("user", "a"), ("user", "b")),
     (("user", "a"), ("assistant", "b"), ("assistant", "c"), ("user", "d")),
@@ -69,6 +70,12 @@ class LocalTemplate:
     def __init__(self, render: Render, bos: str) -> None:
         self._render = render
         self._bos = bos  # removed from the start, as the server does where the vocabulary adds it
+        self._odd: set[int] = set()  # hashes of contents that the backend renders
+
+    def leave(self, contents: Iterable[str]) -> bool:
+        """Leave chats with such a content to the backend. False: there are too many of them."""
+        self._odd.update(map(hash, contents))
+        return len(self._odd) <= _MANY_ODD
 
     def render(self, body: dict[str, Any], *, generation_prompt: bool = True) -> str | None:
         """Return the text of a plain chat; None for any other body.
@@ -88,6 +95,8 @@ class LocalTemplate:
             if message["role"] not in _ROLES or not isinstance(content, str):
                 return None
             size += len(content)
+            if self._odd and hash(content) in self._odd:
+                return None
         if not messages or messages[-1]["role"] != "user" or size > _LONG:
             return None
         try:
@@ -128,32 +137,20 @@ async def prove(chat_template: str, bos: str, eos: str, apply: Apply) -> LocalTe
 
 
 def _compiled(chat_template: str, bos: str, eos: str) -> Render:
-    """Compile a chat template as Hugging Face does; template authors test with that."""
-
-    class Environment(ImmutableSandboxedEnvironment):
-        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-            # The result of the full check for `loop`, which templates use for each message. The
-            # full check takes as long as the rest of the message.
-            if type(obj) is LoopContext:
-                return not attr.startswith("_")
-            return super().is_safe_attribute(obj, attr, value)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.globals["raise_exception"] = raise_exception
-    compiled = environment.from_string(chat_template)
-    # Merge the chain of two maps once: jinja2 merges it for each rendering, doubling the time.
-    compiled.globals = dict(compiled.globals)
+    """Compile a chat template. Raises whatever jinja2 raises for an unknown template."""
+    environment = Environment()
+    compiled = environment.compiled(chat_template)
 
     def render(messages: list[dict[str, str]], generation_prompt: bool) -> str:
-        return compiled.render(
-            messages=messages,
-            add_generation_prompt=generation_prompt,
-            bos_token=bos,
-            eos_token=eos,
-            enable_thinking=True,
+        environment.begin()
+        return str(
+            compiled.render(
+                messages=messages,
+                add_generation_prompt=generation_prompt,
+                bos_token=bos,
+                eos_token=eos,
+                enable_thinking=True,
+            )
         )
 
     return render

@@ -35,6 +35,8 @@ from router.prompts.tokenizer import SegmentTokenizer
 
 log = structlog.get_logger(__name__)
 
+_LATEST = 32  # messages of a chat that are compared one by one
+
 
 @dataclass(slots=True)
 class Vocabulary:
@@ -199,11 +201,22 @@ class PromptReader:
                 text = await self._by_backend(source.body)
                 local = self._vocabulary.template
                 if local is not None and local.render(source.body) not in (None, text):
-                    self._vocabulary.template = None
-                    log.warning("template_dropped", reason="the backend renders it differently")
+                    await self._correct_template(local, source.body)
                 await tokenizer.disagreed(text, add_special=True, tenant=self._tenant)
         except BackendError as error:
             log.info("tokenizer_not_compared", reason=without_prompt(error))
+
+    async def _correct_template(self, local: LocalTemplate, body: dict[str, Any]) -> None:
+        """Leave the contents to the backend that it renders otherwise, or drop the template."""
+        contents = ["a", *(message["content"] for message in body["messages"][-_LATEST:])]
+        odd: list[str] = []
+        for content in contents:
+            alone = {"messages": [{"role": "user", "content": content}]}
+            if local.render(alone) not in (None, await self._by_backend(alone)):
+                odd.append(content)
+        if not odd or "a" in odd or not local.leave(odd):
+            self._vocabulary.template = None
+            log.warning("template_dropped", reason="the backend renders it differently")
 
     async def _correct_infill(self, source: InfillPrompt, reported: int) -> None:
         """Learn the server's `-b` from a prompt that was cut, or drop the rule."""

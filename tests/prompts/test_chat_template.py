@@ -26,6 +26,11 @@ STRICT = (
 )
 
 
+# llama.cpp strips " \t\n\v\f\r" alone, Python all of these too.
+_SPACES = [n for n in range(0x3001) if chr(n).isspace() and chr(n) not in " \t\n\v\f\r"]
+_LETTERS = {space: 0xE000 + at for at, space in enumerate(_SPACES)}
+
+
 def chat(*turns: str, **fields: object) -> dict[str, object]:
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
@@ -56,18 +61,19 @@ def _loaded() -> None:
 
 
 def _renderer(template: str, bos: str) -> Callable[[list[dict[str, str]]], str]:
-    """Return Hugging Face's own renderer."""
+    """Return Hugging Face's own renderer, for which only ASCII white space is white space."""
     tokenizer = _tokenizer()
     tokenizer.bos_token = bos or None
 
     def render(messages: list[dict[str, str]]) -> str:
+        told = [m | {"content": m["content"].translate(_LETTERS)} for m in messages]
         try:
             text = tokenizer.apply_chat_template(
-                messages, chat_template=template, add_generation_prompt=True, tokenize=False
+                told, chat_template=template, add_generation_prompt=True, tokenize=False
             )
         except Exception as error:
             raise BackendRefusedError(str(error), backend_status=500) from error
-        return str(text)
+        return str(text).translate({letter: space for space, letter in _LETTERS.items()})
 
     return render
 

@@ -1,6 +1,6 @@
 """Reading of requests into the ids that the engine will see; an unknown prompt has a reason."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import pytest
@@ -13,7 +13,7 @@ from router.base.types import NO_TENANT, BackendId, Prompt, Tenant
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.llama.wire import Route, parse_request
-from router.prompts.chat_template import prove
+from router.prompts.chat_template import LocalTemplate, prove
 from router.prompts.local_tokenizer import LocalTokenizer
 from router.prompts.reader import PromptReader, Vocabulary, fingerprint_id, is_left_to_server
 from router.prompts.special_tokens import discover_specials
@@ -289,3 +289,35 @@ async def test_as_many_as_a_real_server_counts(
         Route.RESPONSES: lambda: usage["input_tokens"],
     }
     assert n == reported[route]()
+
+
+async def test_a_content_that_is_rendered_otherwise_costs_only_itself(
+    reader: PromptReader, fake: FakeLlama
+) -> None:
+    def render(messages: list[dict[str, str]], _generation_prompt: bool) -> str:
+        return render_chat(messages).replace("odd", "even")
+
+    local = LocalTemplate(render, "")
+    reader._vocabulary.template = local
+    asked = {"messages": [USER, {"role": "assistant", "content": "odd"}, USER]}
+    right = list(render_chat(asked["messages"]).encode())
+    assert await ids(reader, Route.CHAT, asked) != right
+
+    await reader.compare(parse_request(Route.CHAT, asked), 1, 2)
+
+    assert await ids(reader, Route.CHAT, asked) == right
+    assert local.render({"messages": [USER]}) is not None
+    assert reader._vocabulary.template is local
+
+
+@pytest.mark.parametrize("wrong", [lambda text: text + "!", lambda text: text.replace("a", "b")])
+async def test_a_template_that_is_often_wrong_is_dropped(
+    reader: PromptReader, wrong: Callable[[str], str]
+) -> None:
+    """Wrong between messages, or for very many of them."""
+    reader._vocabulary.template = LocalTemplate(lambda told, _: wrong(render_chat(told)), "")
+    for n in range(40):
+        body = {"messages": [{"role": "user", "content": f"a{n}"}]}
+        await reader.compare(parse_request(Route.CHAT, body), 1, 2)
+
+    assert reader._vocabulary.template is None
