@@ -22,11 +22,14 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from router.base.clock import MonotonicClock
+from router.base.decoding import UndecodableError, json_decoder, text_of
 from router.base.prefix_hash import BLOCK, SIZE, STEP
 from router.hosts.breaker import Breaker
 from router.hosts.messages import Hello
 
 log = structlog.get_logger(__name__)
+
+_hello_of = json_decoder(Hello)
 
 _TTL_MS = 6000
 _BEAT_S = 2.0
@@ -181,8 +184,8 @@ class Directory:
         hosts = []
         for told in found:
             try:
-                hosts.append(msgspec.json.decode(told, type=Hello))
-            except msgspec.MsgspecError:
+                hosts.append(_hello_of(told))
+            except UndecodableError:
                 continue  # of another version: it is asked directly if it is configured
         return hosts
 
@@ -205,8 +208,11 @@ class Directory:
             return {}
         self._breaker.success()
         self.answered += 1
-        pairs = zip(found[::2], found[1::2], strict=True)
-        return {host.decode(): int(n) * STEP for host, n in pairs}
+        try:
+            pairs = zip(found[::2], found[1::2], strict=True)
+            return {text_of(host): int(n) * STEP for host, n in pairs}
+        except (TypeError, ValueError):  # another writer has put something else there
+            return {}
 
     async def _guarded(self, work: Any) -> None:
         """Do work with the directory; note whether it answers."""

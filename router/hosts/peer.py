@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from router.base.decoding import UndecodableError, json_decoder, msgpack_decoder
 from router.base.errors import BackendError, BackendTimeoutError
 from router.base.types import BackendId, Source
 from router.core.model.plan import Quote
@@ -28,9 +29,9 @@ from router.llama.server_client import Connections, ServerClient, Timeouts
 
 _MSGPACK = (b"Content-Type", b"application/msgpack")
 _ENCODER = msgspec.msgpack.Encoder()
-_REPLY = msgspec.msgpack.Decoder(QuoteReply)
-_HELLO = msgspec.json.Decoder(Hello)
-_READ = msgspec.json.Decoder(PromptRead)
+_reply_of = msgpack_decoder(QuoteReply)
+_hello_of = json_decoder(Hello)
+_read_of = json_decoder(PromptRead)
 _MAX_BYTES = 1024 * 1024
 _LONGEST_BREAK_S = 30.0
 
@@ -107,8 +108,8 @@ class Peer(ServerClient):
         """Return what the host says of itself. Raises BackendError."""
         payload = await self._call("GET", HELLO, None, self._timeouts.health_s, _MAX_BYTES)
         try:
-            return _HELLO.decode(payload)
-        except msgspec.MsgspecError as error:
+            return _hello_of(payload)
+        except UndecodableError as error:
             raise BackendError("it does not answer as a kvferry does") from error
 
     def heard(self, hello: Hello, proof: str, *, keeps_apart: bool = False) -> None:
@@ -144,14 +145,14 @@ class Peer(ServerClient):
         begun = self._now()
         try:
             payload = await self._post(QUOTE, _ENCODER.encode(ask), limit_s)
-            told = _REPLY.decode(payload)
+            told = _reply_of(payload)
         except BackendError as error:
             self.failure()
             # Only a slow answer says what answers take; it then counts twice, to be given time.
             if isinstance(error, BackendTimeoutError):
                 self._learn(2 * limit_s)
             return None
-        except msgspec.MsgspecError:
+        except UndecodableError:
             self.failure()
             return None
         self._breaker.success()
@@ -170,8 +171,8 @@ class Peer(ServerClient):
             headers.append((HOP_MODEL.encode(), model.encode()))
         payload = await self._post(READ, body, limit_s, headers)
         try:
-            return _READ.decode(payload)
-        except msgspec.MsgspecError as error:
+            return _read_of(payload)
+        except UndecodableError as error:
             raise BackendError("it does not answer as a kvferry does") from error
 
     async def _post(

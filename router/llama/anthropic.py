@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import orjson
 
+from router.base.decoding import written
+
 BILLING_PREFIX = b"x-anthropic-billing-header:"
 CCH_LENGTH = 5
 DEFAULT_MAX_TOKENS = 4096
@@ -226,20 +228,11 @@ def _number(holder: object, key: str, default: int) -> int:
 
 def dump_like_server(value: object) -> str:
     """Dump JSON as `common_json::dump()`, byte for byte: orjson writes some floats differently."""
-    if isinstance(value, float):
-        return _dump_float(value)
-    if isinstance(value, list):
-        return "[" + ",".join(dump_like_server(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return (
-            "{"
-            + ",".join(
-                f"{orjson.dumps(key).decode()}:{dump_like_server(item)}"
-                for key, item in value.items()
-            )
-            + "}"
-        )
-    return orjson.dumps(value).decode()
+    return written(value, _dump_leaf).decode()
+
+
+def _dump_leaf(value: object) -> bytes:
+    return _dump_float(value).encode() if isinstance(value, float) else orjson.dumps(value)
 
 
 def _dump_float(value: float) -> str:

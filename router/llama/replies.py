@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-import orjson
-
+from router.base.decoding import UndecodableError, json_of
 from router.base.errors import BackendError, RouterModeError
 from router.base.tokens import Tokens, pack
 from router.base.types import Reported, SlotStatus, Transfer
@@ -54,7 +53,7 @@ def read_reply(
 def _loads(raw: bytes) -> Any:
     try:
         return json_offload.loads(raw)
-    except orjson.JSONDecodeError:
+    except UndecodableError:
         return None
 
 
@@ -337,8 +336,8 @@ def merge_models(payloads: list[bytes]) -> Json:
 
 def error_of(payload: bytes, status: int) -> Json:
     """Return the `error` object of an answer with an error status; made up if there is none."""
-    with contextlib.suppress(orjson.JSONDecodeError):
-        found = as_dict(orjson.loads(payload)).get("error")
+    with contextlib.suppress(UndecodableError):
+        found = as_dict(json_of(payload)).get("error")
         if isinstance(found, dict):
             return found
     return {"code": status, "message": f"HTTP {status}", "type": "server_error"}

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import orjson
 from msgspec import Struct
 
+from router.base.decoding import UndecodableError, json_bytes
 from router.base.errors import BadRequestError
 from router.base.tokens import Tokens, pack, pieces, unpack
 from router.llama import json_offload
@@ -20,7 +21,6 @@ from router.llama.anthropic import anthropic_to_chat
 from router.llama.responses import responses_to_chat
 
 INT32_MAX = 2**31 - 1
-UTF8_BOM = b"\xef\xbb\xbf"
 TINY_PAYLOAD = "base64,AA=="  # one zero byte: /apply-template decodes and ignores it
 
 
@@ -132,9 +132,8 @@ def route_of(path: str) -> Route | None:
 def parse_body(raw: bytes) -> dict[str, Any]:
     """Parse a body. Raises BadRequestError if it is not a JSON object."""
     try:
-        # the server's parser skips a byte order mark, orjson does not
-        body = json_offload.loads(raw.removeprefix(UTF8_BOM))
-    except orjson.JSONDecodeError as error:
+        body = json_offload.loads(raw)
+    except UndecodableError as error:
         raise BadRequestError(f"the request body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequestError(f"the request body must be a JSON object, not {_json_type(body)}")
@@ -371,7 +370,7 @@ def fingerprint(payload: str) -> str:
 def with_fields(raw: bytes, body: dict[str, Any], fields: dict[str, Any]) -> bytes:
     """Set fields in `raw`, otherwise unchanged unless the client sent one of them."""
     if fields.keys() & body.keys():
-        return orjson.dumps({**body, **fields})
+        return json_bytes({**body, **fields})
     # the first brace opens the object, after at most a byte order mark and white space
     start = raw.index(b"{") + 1
     comma = b"," if body else b""
@@ -395,7 +394,7 @@ def strip_slot(raw: bytes, body: dict[str, Any], **more: object) -> bytes:
     """Remove the client's own `id_slot` from `raw` and set the given fields."""
     if "id_slot" not in body:
         return with_fields(raw, body, more) if more else raw
-    return orjson.dumps({key: value for key, value in body.items() if key != "id_slot"} | more)
+    return json_bytes({key: value for key, value in body.items() if key != "id_slot"} | more)
 
 
 def tokenize_body(

@@ -13,9 +13,9 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 
-import orjson
 import structlog
 
+from router.base.decoding import json_bytes
 from router.base.errors import BackendError
 from router.base.tokens import WIDTH, Tokens, common_prefix, count, unpack
 from router.base.types import NO_TENANT, Tenant
@@ -168,7 +168,7 @@ class BoundaryFinder:
         fields = [(name, body[name]) for name in sorted(SEEN_BY_TEMPLATES & body.keys())]
         # The ids may change when the tokenizer drops segmenting or its local tokenizer.
         how = (self._tokenizer.segmenting, self._tokenizer.uses_local)
-        key = blake2b(orjson.dumps([how, fields, messages]), digest_size=16).digest()
+        key = blake2b(json_bytes([how, fields, messages]), digest_size=16).digest()
         tokens = self._openings.get(key)
         if tokens is None:
             tokens = await self._tokens(body, messages)

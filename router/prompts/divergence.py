@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
+from router.base.decoding import json_bytes, json_of
 from router.base.tokens import Tokens, common_prefix, count
 from router.prompts.boundaries import other_message
 
@@ -86,8 +85,8 @@ def _longer_ones(message: Json) -> Iterator[Json]:
     with suppress(KeyError, TypeError, ValueError, IndexError):  # no tool calls, or none usable
         *calls, last = message["tool_calls"]
         given = last["function"]["arguments"]
-        more = {**(orjson.loads(given) if isinstance(given, str) else given), "~": 0}
-        longer = orjson.dumps(more).decode() if isinstance(given, str) else more
+        more = {**(json_of(given) if isinstance(given, str) else given), "~": 0}
+        longer = json_bytes(more).decode() if isinstance(given, str) else more
         function = {**last["function"], "arguments": longer}
         yield {**message, "tool_calls": [*calls, {**last, "function": function}]}
 

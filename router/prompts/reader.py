@@ -10,10 +10,10 @@ from hashlib import blake2b
 from http import HTTPStatus
 from typing import Any
 
-import orjson
 import structlog
 from msgspec.structs import replace
 
+from router.base.decoding import json_bytes
 from router.base.errors import BackendError, BackendRefusedError
 from router.base.tokens import EMPTY, Tokens, count, head, join, pack, tail
 from router.base.types import NO_TENANT, Nearest, Prompt, Tenant
@@ -161,7 +161,7 @@ class PromptReader:
         return text
 
     async def _by_backend(self, body: dict[str, Any]) -> str:
-        return await self._vocabulary.client.apply_template(orjson.dumps(body))
+        return await self._vocabulary.client.apply_template(json_bytes(body))
 
     async def _tokenize(self, text: str, *, add_special: bool) -> Tokens:
         tokenizer = self._vocabulary.tokenizer

@@ -103,7 +103,7 @@ _FILTERS: Mapping[str, Callable[..., Any]] = {
     "capitalize": _capitalize,
     "title": _title,
 }
-# Filters of jinja2 whose result on lists and numbers is llama.cpp's as well.
+# Filters of jinja2 with llama.cpp's result for lists and numbers.
 _KEPT = (
     *("abs", "d", "default", "dictsort", "first", "float", "int", "items", "last", "list", "map"),
     *("max", "min", "reject", "rejectattr", "reverse", "safe", "select", "selectattr", "sort"),
@@ -296,7 +296,7 @@ def _is_number(value: object) -> bool:
 
 
 def _only_ascii(value: Any) -> Any:
-    """Return a value. Raises OtherwiseError for a string whose bytes are not its characters."""
+    """Return a value. Raises OtherwiseError for a string that is not ASCII."""
     if isinstance(value, str) and not value.isascii():
         raise OtherwiseError("a position in bytes")
     return value

@@ -22,6 +22,7 @@ from tests.support.parity.corpus import (
     ODD,
     OUTPUT,
     SAMPLING,
+    deep,
 )
 from tests.support.parity.pair import Pair, Seen, difference
 from tests.support.parity.policies import CTX, DEFAULT, POLICIES, paired
@@ -180,6 +181,12 @@ async def test_errors_look_alike(pairs: dict[str, Pair], path: str, stream: bool
     for raw in (b"{bad", b"{}"):
         direct, _ = await pairs[DEFAULT].ask("POST", path, data=raw)
         assert shape(direct) == shape(own), raw
+
+
+@pytest.mark.parametrize("path", BASES)
+async def test_deep_bodies_and_byte_order_marks(pairs: dict[str, Pair], path: str) -> None:
+    for policy in POLICIES:
+        assert await differences(pairs, policy, path, iter(deep(path))) == []
 
 
 async def test_nested_too_deep(pairs: dict[str, Pair]) -> None:

@@ -12,8 +12,13 @@ import aiohttp
 import orjson
 import pytest
 
+from router.base.decoding import json_of
 from router.base.tokens import Tokens, count
-from router.llama.anthropic import dump_like_server, normalize_billing_header
+from router.llama.anthropic import (
+    anthropic_to_chat,
+    dump_like_server,
+    normalize_billing_header,
+)
 from router.llama.replies import prompt_from, tokens_from
 from router.llama.wire import (
     ChatPrompt,
@@ -397,3 +402,13 @@ def test_arguments_are_written_as_the_server_writes_them(value: object, written:
 def test_billing_stamp(given: str, expected: str) -> None:
     """Only a prompt that begins with the header is changed, and only its first stamp."""
     assert expected == normalize_billing_header(given)
+
+
+@pytest.mark.parametrize("depth", [300, 480, 900])
+def test_deep_arguments_of_a_tool(depth: int) -> None:
+    """orjson reads 1,024 levels; Python's own recursion ends earlier."""
+    deep = json_of(b'{"a":' * depth + b"1" + b"}" * depth)
+    chat = anthropic_to_chat({"messages": [user(), assistant(use("clock", deep))]})
+
+    (call,) = chat["messages"][1]["tool_calls"]
+    assert call["function"]["arguments"] == '{"a":' * depth + "1" + "}" * depth

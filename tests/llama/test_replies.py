@@ -414,7 +414,7 @@ def test_a_long_answer_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
         sizes.append(len(raw))
         return loads(raw)
 
-    monkeypatch.setattr("router.llama.json_offload.orjson.loads", noted)
+    monkeypatch.setattr("router.llama.json_offload.json_of", noted)
     raw = orjson.dumps({"tokens": [12345] * 200_000})
     ids_from(raw)
     assert max(sizes) < 140_000 < len(raw) < sum(sizes)

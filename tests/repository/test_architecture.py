@@ -133,6 +133,35 @@ def test_folders_within_a_package_have_an_order() -> None:
     assert offenders == []
 
 
+def _uses(module: str) -> set[str]:
+    """Return the names that a module calls or takes: `open`, `os.open`, `path.read_bytes`."""
+    found = set[str]()
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else "path"
+            found |= {f"{owner}.{node.attr}", f".{node.attr}"}
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+    return found
+
+
+def test_one_module_decodes_what_others_made() -> None:
+    """Elsewhere a failure that nobody thought of would end a loop (ruff bans msgspec's, too)."""
+    banned = {"orjson.loads", "json.loads", "pickle.loads", "msgspec.convert"}
+    offenders = {module: _uses(module) & banned for module in MODULES}
+    del offenders["router.base.decoding"]
+    own_files = {"router.prompts.local_tokenizer", "router.tools.bench.compare"}
+    assert {m: used for m, used in offenders.items() if used and m not in own_files} == {}
+
+
+def test_one_module_opens_files_of_the_kv_directory() -> None:
+    """It follows no link and waits for no pipe: another process writes that directory."""
+    banned = {"open", "os.open", ".read_bytes", ".read_text", ".write_bytes", ".write_text"}
+    openers = {m for m in MODULES if is_within(m, "router.store") and _uses(m) & banned}
+    # A lock and directories, opened without following a link.
+    assert openers == {"router.store.files", "router.store.sidecars"}
+
+
 def test_what_a_terminal_shows_is_asked_over_http() -> None:
     """`kvferry top` and the like import nothing of the router that they ask."""
     offenders = [

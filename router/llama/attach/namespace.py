@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import orjson
 
+from router.base.decoding import UndecodableError, json_of
 from router.base.types import Namespace
 from router.llama.replies import ModelsInfo, Props
 
@@ -108,8 +109,8 @@ def _file_name(path: str) -> str:
 def _without_directories(lora: bytes) -> bytes:
     """Return the answer about adapters with file names instead of paths."""
     try:
-        adapters = orjson.loads(lora)
-    except orjson.JSONDecodeError:
+        adapters = json_of(lora)
+    except UndecodableError:
         return lora
     if not isinstance(adapters, list) or not adapters:
         return lora

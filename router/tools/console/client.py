@@ -7,7 +7,8 @@ from math import inf
 from typing import Any
 
 import aiohttp
-import orjson
+
+from router.base.decoding import UndecodableError, json_of
 
 Json = dict[str, Any]
 
@@ -169,7 +170,7 @@ def _told(answer: Json) -> str | None:
 def _json(raw: bytes) -> Json:
     """Return a JSON object; an empty one for any other body."""
     try:
-        found = orjson.loads(raw)
-    except orjson.JSONDecodeError:
+        found = json_of(raw)
+    except UndecodableError:
         return {}
     return found if isinstance(found, dict) else {}

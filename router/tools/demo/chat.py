@@ -6,7 +6,8 @@ from time import perf_counter
 from typing import Any
 
 import aiohttp
-import orjson
+
+from router.base.decoding import json_of
 
 _ANSWER_TOKENS = 16
 _LONG_ANSWER_TOKENS = 160
@@ -76,7 +77,7 @@ class Chat:
                 raise ChatError(f"{url} answered {response.status}: {await response.text()}")
             async for line in response.content:
                 if line.startswith(b"data: {"):
-                    _read(reading, orjson.loads(line[6:]), perf_counter() - begin)
+                    _read(reading, json_of(line[6:]), perf_counter() - begin)
                     if reading.ttft_s is not None:
                         self.streams.set()
             headers = response.headers

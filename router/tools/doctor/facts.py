@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import orjson
-
 from router.assembly.backends import StartError, client_of, timeouts_of
+from router.base.decoding import UndecodableError, json_of
 from router.base.errors import BackendError, BackendRefusedError, KvError
 from router.base.ports import SnapshotStore
 from router.base.tasks import Tasks
@@ -290,6 +289,6 @@ async def _raw(
 
 def _json(payload: bytes) -> Any:
     try:
-        return orjson.loads(payload)
-    except orjson.JSONDecodeError:
+        return json_of(payload)
+    except UndecodableError:
         return None

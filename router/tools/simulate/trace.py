@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import orjson
-
+from router.base.decoding import json_of
 from router.base.tokens import Tokens, head, join, pack
 from router.base.types import Prompt, RequestId
 from router.tools.simulate.requests import SimulatedRequest
@@ -51,14 +50,14 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRow]:
 
 def _line(text: bytes, where: str) -> TraceRow:
     try:
-        found = orjson.loads(text)
+        found = json_of(text)
         line = TraceRow(
             float(found["timestamp"]),
             int(found["input_length"]),
             int(found["output_length"]),
             tuple(int(block) for block in found["hash_ids"]),
         )
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise TraceError(
             f"{where}: not a request with timestamp, input_length, output_length and hash_ids"
             f" ({type(error).__name__}: {error})"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
+from router.base.decoding import UndecodableError, msgpack_decoder
 from router.base.errors import (
     BadRequestError,
     MethodError,
@@ -46,7 +47,7 @@ from router.llama.wire import parse_completion, route_of
 from router.web.api.backend_selection import BackendSelection
 from router.web.server.error_responses import OWN_HEADERS
 
-_ASK = msgspec.msgpack.Decoder(QuoteAsk)
+_ask_of = msgpack_decoder(QuoteAsk)
 # A token that is in no prompt: what follows the known beginning of a quoted one.
 _OTHER = b"\0\0\0\x80"
 _MAX_TOKENS = 16 * 1024 * 1024
@@ -85,8 +86,8 @@ class PeerRoutes:
     def quote(self, raw: bytes, name: RequestId) -> QuoteReply:
         """Return the offer for a request of which only hashes are known. Reserves nothing."""
         try:
-            ask = _ASK.decode(raw)
-        except msgspec.MsgspecError as error:
+            ask = _ask_of(raw)
+        except UndecodableError as error:
             raise BadRequestError(f"not a question for a quote: {error}") from error
         if not 0 <= ask.n_tokens <= _MAX_TOKENS or len(ask.hashes) % SIZE:
             raise BadRequestError("not a question for a quote: impossible lengths")

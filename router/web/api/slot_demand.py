@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import orjson
 from aiohttp import web
 from msgspec import Struct
 
+from router.base.decoding import UndecodableError
 from router.llama import json_offload, multipart
 from router.llama.wire import is_int
 
@@ -56,7 +56,7 @@ def _slots_of(raw: bytes, content_type: str) -> SlotsAsked:
 def _json_object(raw: bytes) -> dict[str, Any]:
     try:
         body = json_offload.loads(raw)
-    except orjson.JSONDecodeError:
+    except UndecodableError:
         return {}
     return body if isinstance(body, dict) else {}
 

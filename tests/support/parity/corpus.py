@@ -6,6 +6,8 @@ Field names: `make_llama_cmpl_schema` (server-schema.cpp), and those that the ro
 
 from typing import Any
 
+import orjson
+
 Json = dict[str, Any]
 
 # No reuse: numbers depend on how a prompt is split into batches.
@@ -357,6 +359,26 @@ FORMS: list[list[tuple[str, str]]] = [
 
 # Bodies that are JSON objects, but look odd.
 _COLD = b'"temperature": 0, "cache_prompt": false'
+_BOM = b"\xef\xbb\xbf"
+
+
+def deep(path: str) -> list[bytes]:
+    """Return bodies that are nested deeper than orjson writes (254 levels), for any route.
+
+    Also with a byte order mark, which the server skips.
+    """
+    base = orjson.dumps(BASES[path])[:-1]
+    found = []
+    for n in (300, 900):
+        nested = b"[" * n + b"]" * n
+        more = [b'"x": %b', b'"x": {"y": %b}, "id_slot": 0', b'"x": %b, "cache_prompt": true']
+        if "messages" in BASES[path]:
+            parts = b'[{"role": "user", "content": [{"type": "text", "text": "a"}]}]'
+            more += [b'"messages": ' + parts + b', "x": %b']
+        found += [base + b", " + each % nested + b"}" for each in more]
+    return [*found, _BOM + base + b"}", _BOM + found[0]]
+
+
 ODD: list[bytes] = [
     b"{}",
     b'\xef\xbb\xbf {"prompt": "a", "n_predict": 1, %b}' % _COLD,

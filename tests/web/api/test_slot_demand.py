@@ -63,6 +63,6 @@ async def test_a_body_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def noted(function: Callable[[bytes], object]) -> Callable[[bytes], object]:
         return lambda raw: read.append(raw) or function(raw)  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr("router.llama.json_offload.orjson.loads", noted(orjson.loads))
+    monkeypatch.setattr("router.llama.json_offload.json_of", noted(orjson.loads))
     await slots_asked(make_mocked_request("POST", "/v1/embeddings"), b'{"model": "m"}')
     assert read == [b'{"model": "m"}']
