@@ -30,8 +30,10 @@ SIDECAR = re.compile(r"kvf-([0-9a-f]{32})\.json")
 _NEW_SIDECAR = re.compile(r"kvf-([0-9a-f]{32})\.json\.new")
 QUARANTINED = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
 KEEP_QUARANTINED = 4
-_SWEPT = (STAGING, FINAL, SIDECAR, _NEW_SIDECAR)
+_NEW_SMALL = re.compile(r"kvf-.+-new")  # left by a crash in `replace_small`
+_SWEPT = (STAGING, FINAL, SIDECAR, _NEW_SIDECAR, _NEW_SMALL)
 
+_SMALL_BYTES = 256 << 20
 _CHUNK = 4 << 20  # bytes; xxh3 does about 10 GB/s, so the chunk only has to amortise the call
 
 
@@ -164,16 +166,37 @@ def rewrite_tail(path: Path, rewrite: Rewrite) -> Identity:
         os.close(file)
 
 
+def read_small(path: Path) -> bytes:
+    """Return the content of a small file. Raises OSError; KvFileError if it is none."""
+    with open_regular(path) as file:
+        if identity_of(file).size_bytes > _SMALL_BYTES:
+            raise KvFileError(f"{path.name} is too large")
+        return file.read()
+
+
 def replace_small(path: Path, content: bytes) -> None:
     """Write a small file of the router's own in one step. Blocks. Raises OSError.
 
     Not synced: a crash of the machine may lose it.
     """
     new = path.with_name(f"{path.name}-new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    with open(os.open(new, flags, 0o600), "wb") as file:
-        file.write(content)
+    write_new(new, content, fsync=False)
     new.replace(path)
+
+
+def write_new(path: Path, content: bytes, *, fsync: bool) -> None:
+    """Write a new file; with `fsync`, its bytes are durable then. Raises OSError.
+
+    What is there is removed first, left by a crash or a link that another process put there.
+    """
+    with suppress(FileNotFoundError):
+        path.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        if fsync:
+            os.fsync(file.fileno())
 
 
 def quarantine(path: Path) -> None:

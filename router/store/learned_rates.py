@@ -9,18 +9,20 @@ from pathlib import Path
 
 import msgspec
 
+from router.base.decoding import UndecodableError, json_decoder
+from router.base.errors import KvFileError
 from router.base.types import KvDir, LearnedRates, Namespace
-from router.store.files import replace_small
+from router.store.files import read_small, replace_small
 
-_NAME = "kvf-rates.json"
+NAME = "kvf-rates.json"
 _MOST = 1000  # models; the last ones are kept
-_DECODER = msgspec.json.Decoder(dict[str, LearnedRates])
+_decode = json_decoder(dict[str, LearnedRates])
 
 
 def read_rates(kv_dir: KvDir) -> dict[Namespace, LearnedRates]:
     """Return what was learned, by namespace. Never raises: rates that are lost are learned anew."""
-    with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        found = _DECODER.decode((Path(kv_dir) / _NAME).read_bytes())
+    with suppress(OSError, KvFileError, UndecodableError):
+        found = _decode(read_small(Path(kv_dir) / NAME))
         return {Namespace(name): rates for name, rates in found.items()}
     return {}
 
@@ -29,4 +31,4 @@ def write_rates(kv_dir: KvDir, rates: Mapping[Namespace, LearnedRates]) -> None:
     """Write what was learned, beside what is there of other models. Raises OSError."""
     merged = {name: each for name, each in read_rates(kv_dir).items() if name not in rates}
     kept = dict([*merged.items(), *rates.items()][-_MOST:])
-    replace_small(Path(kv_dir) / _NAME, msgspec.json.encode(kept))
+    replace_small(Path(kv_dir) / NAME, msgspec.json.encode(kept))

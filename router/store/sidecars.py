@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from router.base.decoding import UndecodableError, json_decoder
 from router.base.errors import KvError, KvFileError
 from router.base.types import Namespace, SnapshotId
 from router.store import files
@@ -64,6 +65,10 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Version(msgspec.Struct):
     version: int
+
+
+_version_of = json_decoder(_Version)
+_record_of = json_decoder(SnapshotRecord)
 
 
 class DirectoryLock:
@@ -159,7 +164,7 @@ class Sidecars:
             raise KvError(f"{self._directory}: the store is closed")
         with os_errors(f"{self._directory}: cannot write the record of a snapshot"):
             try:
-                write(new, msgspec.json.encode(record), fsync=self._fsync)
+                files.write_new(new, msgspec.json.encode(record), fsync=self._fsync)
                 os.rename(new, path)
             except OSError:
                 with suppress(OSError):
@@ -196,11 +201,11 @@ class Sidecars:
             return None
         try:
             # By itself: a later version may have other fields, and is not damaged.
-            version = msgspec.json.decode(raw, type=_Version).version
+            version = _version_of(raw).version
             if version != FORMAT_VERSION:
                 raise KvError(f"{self._directory}: unknown version {version} of {name}")
-            record = msgspec.json.decode(raw, type=SnapshotRecord)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            record = _record_of(raw)
+        except UndecodableError as error:
             log.warning("record_damaged", kv_dir=str(self._directory), file=name, error=str(error))
             return None
         if files.sidecar_name(record.id) != name:
@@ -222,12 +227,3 @@ def sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def write(path: Path, data: bytes, *, fsync: bool) -> None:
-    """Write a file; with `fsync`, its bytes are durable then. Raises OSError."""
-    with open(os.open(path, _OPEN | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        if fsync:
-            os.fsync(file.fileno())

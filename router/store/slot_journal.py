@@ -11,11 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import xxhash
 from msgspec import Struct
 
+from router.base.decoding import UndecodableError, msgpack_decoder
+from router.base.errors import KvFileError
 from router.base.tokens import Tokens, count
 from router.base.types import BackendId, KvDir, Namespace, Tenant
-from router.store.files import replace_small
+from router.store.files import read_small, replace_small
 
 _NAME = re.compile(r"kvf-slot-(.+)-\d+\.journal")
 
@@ -43,14 +46,16 @@ class JournalEntry(Struct, frozen=True):
         return Tokens(self.tokens)
 
 
-_DECODER = msgspec.msgpack.Decoder(JournalEntry)
+_decode = msgpack_decoder(JournalEntry)
+_CHECKSUM_BYTES = 16  # xxh3_128 of the rest: a flipped bit in a token would be believed
 
 
 def write_entries(kv_dir: KvDir, backend: BackendId, entries: Sequence[JournalEntry]) -> None:
     """Write the entries of some slots of a backend. Raises OSError."""
     for entry in entries:
         # Not synced: after a crash of the machine the servers are gone as well.
-        replace_small(_path(kv_dir, backend, entry.index), msgspec.msgpack.encode(entry))
+        raw = msgspec.msgpack.encode(entry)
+        replace_small(_path(kv_dir, backend, entry.index), xxhash.xxh3_128_digest(raw) + raw)
 
 
 def read_entries(
@@ -83,8 +88,10 @@ def erase_entries(kv_dir: KvDir) -> None:
 
 def _read(path: Path) -> JournalEntry | None:
     try:
-        return _DECODER.decode(path.read_bytes())
-    except (OSError, msgspec.MsgspecError):
+        found = read_small(path)
+        raw = found[_CHECKSUM_BYTES:]
+        return _decode(raw) if xxhash.xxh3_128_digest(raw) == found[:_CHECKSUM_BYTES] else None
+    except (OSError, KvFileError, UndecodableError):
         return None
 
 

@@ -240,7 +240,7 @@ async def test_full_disk_can_still_be_emptied(
 ) -> None:
     snapshot = await put(store)
     await store.flush()
-    monkeypatch.setattr(sidecars, "write", enospc)
+    monkeypatch.setattr(files, "write_new", enospc)
     await store.delete(snapshot)
     assert set() == names(store)
 

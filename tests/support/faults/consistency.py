@@ -14,6 +14,7 @@ from pathlib import Path
 
 import xxhash
 
+from router.store.learned_rates import NAME as RATES
 from router.tools.demo.launcher import LlamaServer
 from tests.support.conversations.conversing import differs_in_earnest
 from tests.support.conversations.prompts import Json
@@ -74,7 +75,7 @@ async def _differences(fleet: Fleet, kv_dirs: list[Path], foreign: frozenset[str
         records = _records(kv_dir)
         recorded |= records
         named = {f"kvf-{name}.{kind}" for name in records for kind in ("kv", "json")}
-        owned = named | foreign | {LOCK}
+        owned = named | foreign | {LOCK, RATES}
         owned |= {name for name in os.listdir(kv_dir) if name.endswith(".journal")}
         others = set(os.listdir(kv_dir)) - owned
         aside = {name for name in others if _SET_ASIDE.fullmatch(name)}

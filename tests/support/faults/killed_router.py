@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from router.llama.client import LlamaClient
-from router.store import copies, files, io_pool, records, sidecars
+from router.store import copies, files, io_pool, records
 from router.store.records import StoredSnapshot
 from router.store.sidecars import Sidecars
 from router.tools.cli import main
@@ -70,14 +70,17 @@ def _halve(owner: Any, name: str, descriptor: int) -> None:
 
 def _halve_record() -> None:
     """Write half of the next record, then die."""
-    real: Wrapped = sidecars.write
+    real: Wrapped = files.write_new
 
     def wrapped(path: Path, data: bytes, **more: Any) -> None:
+        if not path.name.endswith(".json.new"):
+            real(path, data, **more)
+            return
         armed = Path(sys.argv[2]).exists()
         real(path, data[: len(data) // 2] if armed else data, **more)
         _die()
 
-    sidecars.write = wrapped
+    files.write_new = wrapped  # type: ignore[assignment]
 
 
 def _rename(*, after: bool) -> None:
