@@ -2,13 +2,15 @@
 
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 from hypothesis import settings
 
+from router.base import tasks
 from router.servers.program import find_server
 from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import tiny_model
@@ -36,6 +38,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
         names = sorted({report.nodeid for report in failed})
         Path(path).write_text("".join(f"{name}\n" for name in names))
+
+
+@pytest.fixture(autouse=True)
+def _no_task_ends_by_a_bug(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in which a background task, a loop or a request met an unexpected exception.
+
+    A test that causes one on purpose takes the fixture `bugs`.
+    """
+    tasks.failures.clear()
+    yield
+    if "bugs" not in request.fixturenames:
+        assert not tasks.failures
+
+
+@pytest.fixture
+def bugs() -> Counter[str]:
+    """Return the unexpected exceptions of the test, by kind of task; allows them."""
+    return tasks.failures
 
 
 @pytest.fixture(scope="session")

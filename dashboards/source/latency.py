@@ -120,6 +120,13 @@ LATENCY = Dashboard(
                 kind=Kind.TABLE,
                 width=6,
             ),
+            Panel(
+                "Bugs",
+                "Tasks, loops and requests that met an unexpected exception. The log has each one.",
+                [(f"increase(kvferry_task_failures_total{PER_S})", "{{task}}")],
+                width=6,
+                levels={1: "red"},
+            ),
         ],
     },
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import structlog
 
 from router.base.errors import ConflictError, RouterError
-from router.base.tasks import Tasks, spawn
+from router.base.tasks import Tasks, supervise
 from router.base.types import BackendId, KvDir
 from router.config.schema import BackendConfig, Config
 from router.core.model.policy import Policy
@@ -201,7 +201,7 @@ class Backends:
 
     def _start(self, backend: BackendConfig) -> None:
         monitor = self._make(backend, self._config)
-        watching = spawn(monitor.run(), name=f"monitor {backend.name}")
+        watching = supervise(monitor.run, name=f"monitor {backend.name}")
         self._members[backend.name] = _Member(backend, monitor, watching)
         self.monitors[backend.name] = monitor
         self._clients[backend.name] = monitor.client

@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 
 import structlog
@@ -167,11 +168,11 @@ async def hosts_of(
                 lambda: None if directory is None else _directory_stats(directory),
             )
         )
-        tasks.spawn(peers.run(), name="peers")
+        tasks.supervise(peers.run, name="peers")
         period_s = _REFRESH_S if directory is None else _REFRESH_FOR_DIRECTORY_S
-        tasks.spawn(_refresh(held, period_s), name="held prefixes")
+        tasks.supervise(partial(_refresh, held, period_s), name="held prefixes")
         if directory is not None:
-            tasks.spawn(directory.run(), name="directory")
+            tasks.supervise(directory.run, name="directory")
         try:
             yield Hosts(
                 name,

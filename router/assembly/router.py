@@ -309,9 +309,9 @@ async def build(
 
         rates = RatesKeeper(store, engine)
         await take(config)
-        tasks.spawn(rates.run(), name="rates")
+        tasks.supervise(rates.run, name="rates")
         engine.configure_servers(*servers_of(config))
-        tasks.spawn(on_demand.supervisor.watch_logs(), name="logs of servers")
+        tasks.supervise(on_demand.supervisor.watch_logs, name="logs of servers")
         reload = Reload(path, config, take, tasks.spawn)
         registry.register(EngineCollector(stats, lambda: tuple(engine.infos.values())))
         subject = Subject(
@@ -383,8 +383,8 @@ async def build(
             hosts=others,
         )
         vitals = Vitals(registry, clock, lambda: store.kv_dirs, __version__)
-        tasks.spawn(vitals.watch_loop(), name="event loop lag")
-        tasks.spawn(vitals.watch_disks(), name="room on disk")
+        tasks.supervise(vitals.watch_loop, name="event loop lag")
+        tasks.supervise(vitals.watch_disks, name="room on disk")
         stack.callback(throttle.open)
         yield Router(app, engine, selection, live, reload, store, journal, rates, context, hosts)
 

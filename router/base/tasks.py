@@ -6,18 +6,25 @@ banned.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
 
 log = structlog.get_logger(__name__)
 
+Work = Coroutine[Any, Any, None]
+
+_AGAIN_S, _AGAIN_MOST_S = 1.0, 30.0
+
 # Strong references; the done callback of a task removes it.
 _running: set[asyncio.Task[None]] = set()
+# Unexpected exceptions of this process, by the kind of task: its name up to the first blank.
+failures: Counter[str] = Counter()
 
 
-def spawn(coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+def spawn(coro: Work, *, name: str) -> asyncio.Task[None]:
     """Run `coro` in the background of the running loop.
 
     Awaiting the task does not raise: an exception of `coro` is logged with its traceback, and a
@@ -27,9 +34,35 @@ def spawn(coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
     return _spawn(coro, name, _running)
 
 
-def _spawn(
-    coro: Coroutine[Any, Any, None], name: str, owned: set[asyncio.Task[None]]
-) -> asyncio.Task[None]:
+def supervise(loop: Callable[[], Work], *, name: str) -> asyncio.Task[None]:
+    """Run a loop as `spawn` does; after an exception again, in 1 s, then 2 s, up to 30 s.
+
+    A loop that ended for ever would leave a backend down, or a peer unchecked, until a restart.
+    """
+    return _spawn(_again_and_again(loop, name), name, _running)
+
+
+async def _again_and_again(loop: Callable[[], Work], name: str) -> None:
+    clock, pause_s = asyncio.get_running_loop(), _AGAIN_S
+    while True:
+        begun = clock.time()
+        try:
+            await loop()
+            return
+        except Exception:
+            failures[_kind(name)] += 1
+            if clock.time() - begun > _AGAIN_MOST_S:
+                pause_s = _AGAIN_S
+            log.exception("loop_failed", task=name, again_in_s=pause_s)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _AGAIN_MOST_S)
+
+
+def _kind(name: str) -> str:
+    return name.partition(" ")[0]
+
+
+def _spawn(coro: Work, name: str, owned: set[asyncio.Task[None]]) -> asyncio.Task[None]:
     task = asyncio.get_running_loop().create_task(_guard(coro, name), name=name)
     _running.add(task)
     owned.add(task)
@@ -43,12 +76,13 @@ def _spawn(
     return task
 
 
-async def _guard(coro: Coroutine[Any, Any, None], name: str) -> None:
+async def _guard(coro: Work, name: str) -> None:
     try:
         await coro
     except asyncio.CancelledError:
         pass
     except Exception:
+        failures[_kind(name)] += 1
         log.exception("task_failed", task=name)
 
 
@@ -61,9 +95,13 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> None:
+    def spawn(self, coro: Work, *, name: str) -> None:
         """Run `coro` as the function `spawn` does; this object owns the task until it is done."""
         _ = _spawn(coro, name, self._tasks)
+
+    def supervise(self, loop: Callable[[], Work], *, name: str) -> None:
+        """Run a loop as the function `supervise` does; this object owns its task."""
+        _ = _spawn(_again_and_again(loop, name), name, self._tasks)
 
     async def join(self) -> None:
         """Wait until no task is left, including tasks that are spawned meanwhile."""

@@ -104,7 +104,7 @@ class Supervisor:
     async def watch_logs(self) -> None:
         """Keep the logs within their size, for ever."""
         while True:
-            for kept in self._logs.values():
+            for kept in [*self._logs.values()]:
                 await asyncio.to_thread(kept.fit)
             await asyncio.sleep(_LOG_INTERVAL_S)
 

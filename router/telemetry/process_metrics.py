@@ -11,10 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from router.base import tasks
 from router.base.ports import Clock
 
 # Often enough to catch every stall of 1 s; one measurement takes about 10 µs.
@@ -26,7 +27,7 @@ _LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 class Vitals(Collector):
     """Process and disk metrics. Registers itself and Python's own process metrics.
 
-    Spawn `watch_loop` and `watch_disks`.
+    Supervise `watch_loop` and `watch_disks`.
     """
 
     def __init__(
@@ -66,7 +67,14 @@ class Vitals(Collector):
         for kv_dir, (size_bytes, free_bytes) in self._disks.items():
             size.add_metric([kv_dir], size_bytes)
             free.add_metric([kv_dir], free_bytes)
-        yield from (size, free)
+        failures = CounterMetricFamily(
+            "kvferry_task_failures",
+            "Tasks, loops and requests that ended by a bug; loops run again",
+            labels=["task"],
+        )
+        for kind, n in ({"request": 0} | tasks.failures).items():
+            failures.add_metric([kind], n)
+        yield from (size, free, failures)
 
     async def watch_loop(self) -> None:
         """Measure the lag of the event loop, forever."""

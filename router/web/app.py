@@ -15,6 +15,7 @@ from functools import partial
 import structlog
 from aiohttp import HttpVersion11, web
 
+from router.base import tasks
 from router.base.errors import (
     BackendError,
     BadRequestError,
@@ -270,6 +271,7 @@ class App:
         self, request: web.BaseRequest, name: RequestId, error: Exception
     ) -> web.StreamResponse:
         log.error("request_failed", request_id=name, exc_info=error)
+        tasks.failures["request"] += 1
         told = RouterError("an error inside the router; see its log for this request's id")
         self._telemetry.rejected(name, told.outcome, type(error).__name__, clients_id(request))
         self._note(name, told, type(error).__name__, request.get(CALLER))

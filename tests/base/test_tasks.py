@@ -2,13 +2,14 @@
 
 import asyncio
 import gc
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from structlog.testing import capture_logs
 
 from router.base import tasks
-from router.base.tasks import Tasks, spawn
+from router.base.tasks import Tasks, spawn, supervise
 
 
 @pytest.fixture
@@ -47,11 +48,46 @@ async def test_name() -> None:
     await spawn(work(), name="w")
 
 
-async def test_exception_is_logged_with_traceback(log: list[dict[str, object]]) -> None:
+async def test_exception_is_logged_with_traceback(
+    log: list[dict[str, object]], bugs: Counter[str]
+) -> None:
     await spawn(fail(), name="w")
 
     (entry,) = log
     assert (entry["event"], entry["task"], entry["exc_info"]) == ("task_failed", "w", True)
+
+
+async def test_a_loop_that_fails_runs_again(
+    log: list[dict[str, object]], bugs: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One unexpected exception in a monitor left its backend down for ever."""
+    monkeypatch.setattr(tasks, "_AGAIN_S", 0.001)
+    monkeypatch.setattr(tasks, "_AGAIN_MOST_S", 0.003)
+    rounds: list[int] = []
+
+    async def loop() -> None:
+        rounds.append(len(rounds))
+        if len(rounds) < 5:
+            raise RecursionError
+
+    await supervise(loop, name="monitor a")
+
+    assert rounds == [0, 1, 2, 3, 4]
+    assert bugs == {"monitor": 4}
+    assert [entry["again_in_s"] for entry in log] == [0.001, 0.002, 0.003, 0.003]
+
+
+async def test_a_loop_is_ended_by_its_owner() -> None:
+    owner, started = Tasks(), asyncio.Event()
+
+    async def loop() -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    owner.supervise(loop, name="w")
+    await started.wait()
+    await owner.aclose()
+    assert len(owner) == 0
 
 
 async def test_cancellation_is_silent(log: list[dict[str, object]]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -478,7 +479,7 @@ async def test_silence_is_no_end(world: World, monkeypatch: pytest.MonkeyPatch) 
     assert names == ["", "picture", "", ""]
 
 
-async def test_a_bug_ends_the_streams(world: World) -> None:
+async def test_a_bug_ends_the_streams(world: World, bugs: Counter[str]) -> None:
     """A frozen page would look as if nothing happened."""
     connection = Connection()
     world.show(connection)

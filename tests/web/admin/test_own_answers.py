@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -109,6 +110,7 @@ async def test_a_bug_before_the_answer(
     log: list[structlog.typing.EventDict],
     monkeypatch: pytest.MonkeyPatch,
     target: object,
+    bugs: Counter[str],
     name: str,
     method: str,
     path: str,
@@ -140,7 +142,9 @@ async def test_a_bug_before_the_answer(
 
 
 @pytest.mark.usefixtures("log")
-async def test_a_bug_in_a_view(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_in_a_view(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, bugs: Counter[str]
+) -> None:
     monkeypatch.setattr(type(fleet.router.engine), "draining", property(_raise))
     answer = await fleet.get("/kvferry/health")
     monkeypatch.undo()
@@ -155,7 +159,7 @@ def _raise(_: object) -> None:
 
 @pytest.mark.usefixtures("log")
 async def test_a_bug_in_the_middle_of_an_answer(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, bugs: Counter[str]
 ) -> None:
     """A partial answer must not look complete."""
 
