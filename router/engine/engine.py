@@ -7,12 +7,12 @@ Effects that take time run as tasks and report back as events.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from router.base.errors import BackendError, BackendRefusedError
 from router.base.ports import Backend, Clock, ServerRunner, SnapshotStore, Telemetry
@@ -84,6 +84,11 @@ class Timing(Struct, frozen=True):
     total_s: float
 
 
+# Lets the server judge a request's fields in a leased slot. Returns the tokens that were cached;
+# None: nothing was asked. Raises BackendRefusedError, and BackendError.
+Trial = Callable[[SlotId], Awaitable[int | None]]
+
+
 class Engine:
     """The only writer of core state; see the module docstring."""
 
@@ -121,6 +126,7 @@ class Engine:
         self._tasks = Tasks()
         self._prefills: dict[RequestId, asyncio.Task[None] | None] = {}  # None: not started
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
+        self._trials: dict[RequestId, Trial] = {}  # of requests in `_grants`
         self._loads: dict[RequestId, asyncio.Future[None]] = {}  # requests that wait for a model
         self._timings: dict[RequestId, Timing] = {}
         self._launches = LaunchWatch(scheduler, backends)
@@ -134,14 +140,18 @@ class Engine:
 
     # -- for the web layer ---------------------------------------------------------------------
 
-    async def submit(self, request: Request) -> Grant:
+    async def submit(self, request: Request, trial: Trial | None = None) -> Grant:
         """Wait for a slot. Raises RouterError.
+
+        `trial` is called before the router computes the prompt by itself.
 
         If cancelled before the grant, the request is withdrawn. After the grant, the caller must
         call `finish`.
         """
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._grants[request.id] = future
+        if trial is not None:
+            self._trials[request.id] = trial
         try:
             await self._throttle.do(partial(self._feed, ev.Arrived(request)))
             return await future
@@ -157,6 +167,7 @@ class Engine:
             raise
         finally:
             self._grants.pop(request.id, None)
+            self._trials.pop(request.id, None)
 
     def finish(
         self,
@@ -481,10 +492,20 @@ class Engine:
 
     async def _prefilled(self, effect: ef.Prefill) -> ev.Event:
         backend, request = self._backends[effect.slot.backend], effect.request
+        began, cached = True, None
         try:
-            return ev.Prefilled(request, await backend.prefill(effect.slot.index, effect.tokens))
+            if (trial := self._trials.pop(request, None)) is not None:
+                began = False
+                cached = await trial(effect.slot)
+            began = True
+            reported = await backend.prefill(effect.slot.index, effect.tokens)
+            if cached is not None and reported.cached_tokens is not None:
+                # What the trial computed is not cached.
+                least = min(cached, reported.cached_tokens)
+                reported = structs.replace(reported, cached_tokens=least)
+            return ev.Prefilled(request, reported)
         except BackendRefusedError as error:
-            return ev.PrefillFailed(request, str(error))
+            return ev.PrefillFailed(request, str(error), began=began)
         except BackendError as error:
             failure = error
         except asyncio.CancelledError:

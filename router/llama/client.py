@@ -16,6 +16,7 @@ from router.llama import wire as wire
 from router.llama.server_client import Connections, ServerClient, Timeouts
 
 # Tokens that are generated where the first is a part of a character, which has up to four bytes.
+_JSON = (b"Content-Type", b"application/json")
 _WITHIN_A_CHARACTER = 8
 # llama-server's metrics are 3 KB.
 _MAX_METRICS_BYTES = 256 * 1024
@@ -157,6 +158,23 @@ class LlamaClient(ServerClient):
         body = wire.prefill_body(tokens, slot, exact=exact, cache=cache)
         payload = await self._call("POST", "/completion", body, self._timeouts.first_byte_s)
         return reply.read_reply(wire.Route.COMPLETION, True, payload)
+
+    async def trial(self, path: str, body: bytes) -> int | None:
+        """Send a request until its first progress event; return the tokens that were cached.
+
+        None: the answer has no such event. Raises BackendRefusedError if the server refuses it.
+        """
+        async with self.relay("POST", path, [_JSON], body, yields=True) as answer:
+            if answer.status >= HTTPStatus.BAD_REQUEST:
+                told = reply.error_message_from(await answer.read()) or f"HTTP {answer.status}"
+                raise BackendRefusedError(told, backend_status=answer.status)
+            received = b""
+            async for chunk in answer:
+                received += chunk
+                found = reply.cached_at_first(received)
+                if found is not None:
+                    return found
+        return None
 
     async def fingerprint(self, slot: int, tokens: Tokens) -> list[tuple[int, float]]:
         """Return the likeliest tokens after `tokens` and their log probabilities, best first.

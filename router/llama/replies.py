@@ -282,6 +282,15 @@ def knows_no_answer(payload: bytes) -> bool:
     return as_dict(_loads(payload)).get("message") == "no active completion for this id"
 
 
+def cached_at_first(received: bytes) -> int | None:
+    """Return the cached tokens of the first whole progress event of a stream; None: none yet."""
+    for event in _events(received[: received.rfind(b"\n\n") + 2]):
+        progress = event.get("prompt_progress") if isinstance(event, dict) else None
+        if isinstance(progress, dict) and isinstance(progress.get("cache"), int):
+            return int(progress["cache"])
+    return None
+
+
 def error_message_from(payload: bytes) -> str:
     """Return an error answer's message, or "" (format_error_response, server-common.cpp)."""
     message = as_dict(as_dict(_loads(payload)).get("error")).get("message")

@@ -405,7 +405,8 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     slot = state.fleet.slots[job.slot]
     if isinstance(event, ev.PrefillFailed):
         slot.abandon_prefill(abandoned=False)
-        slot.hold(after_quiet(slot.resident, job.request.prompt, event.n_tokens))
+        if event.began:
+            slot.hold(after_quiet(slot.resident, job.request.prompt, event.n_tokens))
         # There is nothing to save, also not for the requests that wait for it.
         job.set_steps(step for step in job.steps if isinstance(step, DispatchStep))
         if job.cancelled:

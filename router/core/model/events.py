@@ -270,11 +270,15 @@ class PrefillBroke(Struct, frozen=True):
 
 
 class PrefillFailed(Struct, frozen=True):
-    """A prefill failed. The slot holds the first `n_tokens` of the prompt; None: unknown."""
+    """A prefill failed. The slot holds the first `n_tokens` of the prompt; None: unknown.
+
+    Not `began`: the server refused the request's fields, and the slot is as it was.
+    """
 
     request: RequestId
     reason: str
     n_tokens: int | None = None
+    began: bool = True
 
 
 class Launched(Struct, frozen=True):

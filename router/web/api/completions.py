@@ -33,12 +33,13 @@ from router.base.types import (
     Reported,
     Request,
     RequestId,
+    SlotId,
     Tenant,
 )
 from router.engine.engine import Engine, Grant, Timing
 from router.engine.loop_throttle import LoopThrottle
 from router.hosts.choice import is_stale
-from router.llama import json_offload
+from router.llama import json_offload, trial
 from router.llama.answer_counts import AnswerCounts
 from router.llama.replies import IDENTITY, read_reply
 from router.llama.server_client import RelayedResponse
@@ -124,6 +125,7 @@ class Completions:
         self._spawn = spawn
         self._settings = settings
         self._tracing = tracing
+        self._accepted = trial.Accepted()
 
     async def completion(
         self, http: web.BaseRequest, route: Route, raw: bytes, request_id: RequestId
@@ -333,7 +335,9 @@ class Completions:
             try:
                 exchange.asked = perf_counter()
                 async with self._kept_alive(exchange.http, exchange.parsed, first.id):
-                    grant = await self._engine.submit(exchange.request)
+                    grant = await self._engine.submit(
+                        exchange.request, partial(self._try, exchange)
+                    )
                 self._selection.no_longer_waits(first.id)
                 exchange.granted = perf_counter()
                 backend = grant.lease.slot.backend
@@ -354,6 +358,23 @@ class Completions:
                     return answer
             exchange.request = await self._anew(exchange, anew, first.id, attempt + 1)
         raise AssertionError("unreachable")
+
+    async def _try(self, exchange: _Exchange, at: SlotId) -> int | None:
+        """Let the server judge fields that it may refuse, once for each kind of request."""
+        parsed, monitor = exchange.parsed, self._selection.monitors.get(at.backend)
+        if parsed is None or monitor is None:
+            return None
+        fields = trial.unproven(parsed)
+        if not fields:
+            return None
+        namespace = self._selection.namespace_of(exchange.request.model) or ""
+        digest = trial.digest_of(fields, parsed.route, namespace)
+        if digest in self._accepted:
+            return None
+        asked = trial.request(parsed, exchange.http.path, exchange.raw, at.index)
+        cached = await monitor.client.trial(*asked)
+        self._accepted.add(digest)
+        return cached
 
     async def _anew(
         self, exchange: _Exchange, request: Request, first: RequestId, attempt: int

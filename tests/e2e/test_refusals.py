@@ -1,0 +1,132 @@
+"""A request that llama-server refuses costs nothing: no token is computed, no slot displaced."""
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from router.tools.demo.launcher import LlamaServer
+from tests.support.conversations.measuring import CHAT
+from tests.support.conversations.prompts import Json, ids, sentences
+from tests.support.models.tiny_models import tiny_model
+from tests.support.parity.corpus import BASES, CHATTING, OUTPUT, SAMPLING
+from tests.support.servers.router_fleet import Answer, Fleet, running
+
+pytestmark = [pytest.mark.real, pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]
+
+# The router prefills every prompt by itself first.
+YAML = "policy: {coalesce_above: 1ms}"
+FIELDS = SAMPLING | OUTPUT | CHATTING
+PROMPTS = ("messages", "prompt", "input", "input_prefix")
+BAD_TOOL: Json = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"x": {"type": "no"}}},
+    },
+}
+MORE: list[Json] = [
+    {"grammar": "root ::= nothing"},
+    {"tools": [BAD_TOOL]},
+    {"tools": [BAD_TOOL], "tool_choice": "required"},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
+    {"top_k": "x", "max_tokens": "x"},
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scene(
+    server_argv: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[tuple[Fleet, str]]:
+    kv_dir: Path = tmp_path_factory.mktemp("kv")
+    model = tiny_model("llama").path
+    async with (
+        LlamaServer(model, 2, 8192, kv_dir, ["--jinja"], server_argv, threads=1) as server,
+        running([("a", server.url)], kv_dir, yaml=YAML) as fleet,
+    ):
+        yield fleet, server.url
+
+
+async def asked(fleet: Fleet, url: str, body: Json) -> int:
+    """Return the status of a request without the router."""
+    async with fleet.session.post(url, json=body) as response:
+        await response.read()
+        return response.status
+
+
+async def computed(fleet: Fleet, url: str) -> int:
+    """Return the number of prompt tokens that the server has computed."""
+    async with fleet.session.get(f"{url}/metrics") as response:
+        found = re.search(r"^llamacpp:prompt_tokens_total (\d+)", await response.text(), re.M)
+    assert found
+    return int(found.group(1))
+
+
+def long(path: str, number: int) -> Json:
+    """Return a request with a prompt of 1,000 tokens that nothing has seen before."""
+    text = "".join(sentences(number, 16))
+    key = next(name for name in PROMPTS if name in BASES[path])
+    prompt: object = [{"role": "user", "content": text}] if key == "messages" else text
+    return {**BASES[path], key: prompt, "cache_prompt": True}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/completion"])
+async def test_a_refused_request_computes_nothing(scene: tuple[Fleet, str], path: str) -> None:
+    fleet, server = scene
+    values = [{name: value} for name in FIELDS for value in FIELDS[name] if name not in PROMPTS]
+    n_refused, wrong, number = 0, list[str](), 1
+    for fields in [*MORE, *values]:
+        status = await asked(fleet, server + path, {**BASES[path], **fields, "stream": False})
+        if status == 200:
+            continue
+        number += 1
+        before = await computed(fleet, server)
+        answer = await fleet.post(path, long(path, number) | fields)
+        n_computed = await computed(fleet, server) - before
+        n_refused += answer.status >= 400
+        if n_computed or answer.status != status:
+            wrong.append(f"{fields}: {answer.status} for {status}, {n_computed} tokens")
+    assert wrong == []
+    assert n_refused >= (5 if path == "/v1/messages" else 20)
+
+
+def uncached_tokens(path: str, answer: Answer) -> int:
+    """Return the prompt tokens that a client is told were computed."""
+    if path == "/v1/messages":
+        return int(answer.json["usage"]["input_tokens"])
+    if path == "/v1/responses":
+        usage = answer.json["usage"]
+        return int(usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"])
+    assert answer.prompt_tokens is not None
+    return answer.prompt_tokens - answer.cached
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/completion"])
+async def test_fields_are_tried_once(scene: tuple[Fleet, str], path: str) -> None:
+    """What the trial computes counts as computed, and is not computed again."""
+    fleet, server = scene
+    fields = {"reasoning_format": "none", "dry_multiplier": 0.5}
+    first = 1000 * (1 + list(BASES).index(path))
+    for number in range(first, first + 3):
+        before = await computed(fleet, server)
+        answer = await fleet.post(path, long(path, number) | fields)
+        assert answer.status == 200
+        n_computed = await computed(fleet, server) - before
+        # The last token: of the trial, of the prefill, and of the request.
+        assert 500 < n_computed <= uncached_tokens(path, answer) + 2
+
+
+async def test_a_refused_request_leaves_its_conversation_in_the_slot(
+    scene: tuple[Fleet, str],
+) -> None:
+    fleet, _ = scene
+    prompt = ids(77, 1500)
+    await fleet.complete(prompt)
+    refused = await fleet.post(
+        "/completion", {"prompt": [*prompt, *ids(78, 900)], "grammar": "root ::= nothing"}
+    )
+    assert refused.status == 400
+    again = await fleet.complete([*prompt, *ids(79, 5)])
+    assert (again.source, again.cached) == ("resident", 1500)
