@@ -1,5 +1,9 @@
 """Derives the settings of each part of the router from a configuration."""
 
+import os
+from contextlib import suppress
+from pathlib import Path
+
 from router.base.types import Caller
 from router.config.schema import Config, Counts
 from router.core.model.policy import Policy, PolicyName
@@ -8,6 +12,8 @@ from router.core.model.servers import ServerLimit, ServerSpec
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.web.api.client_keys import Known
 from router.web.server.settings import Settings
+
+_BODIES_SHARE = 32  # of the memory: a body takes about eight times its size
 
 
 def policy_of(config: Config) -> Policy:
@@ -64,7 +70,16 @@ def servers_of(config: Config) -> tuple[list[ServerSpec], list[ServerLimit]]:
     return specs, limits
 
 
-def take_settings(settings: Settings, config: Config) -> None:
+def memory_of_machine() -> int:
+    """Return the bytes of memory of the machine, or of the cgroup. Blocks."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max": no limit
+            found.append(int((Path("/sys/fs/cgroup") / name).read_text()))
+    return min(found)
+
+
+def take_settings(settings: Settings, config: Config, memory_bytes: int) -> None:
     """Update the settings that the web layer reads with every request."""
     limits = config.limits
     settings.connections = limits.connections
@@ -75,9 +90,14 @@ def take_settings(settings: Settings, config: Config) -> None:
     settings.header_timeout_s = limits.header_timeout_s
     settings.keep_alive_timeout_s = limits.keep_alive_timeout_s
     settings.max_body_bytes = limits.max_body_bytes
+    share = max(memory_bytes // _BODIES_SHARE, 2 * limits.max_body_bytes)
+    settings.body_memory_bytes = limits.body_memory_bytes or share
     settings.body_timeout_s = limits.body_timeout_s
     settings.idle_timeout_s = limits.idle_timeout_s
     settings.send_timeout_s = limits.send_timeout_s
+    settings.needs_key = bool(config.auth.keys)
+    settings.browser_hosts = frozenset(name.lower() for name in config.browsers.hosts)
+    settings.browser_origins = frozenset(config.browsers.origins)
     settings.passthrough = config.policy.name is PolicyName.PASSTHROUGH
     settings.corrects_counts = config.answers.counts is Counts.CORRECTED
 

@@ -33,6 +33,7 @@ from router.assembly.learned_rates import RatesKeeper
 from router.assembly.part_settings import (
     known_of,
     limits_of,
+    memory_of_machine,
     policy_of,
     queue_limits_of,
     servers_of,
@@ -282,7 +283,7 @@ async def build(
             engine,
             reads_prompts=config.tokenizer.mode is not TokenizerMode.OFF,
         )
-        settings = Settings()
+        settings, memory_bytes = Settings(), await asyncio.to_thread(memory_of_machine)
         keys = Keys(telemetry)
 
         async def take(wanted: Config) -> None:
@@ -296,7 +297,7 @@ async def build(
                 await asyncio.to_thread(_show_certificate, context, wanted.tls)
             found = await store.add([kv_dir for kv_dir in kv_dirs if kv_dir is not None])
             engine.configure(policy_of(wanted), limits_of(wanted), queue_limits_of(wanted))
-            take_settings(settings, wanted)
+            take_settings(settings, wanted, memory_bytes)
             keys.known = known_of(wanted)
             has_keys = bool(wanted.auth.keys)
             guard.protects_reads = wanted.admin.protects_reads(has_keys=has_keys)

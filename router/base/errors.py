@@ -85,6 +85,12 @@ class ForbiddenError(RouterError):
     outcome = "forbidden"
 
 
+class OriginError(ForbiddenError):
+    """A request of a web page, or to a host name, that is not allowed where there are no keys."""
+
+    outcome = "forbidden"
+
+
 class ModelNotFoundError(RouterError):
     """No backend serves the model that the request names."""
 
@@ -99,6 +105,15 @@ class BodyTooLargeError(RouterError):
     status = 413
     kind = "invalid_request_error"
     outcome = "body_too_large"
+
+
+class BodiesFullError(RouterError):
+    """The bodies of requests in progress are over `limits.body_memory`."""
+
+    status = 503
+    kind = "unavailable_error"
+    outcome = "bodies_full"
+    retry_after_s = 1.0
 
 
 class HeaderTooLargeError(RouterError):
@@ -260,6 +275,26 @@ class BackendTimeoutError(BackendError):
 
     status = 504
     kind = "timeout_error"
+
+
+class BackendLostError(BackendError):
+    """The connection broke after a request was sent: the server may have ended because of it."""
+
+
+class SuspectError(RouterError):
+    """A request that `ends` llama-servers ended with, or one like it; it is not sent again yet."""
+
+    status = 503
+    kind = "unavailable_error"
+    outcome = "suspect"
+
+    def __init__(self, ends: int, retry_after_s: float = 60.0) -> None:
+        super().__init__(
+            f"llama-server ended {ends} times while it computed this request, or one like it;"
+            f" it is refused for {retry_after_s:.0f} s"
+        )
+        self.ends = ends
+        self.retry_after_s = retry_after_s
 
 
 class BackendRefusedError(BackendError):

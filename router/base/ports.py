@@ -1,6 +1,6 @@
 """Protocols of the outside world: only the methods that the engine and the web layer call."""
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,6 +43,11 @@ class Backend(Protocol):
     async def overwrite(self, slot: int) -> None: ...
     async def prefill(self, slot: int, tokens: Tokens) -> Reported: ...
     async def slots(self) -> list[SlotStatus]: ...
+
+
+# Lets the server judge a request's fields in a leased slot. Returns the tokens that were cached;
+# None: nothing was asked. Raises BackendRefusedError, and BackendError.
+Trial = Callable[[SlotId], Awaitable[int | None]]
 
 
 class Tokenizer(Protocol):

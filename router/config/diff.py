@@ -16,7 +16,7 @@ _LIVE = frozenset(
     {
         *("store.max_bytes", "store.max_tokens", "store.min_tokens"),
         *("store.idle_save_after", "store.save_on_shutdown"),
-        *("policy", "queue", "answers", "limits", "health", "probe", "auth"),
+        *("policy", "queue", "answers", "limits", "health", "probe", "auth", "browsers"),
         *("logging.level", "shutdown_grace", "tls.certificate", "tls.key"),
     }
 )

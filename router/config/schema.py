@@ -154,6 +154,7 @@ class LimitsConfig(ConfigSection):
     header_timeout_s: values.PositiveSeconds = Field(default=15.0, alias="header_timeout")
     keep_alive_timeout_s: values.PositiveSeconds = Field(default=75.0, alias="keep_alive_timeout")
     max_body_bytes: values.PositiveSize = Field(default=64 * MIB, alias="max_body")
+    body_memory_bytes: values.PositiveSize | None = Field(default=None, alias="body_memory")
     body_timeout_s: values.PositiveSeconds = Field(default=60.0, alias="body_timeout")
     connect_timeout_s: values.PositiveSeconds = Field(default=5.0, alias="connect_timeout")
     first_byte_timeout_s: values.PositiveSeconds = Field(default=3600.0, alias="first_byte_timeout")
@@ -220,6 +221,13 @@ class AdminConfig(ConfigSection):
             message = "needs admin.token_env: the token that reading then takes"
             raise MisfitError([(("protect_reads",), message)])
         return self
+
+
+class BrowsersConfig(ConfigSection):
+    """Pages in browsers that may reach kvferry where clients need no key."""
+
+    hosts: tuple[str, ...] = Field(default=(), strict=False)
+    origins: tuple[str, ...] = Field(default=(), strict=False)
 
 
 class KeyConfig(ConfigSection):
@@ -325,6 +333,7 @@ class Config(ConfigSection):
     tokenizer: TokenizerConfig = TokenizerConfig()
     probe: ProbeConfig = ProbeConfig()
     admin: AdminConfig = AdminConfig()
+    browsers: BrowsersConfig = BrowsersConfig()
     auth: AuthConfig = AuthConfig()
     tls: TlsConfig = TlsConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -224,6 +224,15 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback
 
 
+def is_address(host: str) -> bool:
+    """Return True for an IP address."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def is_local(host: str) -> bool:
     """Return True for a loopback address or its name."""
     return host == "localhost" or is_loopback(host)

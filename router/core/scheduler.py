@@ -144,7 +144,7 @@ class Scheduler:
             case ev.Erased() | ev.EraseFailed():
                 job_steps.erased(state, event, now)
             case ev.PrefillBroke():
-                job_steps.prefill_broke(state, event.request)
+                job_steps.prefill_broke(state, event.request, now)
             case ev.Prefilled() | ev.PrefillFailed():
                 job_steps.prefilled(state, event, now)
             case ev.Launched():

@@ -7,7 +7,7 @@ Effects that take time run as tasks and report back as events.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
 
@@ -15,7 +15,7 @@ import structlog
 from msgspec import Struct, structs
 
 from router.base.errors import BackendError, BackendRefusedError
-from router.base.ports import Backend, Clock, ServerRunner, SnapshotStore, Telemetry
+from router.base.ports import Backend, Clock, ServerRunner, SnapshotStore, Telemetry, Trial
 from router.base.tasks import Tasks
 from router.base.tokens import Tokens
 from router.base.types import (
@@ -82,11 +82,6 @@ class Timing(Struct, frozen=True):
 
     ttft_s: float | None
     total_s: float
-
-
-# Lets the server judge a request's fields in a leased slot. Returns the tokens that were cached;
-# None: nothing was asked. Raises BackendRefusedError, and BackendError.
-Trial = Callable[[SlotId], Awaitable[int | None]]
 
 
 class Engine:
@@ -491,7 +486,9 @@ class Engine:
         self._feed(event)
 
     async def _prefilled(self, effect: ef.Prefill) -> ev.Event:
-        backend, request = self._backends[effect.slot.backend], effect.request
+        backend, request = self._backends.get(effect.slot.backend), effect.request
+        if backend is None:  # a server on demand, which has ended
+            return ev.PrefillFailed(request, "the backend went down")
         began, cached = True, None
         try:
             if (trial := self._trials.pop(request, None)) is not None:
@@ -500,9 +497,9 @@ class Engine:
             began = True
             reported = await backend.prefill(effect.slot.index, effect.tokens)
             if cached is not None and reported.cached_tokens is not None:
-                # What the trial computed is not cached.
+                # What the trial computed is not cached, and how long it took is not known.
                 least = min(cached, reported.cached_tokens)
-                reported = structs.replace(reported, cached_tokens=least)
+                reported = structs.replace(reported, cached_tokens=least, prompt_s=None)
             return ev.Prefilled(request, reported)
         except BackendRefusedError as error:
             return ev.PrefillFailed(request, str(error), began=began)
@@ -541,8 +538,8 @@ class Engine:
 
     async def _watch(self, effect: ef.WatchSlot) -> None:
         n_tokens = await self._quiet(effect)
-        if effect.wipe:
-            backend, index = self._backends[effect.slot.backend], effect.slot.index
+        backend, index = self._backends.get(effect.slot.backend), effect.slot.index
+        if effect.wipe and backend is not None:  # else a server on demand, which has ended
             jobs = self._scheduler.state.fleet.jobs
             await wipe(backend, index, lambda: effect.request in jobs, flush=effect.flush)
             n_tokens = None
@@ -551,12 +548,16 @@ class Engine:
     async def _quiet(
         self, at: ef.WatchSlot, on_overdue: Callable[[], None] = lambda: None
     ) -> int | None:
+        if at.slot.backend not in self._backends:
+            return None
         jobs, poller = self._scheduler.state.fleet.jobs, self._pollers.at(at.slot.backend)
         return await wait_quiet(
             poller, at.slot.index, lambda: at.request in jobs, at.progress, on_overdue
         )
 
     async def _poll_for_strangers(self, backend: BackendId) -> None:
+        if backend not in self._backends:
+            return
         idle = {s.id: s.generation for s in self._slots_of(backend) if s.is_idle}
         statuses = await poll_idle(self._pollers.at(backend), idle)
         busy = {SlotId(backend, status.index) for status in statuses if status.is_processing}

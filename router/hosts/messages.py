@@ -18,9 +18,12 @@ HOP_TENANT = "x-kvferry-hop-tenant"  # the tenant that owns the tokens, where te
 HOP_CALLER = "x-kvferry-hop-caller"  # the tenant in the configuration, for the log
 HOP_CLIENT = "x-kvferry-hop-client"  # what the queue is fair to
 HOP_QUOTED = "x-kvferry-hop-quoted"
+HOP_ENDS = "x-kvferry-hop-ends"  # servers that ended while they computed it
 HOP_MODEL = "x-kvferry-hop-model"  # the model as hosts know it: a client may call it anything
 # In the answer to a forwarded request that did not begin: another host may take it.
 HOP_REFUSED = "x-kvferry-hop-refused"
+# In the answer to a forwarded request that ended a server: no other host may take it.
+HOP_SUSPECT = "x-kvferry-hop-suspect"
 # Of the calls for `READ`: what the body was sent to, and the owner of its tokens.
 READ_PATH, READ_TENANT = "x-kvferry-path", "x-kvferry-tenant"
 # No client's header of these names goes on to any server or host.
@@ -34,6 +37,7 @@ HOP_HEADERS = frozenset(
         HOP_CALLER,
         HOP_CLIENT,
         HOP_QUOTED,
+        HOP_ENDS,
         HOP_MODEL,
         READ_PATH,
         READ_TENANT,

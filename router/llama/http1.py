@@ -30,11 +30,15 @@ Header = tuple[bytes, bytes]
 
 
 class HttpError(OSError):
-    """A broken connection, or an answer that is not HTTP. `unanswered`: no byte of it came."""
+    """A broken connection, or an answer that is not HTTP.
 
-    def __init__(self, message: str, *, unanswered: bool = False) -> None:
+    `unanswered`: no byte of it came. `sent`: the request was on its way.
+    """
+
+    def __init__(self, message: str, *, unanswered: bool = False, sent: bool = False) -> None:
         super().__init__(message)
         self.unanswered = unanswered
+        self.sent = sent
 
 
 class Response:
@@ -141,7 +145,13 @@ class Pool:
                 if not error.unanswered:
                     raise
                 self.on_hang_up()
-        fresh = await self._connect()
+        try:
+            fresh = await self._connect()
+        except OSError as error:
+            # A kept connection broke, and no process listens: the backend ended with the request.
+            if kept is None:
+                raise
+            raise HttpError("the connection broke", sent=True) from error
         return await fresh.send(method, head, body, timeout_s)
 
     async def aclose(self) -> None:
@@ -274,7 +284,7 @@ class _Connection(asyncio.Protocol):
         self.is_open = False
         self._pool.forget(self)
         if not self._headed or self._is_framed():
-            self._fail(HttpError("the connection broke", unanswered=not self._touched))
+            self._fail(HttpError("the connection broke", unanswered=not self._touched, sent=True))
         else:
             self._end()  # a body that ends with its connection
 

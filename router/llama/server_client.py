@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from router.base.errors import BackendError, BackendRefusedError, BackendTimeoutError
+from router.base.errors import (
+    BackendError,
+    BackendLostError,
+    BackendRefusedError,
+    BackendTimeoutError,
+)
 from router.base.types import BackendId
 from router.llama import replies as reply
-from router.llama.http1 import Header, Pool, Response, Target
+from router.llama.http1 import Header, HttpError, Pool, Response, Target
 
 _JSON = ((b"Content-Type", b"application/json"),)
 
@@ -73,6 +78,8 @@ class _OurErrors:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, TimeoutError):
             raise BackendTimeoutError("the backend did not answer in time") from error
+        if isinstance(error, HttpError) and error.sent:
+            raise BackendLostError("the backend went down with the request") from error
         if isinstance(error, OSError):
             raise BackendError("the backend cannot be reached") from error
 
@@ -297,7 +304,7 @@ class Relaying:
         except BaseException as error:
             self._client.relayed()
             if isinstance(error, asyncio.CancelledError) and self._is_ours():
-                raise BackendError("the backend went down") from error
+                raise BackendLostError("the backend went down with the request") from error
             raise
         finally:
             self._unanswered.discard(self)

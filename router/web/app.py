@@ -13,20 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import structlog
-from aiohttp import HttpVersion11, web
+from aiohttp import web
 
 from router.base import tasks
 from router.base.errors import (
     BackendError,
-    BadRequestError,
-    BodyTooLargeError,
-    ClientTooSlowError,
-    ExpectationError,
     ForbiddenError,
     FramingError,
     ModelNotFoundError,
     NoBackendError,
     NotFoundError,
+    OriginError,
     RouterError,
 )
 from router.base.ports import Telemetry
@@ -55,11 +52,13 @@ from router.web.admin.snapshots import PATH as SNAPSHOTS
 from router.web.admin.snapshots import Snapshots
 from router.web.admin.status import StatusRoutes
 from router.web.api.backend_selection import BackendSelection
-from router.web.api.client_keys import Keys
+from router.web.api.client_keys import Keys, fair_to
 from router.web.api.completions import Completions
 from router.web.api.forwarding import Forwarding
 from router.web.api.peer_routes import PeerRoutes
 from router.web.api.slot_demand import model_asked, slots_asked
+from router.web.server import origins
+from router.web.server.bodies import Bodies, expects
 from router.web.server.early_stream import EARLY, EarlyStream
 from router.web.server.error_responses import (
     clients_id,
@@ -110,9 +109,12 @@ _READS = frozenset(
         "/tokenize",
         "/detokenize",
         "/apply-template",
+        "/chat/completions/input_tokens",
         "/v1/chat/completions/input_tokens",
         "/v1/messages/count_tokens",
+        "/responses/input_tokens",
         "/v1/responses/input_tokens",
+        "/v1/streams/lookup",
     }
 )
 # A server lists its models in milliseconds, however busy its slots are.
@@ -125,7 +127,7 @@ def forbidden(method: str, path: str) -> str | None:
     The path is read as the most lenient server would: a proxy between the router and llama-server
     may drop empty segments and resolve dots.
     """
-    path = posixpath.normpath("/" + path.lstrip("/"))
+    path = _normal(path)
     if path == "/slots" or path.startswith("/slots/"):
         return "slots are managed by kvferry; see /kvferry/state"
     if method in ("GET", "HEAD", "OPTIONS"):
@@ -135,6 +137,10 @@ def forbidden(method: str, path: str) -> str | None:
     if path in _MODELS or path.startswith(("/models/", "/v1/models/")):
         return "loading and unloading models is not possible through kvferry"
     return None
+
+
+def _normal(path: str) -> str:
+    return posixpath.normpath("/" + path.lstrip("/"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +187,7 @@ class App:
         self._telemetry = telemetry
         self._settings = settings
         self._throttle = throttle
+        self._bodies = Bodies(settings, _sender)
         self.own = OwnRoutes(
             [
                 AdminRoute("GET", METRICS, self._metrics),
@@ -234,16 +241,25 @@ class App:
         if self._hosts is not None:
             request[HOST_NAME] = self._hosts.forwarding.name
         try:
+            return await self._answered(side, request, name)
+        finally:
+            self._bodies.release(request)
+
+    async def _answered(
+        self, side: Audience, request: web.BaseRequest, name: RequestId
+    ) -> web.StreamResponse:
+        try:
             check_head(request)
             path = request.path
             if side is Audience.PEERS:
                 return await self._from_peer(request, path, name)
+            origins.check(request, self._settings)
             if self._hosts is not None and _is_for_peers(path):
                 raise NotFoundError("there is nothing at this path")
             own = self.own.find(request, path, side)
             if own is None:
                 self._keys.admit(request)
-            _expects(request)  # an unknown one is refused before any work
+            expects(request)  # an unknown one is refused before any work
             if own is not None:
                 return await own(request, name)
             return await self._any(request, path, name)
@@ -261,6 +277,8 @@ class App:
                 return early
             if isinstance(error, FramingError):
                 response.force_close()
+            if isinstance(error, OriginError):
+                return response
             return open_to_browsers(request, response)
         except ConnectionError:
             raise
@@ -300,7 +318,7 @@ class App:
         """
         assert self._hosts is not None
         if path.startswith(PEERS) and HOP not in request.headers:
-            raw = await self._read(request)
+            raw = await self._bodies.read(request)
             return await self._hosts.routes.answer(request, path, raw, name)
         if is_own(path) or _is_for_peers(path):
             raise NotFoundError("there is nothing at this path")
@@ -315,6 +333,10 @@ class App:
     async def _any(
         self, request: web.BaseRequest, path: str, name: RequestId
     ) -> web.StreamResponse:
+        if request.method == "POST" and _normal(path) != (path.rstrip("/") or "/"):
+            # llama-server has no such route. A proxy before it may drop empty segments and dots,
+            # and would run the request in a slot that nothing has leased.
+            raise NotFoundError("there is nothing at this path")
         path = path.rstrip("/") or "/"
         may_take_slot = request.method == "POST" and not self._settings.passthrough
         route = route_of(path) if may_take_slot else None
@@ -327,7 +349,7 @@ class App:
             raise ForbiddenError(reason)
         if path in _MODELS and request.method == "GET":
             return await self._models(request, name)
-        raw = await self._read(request)
+        raw = await self._bodies.read(request)
         # As llama-server's router mode does: a body names the model, and the query of a GET.
         named = request.query.get("model") or None
         model = model_of(request, await model_asked(request, raw) if may_take_slot else named)
@@ -338,7 +360,7 @@ class App:
     async def _takes_slots(
         self, request: web.BaseRequest, route: Route | None, name: RequestId
     ) -> web.StreamResponse:
-        raw = await self._read(request)
+        raw = await self._bodies.read(request)
         # A form is an object of strings to the server: no slot can be written into it.
         if route and not is_form(request.headers.get("Content-Type", "")):
             return await self._completions.completion(request, route, raw, name)
@@ -358,47 +380,13 @@ class App:
         return await self._admin.state(request)
 
     async def _plan(self, request: web.BaseRequest, name: RequestId) -> web.StreamResponse:
-        return await self._admin.plan(request, await self._read(request), name)
+        return await self._admin.plan(request, await self._bodies.read(request), name)
 
     async def _purge(self, request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
-        return await self._snapshots.purge(request, await self._read(request))
+        return await self._snapshots.purge(request, await self._bodies.read(request))
 
     async def _static(self, request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
         return self._page[request.path].answer(request)
-
-    async def _read(self, request: web.BaseRequest) -> bytes:
-        """Return the body, within limits of size and time. Raises RouterError."""
-        if not request.can_read_body:
-            return b""
-        if _expects(request):
-            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if request.content.is_eof():  # the whole body has come: nothing to wait for
-            return await self._read_all(request)
-        limit_s = self._settings.body_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._read_all(request)
-        except TimeoutError as error:
-            raise ClientTooSlowError(
-                f"the body did not arrive within {limit_s:g} s (limits.body_timeout)"
-            ) from error
-
-    async def _read_all(self, request: web.BaseRequest) -> bytes:
-        chunks: list[bytes] = []
-        size, limit = 0, self._settings.max_body_bytes
-        try:
-            while chunk := await request.content.readany():
-                chunks.append(chunk)
-                size += len(chunk)
-                if size > limit:
-                    raise BodyTooLargeError(
-                        f"the body is larger than {limit} bytes (limits.max_body)"
-                    )
-        except web.RequestPayloadError as error:
-            raise BadRequestError(
-                "the body cannot be read: its chunks or its Content-Encoding are broken"
-            ) from error
-        return b"".join(chunks)
 
     async def _pass(
         self, request: web.BaseRequest, name: RequestId, raw: bytes, model: str | None
@@ -529,10 +517,7 @@ async def _models_of(clients: Sequence[LlamaClient]) -> bytes | None:
     return None
 
 
-def _expects(request: web.BaseRequest) -> bool:
-    """Return True if the client waits for a 100 Continue. Raises ExpectationError."""
-    if "Expect" not in request.headers or request.version < HttpVersion11:
-        return False
-    if request.headers["Expect"].lower() != "100-continue":
-        raise ExpectationError("the only supported Expect header is 100-continue")
-    return True
+def _sender(request: web.BaseRequest) -> str | None:
+    """Return what a body counts for: on a forwarded request, its client at the other host."""
+    hop = request.get(HOP_OF)
+    return fair_to(request) if hop is None else hop.client

@@ -282,7 +282,7 @@ BAD = [
     ("limits: {idle_timeout: 0}", "limits.idle_timeout", 3, "more than 0"),
     ("limits: {max_body: 0}", "limits.max_body", 3, "of at least 1; not 0"),
     ("limits: {idle_timeut: 1s}", "limits.idle_timeut", 3, "did you mean `idle_timeout`?"),
-    ("limits: {zzz: 1s}", "limits.zzz", 3, "max_body, body_timeout"),
+    ("limits: {zzz: 1s}", "limits.zzz", 3, "max_body, body_memory, body_timeout"),
     ("limits: {connections: 0}", "limits.connections", 3, "at least 1, not 0; -1 is no limit"),
     ("limits: {connections: true}", "limits.connections", 3, "not true"),
     (

@@ -110,6 +110,9 @@ def ended(state: State, event: ev.ServerEnded, now: float) -> None:
     server = servers.get(event.server)
     if server is None:
         return
+    jobs = state.fleet.jobs.values()
+    if any(isinstance(job, RequestJob) and job.slot.backend == event.server for job in jobs):
+        server.lost_request(now)
     lose_backend(state, event.server, now)
     state.fleet.draining.discard(event.server)
     server.ended(event.problem, now)

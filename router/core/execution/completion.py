@@ -170,6 +170,8 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
     )
     _learn(state, job, event)
     server = state.fleet.servers.get(job.slot.backend)
+    if server is not None and event.outcome is Outcome.BACKEND_ERROR:
+        server.lost_request(now)
     if server is not None and event.outcome is Outcome.OK:
         server.answered()
     if event.outcome is Outcome.OK and job.request.prompt.is_exact:

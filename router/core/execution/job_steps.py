@@ -383,7 +383,7 @@ def _refuse(state: State, job: RequestJob) -> None:
     job.drop_steps()
 
 
-def prefill_broke(state: State, request: RequestId) -> None:
+def prefill_broke(state: State, request: RequestId, now: float) -> None:
     """Note that a prefill has no result to share, though it may go on.
 
     Unless its client disconnected, its end is not known.
@@ -395,6 +395,8 @@ def prefill_broke(state: State, request: RequestId) -> None:
         prefill_queue.broke_off(state, job)
         if not slot.prefill_abandoned:
             slot.expect_end(inf)
+            if (server := state.fleet.servers.get(slot.id.backend)) is not None:
+                server.lost_request(now)
 
 
 def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) -> None:

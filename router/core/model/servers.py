@@ -80,7 +80,7 @@ class Server:
     since: float = 0.0  # when the phase began
     asked_at: float | None = None  # an operator or `preload` wants it; None: no
     problem: str = ""  # why it ended by itself the last time
-    failures: int = 0  # in a row
+    failures: int = 0  # in a row, but those that a request may have caused
     retry_at: float = 0.0
     idle_since: float = 0.0  # since when no request waits or runs; inf: one does
     down_since: float = inf  # UP: its backend does not answer; inf: it does
@@ -95,6 +95,7 @@ class Server:
     # The share of times without a request that were shorter than `linger_s`.
     soon: Mean = field(default_factory=lambda: Mean(0.0))
     _leaving_since: float = 0.0
+    _lost_request_at: float = -inf
 
     @property
     def name(self) -> BackendId:
@@ -187,6 +188,10 @@ class Server:
         self.fault, self.down_since = fault, inf
         self._enter(ServerPhase.ENDING, now)
 
+    def lost_request(self, now: float) -> None:
+        """Note that a request failed there: if the server ends now, that may be the cause."""
+        self._lost_request_at = now
+
     def ended(self, problem: str, now: float) -> None:
         """Note that its process has ended, as ordered or by itself."""
         problem = self.fault or problem
@@ -196,9 +201,10 @@ class Server:
             return
         lasted = self.has_answered or now - self.since >= TUNING.server_well_s
         was_well = self.phase is ServerPhase.UP and lasted
-        self.failures = 1 if was_well else self.failures + 1
+        if now - self._lost_request_at > TUNING.server_suspect_s:  # else the request may have
+            self.failures = 1 if was_well else self.failures + 1
         self.problem, self.fault, self.down_since = problem, "", inf
-        backoff_s = TUNING.server_backoff_first_s * 2.0 ** min(self.failures - 1, 10)
+        backoff_s = TUNING.server_backoff_first_s * 2.0 ** min(max(self.failures - 1, 0), 10)
         self.retry_at = now + min(backoff_s, TUNING.server_backoff_most_s)
         if self.failures >= TUNING.server_failures:
             self.retry_at = now + TUNING.server_given_up_s

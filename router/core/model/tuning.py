@@ -172,6 +172,9 @@ class Tuning(Struct, frozen=True):
     server_well_s: float = 60.0
     server_failures: int = 4
     server_given_up_s: float = 60.0
+    # A server that ends within so many seconds after a request failed there may have ended because
+    # of that request. The guard reports an end within a second. Chosen.
+    server_suspect_s: float = 5.0
 
     def abandoned_s(self, progress: RequestProgress) -> float:
         """Return the seconds until an abandoned slot is known to be idle."""

@@ -95,7 +95,14 @@ def unusable(error: BackendError | KvError, *, answered: bool) -> Unusable:
         trouble = Trouble.LOST
     if trouble in _SAYS_ALL:
         return Unusable(trouble)
-    return Unusable(trouble, str(error.__cause__ if trouble is Trouble.UNREACHABLE else error))
+    return Unusable(trouble, str(_cause(error) if trouble is Trouble.UNREACHABLE else error))
+
+
+def _cause(error: BackendError | KvError) -> BaseException | None:
+    """Return the system's error: a broken connection may have the next one's failure below it."""
+    cause = error.__cause__
+    below = None if cause is None else cause.__cause__
+    return below if isinstance(below, OSError) else cause
 
 
 def _of_kv(error: KvError) -> Trouble:
@@ -114,7 +121,7 @@ def trouble_of(error: BackendError) -> Trouble:
         return by_status.get(error.backend_status, Trouble.STRANGER)
     if isinstance(error, BackendTimeoutError):
         return Trouble.TIMEOUT
-    cause = error.__cause__
+    cause = _cause(error)
     if cause is None:  # an answer that is not from a llama-server
         return Trouble.STRANGER
     if isinstance(cause, socket.gaierror):

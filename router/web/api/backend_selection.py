@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Mapping, Set
 
+from msgspec.structs import replace
+
 from router.base.errors import (
     BackendError,
     ModelNotFoundError,
@@ -292,7 +294,28 @@ class BackendSelection:
         chat = frozenset(monitor.client.id for monitor in able if monitor.generates)
         return chat if len(chat) < len(able) else frozenset()
 
-    def others(self, backend: BackendId, request: Request) -> bool:
+    def idle(self, request: Request) -> frozenset[BackendId]:
+        """Return the backends that could serve a request and have none at work."""
+        view = self._engine.view
+        busy = {slot.id.backend for slot in view.slots() if slot.request is not None}
+        return frozenset(b for b in self._engine.infos if b not in busy and view.serves(b, request))
+
+    def alone(self, request: Request, lost: BackendId | None) -> Request:
+        """Return a suspect so that it is sent only where no other request is.
+
+        `lost`: the server that ended with it; None: one of another host. Raises BackendError if
+        other requests are everywhere.
+        """
+        idle = self.idle(request) - {lost}
+        if not idle and self.others(lost, request):
+            raise BackendError(
+                "llama-server ended while it computed this request; it is not sent again where"
+                " others would be lost with it"
+            )
+        busy = frozenset(self.monitors) - idle - {lost}
+        return replace(request, whole_backend=True, avoid=request.avoid | busy)
+
+    def others(self, backend: BackendId | None, request: Request) -> bool:
         """Return whether any backend but this one could serve a request."""
         view, infos = self._engine.view, self._engine.infos
         return any(view.serves(other, request) for other in infos if other != backend)

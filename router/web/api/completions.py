@@ -9,7 +9,7 @@ import contextlib
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TypedDict
 
 from aiohttp import web
@@ -18,12 +18,14 @@ from msgspec.structs import replace
 from router.base.clock import wall_ns
 from router.base.errors import (
     BackendError,
+    BackendLostError,
     BadRequestError,
     NoBackendError,
     RouterError,
     StaleQuoteError,
+    SuspectError,
 )
-from router.base.ports import Attempt, Spawn, Trace, Tracing
+from router.base.ports import Attempt, Spawn, Trace, Tracing, Trial
 from router.base.tasks import spawn
 from router.base.types import (
     BackendId,
@@ -33,13 +35,12 @@ from router.base.types import (
     Reported,
     Request,
     RequestId,
-    SlotId,
     Tenant,
 )
 from router.engine.engine import Engine, Grant, Timing
 from router.engine.loop_throttle import LoopThrottle
 from router.hosts.choice import is_stale
-from router.llama import json_offload, trial
+from router.llama import json_offload
 from router.llama.answer_counts import AnswerCounts
 from router.llama.replies import IDENTITY, read_reply
 from router.llama.server_client import RelayedResponse
@@ -54,11 +55,13 @@ from router.telemetry.decision_log import DecisionLog
 from router.web.api import upstream_request
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys, fair_to
+from router.web.api.field_trials import FieldTrials
 from router.web.api.forwarding import Forwarding
 from router.web.api.slot_demand import SlotsAsked
+from router.web.api.suspects import Suspects
 from router.web.server.early_stream import kept_alive
 from router.web.server.error_responses import clients_id, names, session_of
-from router.web.server.hop import HOP_OF, model_of
+from router.web.server.hop import ENDS, HOP_OF, model_of
 from router.web.server.relay import (
     CALLER,
     INLINE_BYTES,
@@ -125,7 +128,8 @@ class Completions:
         self._spawn = spawn
         self._settings = settings
         self._tracing = tracing
-        self._accepted = trial.Accepted()
+        self._suspects = Suspects(monotonic)
+        self._trials = FieldTrials(selection, self._suspects)
 
     async def completion(
         self, http: web.BaseRequest, route: Route, raw: bytes, request_id: RequestId
@@ -133,6 +137,7 @@ class Completions:
         """Serve a completion route. Raises RouterError."""
         arrived = perf_counter()
         parsed = await json_offload.read(raw, _parsed, http, route, raw)
+        self._check(http, raw, parsed)
         if HOP_OF in http:
             parsed = replace(parsed, model=model_of(http, parsed.model))
         there, answer = self._forwarding, None
@@ -242,6 +247,7 @@ class Completions:
         self, http: web.BaseRequest, raw: bytes, request_id: RequestId, asked: SlotsAsked
     ) -> web.StreamResponse:
         """Serve a server-placed request that is no completion. Raises RouterError."""
+        self._check(http, raw, None)
         there, named = self._forwarding, model_of(http, asked.model)
         if there is not None and there.must_leave(http, named):
             answer = await there.away(http, raw, None, request_id, named)
@@ -265,6 +271,16 @@ class Completions:
         )
         arrived = perf_counter()
         return await self._serve(_Exchange(http, raw, request, None, None, None, arrived))
+
+    def _check(self, http: web.BaseRequest, raw: bytes, parsed: ParsedRequest | None) -> None:
+        """Note whether a request is suspect: it is sent alone then. Raises SuspectError."""
+        hop = http.get(HOP_OF)
+        ends = max(self._suspects.check(raw, parsed), 0 if hop is None else hop.ends)
+        if ends:
+            http[ENDS] = ends
+
+    def _trial(self, exchange: _Exchange) -> Trial:
+        return self._trials.of(exchange.http, exchange.raw, exchange.parsed, exchange.request)
 
     def _check_quote(self, http: web.BaseRequest, request: Request) -> None:
         """Raise StaleQuoteError if a peer was quoted a far lower price for a request."""
@@ -330,14 +346,14 @@ class Completions:
         another host.
         """
         first = exchange.request
+        if exchange.http.get(ENDS):
+            exchange.request = self._selection.alone(first, None)
         for attempt in range(1, _ATTEMPTS + 1):
             backend: BackendId | None = None
             try:
                 exchange.asked = perf_counter()
                 async with self._kept_alive(exchange.http, exchange.parsed, first.id):
-                    grant = await self._engine.submit(
-                        exchange.request, partial(self._try, exchange)
-                    )
+                    grant = await self._engine.submit(exchange.request, self._trial(exchange))
                 self._selection.no_longer_waits(first.id)
                 exchange.granted = perf_counter()
                 backend = grant.lease.slot.backend
@@ -346,11 +362,17 @@ class Completions:
                 if error.backend is not None:  # the backend failed before the grant
                     backend = error.backend
                     self._selection.doubt(backend)
+                alone = self._is_lost(exchange, error, backend)
                 if attempt == _ATTEMPTS:
                     raise
+            finally:
+                if backend is not None:
+                    self._suspects.over(exchange.request.id, backend)
             anew = replace(exchange.request, avoid=first.avoid)
+            if alone:
+                anew = self._selection.alone(anew, backend)
             if backend is not None and self._selection.others(backend, anew):
-                anew = replace(anew, avoid=first.avoid | {backend})
+                anew = replace(anew, avoid=anew.avoid | {backend})
             elif backend is not None:
                 await self._selection.check_again(backend)  # instead of three failures in a row
                 answer = await self._elsewhere(exchange)
@@ -359,22 +381,24 @@ class Completions:
             exchange.request = await self._anew(exchange, anew, first.id, attempt + 1)
         raise AssertionError("unreachable")
 
-    async def _try(self, exchange: _Exchange, at: SlotId) -> int | None:
-        """Let the server judge fields that it may refuse, once for each kind of request."""
-        parsed, monitor = exchange.parsed, self._selection.monitors.get(at.backend)
-        if parsed is None or monitor is None:
-            return None
-        fields = trial.unproven(parsed)
-        if not fields:
-            return None
-        namespace = self._selection.namespace_of(exchange.request.model) or ""
-        digest = trial.digest_of(fields, parsed.route, namespace)
-        if digest in self._accepted:
-            return None
-        asked = trial.request(parsed, exchange.http.path, exchange.raw, at.index)
-        cached = await monitor.client.trial(*asked)
-        self._accepted.add(digest)
-        return cached
+    def _is_lost(self, exchange: _Exchange, error: BackendError, backend: BackendId | None) -> bool:
+        """Return whether a request may have ended a server, and is to be sent alone.
+
+        Raises SuspectError if it is the second server.
+        """
+        lost = backend is not None and isinstance(error, BackendLostError)
+        if backend is None or not lost or not self._is_to_blame(exchange, backend):
+            return False
+        if exchange.http[ENDS] > 1:
+            raise SuspectError(exchange.http[ENDS]) from error
+        return True
+
+    def _is_to_blame(self, exchange: _Exchange, backend: BackendId) -> bool:
+        http, request = exchange.http, exchange.request.id
+        before = http.get(ENDS, 0)
+        ends = self._suspects.blame(request, backend, exchange.raw, exchange.parsed, before)
+        http[ENDS] = before if ends is None else ends
+        return ends is not None
 
     async def _anew(
         self, exchange: _Exchange, request: Request, first: RequestId, attempt: int
@@ -408,6 +432,7 @@ class Completions:
                 told = partial(self._engine.begun, exchange.request.id)
                 asyncio.get_running_loop().call_soon(self._throttle.call, told)
 
+        self._suspects.sent(exchange.request.id, backend)
         try:
             headers, target = forward_headers(exchange.http), forward_target(exchange.http)
             if exchange.trace is not None:
@@ -428,6 +453,8 @@ class Completions:
                     self._throttle,
                     self._counts(exchange, grant, upstream),
                 )
+                if outcome is Outcome.BACKEND_ERROR:  # in the middle of the answer
+                    self._is_to_blame(exchange, backend)
                 return response
         except asyncio.CancelledError:
             outcome = Outcome.CLIENT_GONE

@@ -33,7 +33,7 @@ from router.hosts.choice import (
     is_worth_asking,
     to_ask,
 )
-from router.hosts.messages import HOP_REFUSED, QuoteAsk
+from router.hosts.messages import HOP_REFUSED, HOP_SUSPECT, QuoteAsk
 from router.hosts.peer import Peer
 from router.hosts.peers import KnownHosts, Peers, Usable
 from router.llama.replies import knows_no_answer, read_reply
@@ -44,7 +44,7 @@ from router.telemetry.hosts_metrics import HostsMetrics
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys, fair_to
 from router.web.server.error_responses import names
-from router.web.server.hop import HOP_OF, Hop
+from router.web.server.hop import ENDS, HOP_OF, Hop
 from router.web.server.relay import (
     CALLER,
     INLINE_BYTES,
@@ -510,6 +510,7 @@ class Forwarding:
             client=fair_to(http),
             quoted_s=quoted_s or None,
             model=sought.model,
+            ends=http.get(ENDS, 0),
         )
         begun = perf_counter()
         first: list[float] = []
@@ -581,4 +582,6 @@ def _is_refusal(upstream: RelayedResponse) -> bool:
     """Return whether the peer did not begin: its price rose, or it cannot serve the request."""
     if upstream.header(HOP_REFUSED) is not None:
         return True
+    if upstream.header(HOP_SUSPECT) is not None:
+        return False  # it ended a server there: it would end the next one here
     return upstream.status in (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)

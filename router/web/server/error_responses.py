@@ -14,9 +14,10 @@ from router.base.errors import (
     NeedsTokenError,
     RouterError,
     StaleQuoteError,
+    SuspectError,
 )
 from router.base.types import RequestId
-from router.hosts.messages import HOP_REFUSED, HOST
+from router.hosts.messages import HOP_REFUSED, HOP_SUSPECT, HOST
 from router.web.server.hop import HOST_NAME
 
 Response = TypeVar("Response", bound=web.StreamResponse)
@@ -74,6 +75,8 @@ def error_response(
         headers["Retry-After"] = f"{error.retry_after_s:.0f}"
     if isinstance(error, StaleQuoteError):
         headers[HOP_REFUSED] = "price"
+    if isinstance(error, SuspectError):
+        headers[HOP_SUSPECT] = str(error.ends)
     if isinstance(error, MethodError):
         headers["Allow"] = ", ".join(error.allowed)
     if isinstance(error, NeedsTokenError):

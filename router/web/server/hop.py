@@ -15,6 +15,7 @@ from router.hosts.messages import (
     HOP,
     HOP_CALLER,
     HOP_CLIENT,
+    HOP_ENDS,
     HOP_ID,
     HOP_KEY,
     HOP_MODEL,
@@ -31,6 +32,7 @@ class Hop:
     """One forwarded request.
 
     `quoted_s` None: it was sent without a quote. `model` None: the one that its body names, if any.
+    `ends`: servers that ended while they computed it.
     """
 
     host: str
@@ -40,6 +42,7 @@ class Hop:
     client: str | None = None
     quoted_s: float | None = None
     model: str | None = None
+    ends: int = 0
 
     def headers(self) -> list[Header]:
         """Return the headers that tell the next host."""
@@ -52,10 +55,13 @@ class Hop:
             HOP_CLIENT: self.client,
             HOP_QUOTED: None if self.quoted_s is None else f"{self.quoted_s:.6f}",
             HOP_MODEL: self.model,
+            HOP_ENDS: str(self.ends) if self.ends else None,
         }
         return [(name.encode(), value.encode()) for name, value in told.items() if value]
 
 
+# Servers that ended while they computed a request, here and on hosts before.
+ENDS = web.RequestKey("ends", int)
 HOP_OF = web.RequestKey("hop", Hop)
 # The name of this host, in a fleet: part of each answer.
 HOST_NAME = web.RequestKey("host_name", str)
@@ -70,8 +76,9 @@ def hop_of(request: web.BaseRequest) -> Hop:
     key, tenant = headers.get(HOP_KEY), headers.get(HOP_CALLER)
     try:
         quoted_s = float(headers[HOP_QUOTED]) if HOP_QUOTED in headers else None
+        ends = int(headers.get(HOP_ENDS, "0"))
     except ValueError as error:
-        raise BadRequestError(f"{HOP_QUOTED} is not a number of seconds") from error
+        raise BadRequestError(f"{HOP_QUOTED} or {HOP_ENDS} is not a number") from error
     return Hop(
         host,
         RequestId(name),
@@ -80,6 +87,7 @@ def hop_of(request: web.BaseRequest) -> Hop:
         headers.get(HOP_CLIENT),
         quoted_s,
         headers.get(HOP_MODEL),
+        ends,
     )
 
 

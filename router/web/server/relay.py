@@ -13,7 +13,12 @@ from http import HTTPStatus
 import aiohttp
 from aiohttp import web
 
-from router.base.errors import BackendError, BackendTimeoutError, BadRequestError
+from router.base.errors import (
+    BackendError,
+    BackendLostError,
+    BackendTimeoutError,
+    BadRequestError,
+)
 from router.base.types import Caller, Outcome
 from router.engine.loop_throttle import LoopThrottle
 from router.hosts.messages import HOP_HEADERS
@@ -266,10 +271,8 @@ async def _whole(
     except (ConnectionResetError, aiohttp.ClientConnectionResetError):
         _abort(request)  # the client may be connected and take nothing
         return response, Outcome.CLIENT_GONE
-    except TimeoutError:
-        failed = BackendTimeoutError
-    except BackendError:
-        failed = BackendError
+    except (TimeoutError, BackendError) as error:
+        failed = _kind(error)
     if failed is not None:
         if not response.prepared:
             raise failed("the backend failed before it answered")
@@ -310,11 +313,16 @@ async def _into(
         return stream, Outcome.CLIENT_GONE
     except (TimeoutError, BackendError) as error:
         if not begun:
-            kind = BackendTimeoutError if isinstance(error, TimeoutError) else BackendError
-            raise kind("the backend failed before it answered") from error
+            raise _kind(error)("the backend failed before it answered") from error
         _abort(request)
         return stream, Outcome.BACKEND_ERROR
     return stream, Outcome.OK
+
+
+def _kind(error: TimeoutError | BackendError) -> type[BackendError]:
+    if isinstance(error, TimeoutError):
+        return BackendTimeoutError
+    return BackendLostError if isinstance(error, BackendLostError) else BackendError
 
 
 def _unsent_bytes(request: web.BaseRequest) -> int:

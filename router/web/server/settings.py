@@ -15,8 +15,12 @@ class Settings:
     header_timeout_s: float = 0.0
     keep_alive_timeout_s: float = 0.0
     max_body_bytes: int = 0
+    body_memory_bytes: int = 0
     body_timeout_s: float = 0.0
     idle_timeout_s: float = 0.0
     send_timeout_s: float = 0.0
     passthrough: bool = False
+    needs_key: bool = False
+    browser_hosts: frozenset[str] = frozenset()
+    browser_origins: frozenset[str] = frozenset()
     corrects_counts: bool = True

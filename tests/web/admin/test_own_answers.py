@@ -18,7 +18,7 @@ from router.web.api import completions
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Fleet, running
 
-ORIGIN = {"Origin": "http://page:3000"}
+ORIGIN = {"Origin": "http://localhost:3000"}
 INTERNAL = 'kvferry_requests_total{outcome="internal_error"}'
 SECRET = "what only the log may say"
 

@@ -16,7 +16,7 @@ from router.assembly.router import build, listening
 from router.base.api_keys import digest_of, hash_text, new_key, read_hash
 from router.config.schema import parse
 from router.tools.cli import main
-from router.web.app import App
+from router.web.server.bodies import Bodies
 from tests.config.test_auth import auth
 from tests.conftest import StartServer
 from tests.support.servers.fake_llama import FakeLlama
@@ -308,13 +308,13 @@ async def test_a_body_that_is_on_its_way_is_one_of_so_many(fake: FakeLlama, path
     )
     reading = asyncio.Event()
 
-    async def read(app: App, request: web.BaseRequest) -> bytes:
+    async def read(bodies: Bodies, request: web.BaseRequest) -> bytes:
         reading.set()
-        return await plain_read(app, request)
+        return await plain_read(bodies, request)
 
-    plain_read = App._read
+    plain_read = Bodies.read
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(App, "_read", read)
+        patch.setattr(Bodies, "read", read)
         async with running([("a", fake.url)], None, yaml=yaml) as fleet:
             body = json.dumps(PROMPT | {"input": "ferry"}).encode()
             head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {GOOD}\r\n"

@@ -168,11 +168,11 @@ async def test_cors_preflight(pair: Pair, path: str) -> None:
 async def test_origin_reaches_the_server(pair: Pair) -> None:
     """The server's answer names the origin; a browser hides an answer without it."""
     direct, routed = await pair.ask(
-        "POST", "/v1/chat/completions", json=CHAT, headers={"Origin": "http://here"}
+        "POST", "/v1/chat/completions", json=CHAT, headers={"Origin": "http://localhost"}
     )
 
     assert_equal(direct, routed)
-    assert routed.headers["Access-Control-Allow-Origin"] == "http://here"
+    assert routed.headers["Access-Control-Allow-Origin"] == "http://localhost"
 
 
 async def test_compressed_answer_stays_compressed(pair: Pair) -> None:

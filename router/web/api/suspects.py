@@ -1,0 +1,105 @@
+"""Suspects: requests with which a llama-server ended while it computed them.
+
+A request can end a server: a grammar that is nested 100,000 times does. Sent to the next server it
+would end that one too, with all answers there. A server can also end by itself, or be
+killed, and then the request is innocent. So a request is sent again once, and alone; a second end
+refuses it, and others like it, for a while.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from hashlib import blake2b
+
+import structlog
+
+from router.base.errors import SuspectError
+from router.base.types import BackendId, RequestId
+from router.llama import trial
+from router.llama.wire import ParsedRequest
+
+_ENDS = 2  # of servers, until a request is refused
+_REFUSED_S, _DOUBLED = 60.0, 4  # doubled with each further end, up to 16 minutes
+_MOST = 1000
+
+log = structlog.get_logger(__name__)
+
+# Fields that make two requests alike, whatever their prompts are: each gets code of its own in the
+# server. Tools do as well, but all requests of an agent have the same ones.
+_ALIKE = frozenset({"grammar", "json_schema", "response_format", "grammar_triggers", "samplers"})
+
+
+class Suspects:
+    """The requests at each server, in the order in which they were sent; and the suspects."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """Set up without suspects. `now` returns clock seconds."""
+        self._now = now
+        self._at: dict[BackendId, dict[RequestId, None]] = {}
+        self._ends: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+
+    def sent(self, request: RequestId, backend: BackendId) -> None:
+        """Note that a server has a request."""
+        self._at.setdefault(backend, {})[request] = None
+
+    def over(self, request: RequestId, backend: BackendId) -> None:
+        """Note that a server has a request no longer."""
+        there = self._at.get(backend)
+        if there is not None:
+            there.pop(request, None)
+            if not there:
+                del self._at[backend]
+
+    def blame(
+        self,
+        request: RequestId,
+        backend: BackendId,
+        raw: bytes,
+        parsed: ParsedRequest | None,
+        before: int,
+    ) -> int | None:
+        """Return how many servers ended with a request; `before`: on other hosts, or earlier.
+
+        None: it is not to blame. The one that was sent last is: most end their server at once.
+        """
+        there = self._at.get(backend, {})
+        if request not in there or next(reversed(there)) != request:
+            return None
+        del self._at[backend]  # the others there have no part in it
+        ends = self._note(raw, parsed, before)
+        log.warning("server_ended_with_a_request", request_id=request, backend=backend, times=ends)
+        return ends
+
+    def _note(self, raw: bytes, parsed: ParsedRequest | None, before: int) -> int:
+        most, now = 0, self._now()
+        for key in _keys(raw, parsed):
+            n, _ = self._ends.pop(key, (before, now))
+            self._ends[key] = n + 1, now
+            most = max(most, n + 1)
+        while len(self._ends) > _MOST:
+            self._ends.popitem(last=False)
+        return most
+
+    def check(self, raw: bytes, parsed: ParsedRequest | None) -> int:
+        """Return 1 for a request that may be sent alone only, else 0.
+
+        Raises SuspectError for one that has ended two servers, or one like it, until it is time to
+        try it again.
+        """
+        found = 0
+        for key in _keys(raw, parsed) if self._ends else ():
+            n, noted = self._ends.get(key, (0, 0.0))
+            refused_s = _REFUSED_S * 2 ** min(n - _ENDS, _DOUBLED)
+            left_s = noted + refused_s - self._now()
+            if n >= _ENDS and left_s > 0:
+                raise SuspectError(n, left_s)
+            found |= n >= _ENDS
+        return found
+
+
+def _keys(raw: bytes, parsed: ParsedRequest | None) -> list[bytes]:
+    keys = [blake2b(raw, digest_size=16).digest()]
+    if parsed is not None:
+        alike = {k: v for k, v in trial.unproven(parsed).items() if k in _ALIKE}
+        if alike:
+            keys.append(trial.digest_of(alike, parsed.route, ""))
+    return keys

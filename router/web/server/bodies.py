@@ -1,0 +1,139 @@
+"""Bodies of requests: read within limits of size, time, memory and expansion.
+
+A body is held until its request has been answered, and costs several times its size: parsed, and
+as tokens. So the bodies of all requests together have a limit, and a client may take half of it.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from aiohttp import HttpVersion11, web
+
+from router.base.errors import (
+    BadRequestError,
+    BodiesFullError,
+    BodyTooLargeError,
+    ClientTooSlowError,
+    ExpectationError,
+    UnsupportedMediaTypeError,
+)
+from router.web.server.settings import Settings
+
+ENCODINGS = ("gzip", "deflate", "zstd")  # that aiohttp decodes, with backports.zstd
+_NOT_ENCODED = frozenset({"", "identity"})
+# A compressed body may expand so many times; text of one letter expands 1,000 times.
+_MOST_EXPANDED = 100
+_SMALL = 1024 * 1024  # bytes; a smaller body may expand more
+
+# The client that a body counts for, and its bytes.
+_HELD = web.RequestKey("held", tuple)
+
+
+class Bodies:
+    """Reads bodies, and counts the bytes that are held for each client."""
+
+    def __init__(
+        self, settings: Settings, client_of: Callable[[web.BaseRequest], str | None]
+    ) -> None:
+        """Set up without bodies. `client_of`: the client that a request counts for."""
+        self._settings = settings
+        self._client_of = client_of
+        self._held: Counter[str | None] = Counter()
+        self.held_bytes = 0
+
+    async def read(self, request: web.BaseRequest) -> bytes:
+        """Return the decoded body of a request. Raises RouterError. Call `release` at its end."""
+        if not request.can_read_body:
+            return b""
+        encoding = request.headers.get("Content-Encoding", "").strip().lower()
+        if encoding not in _NOT_ENCODED and encoding not in ENCODINGS:
+            raise unsupported()
+        length = request.content_length
+        if length is not None:
+            self._take(request, length)  # before it is read
+        if expects(request):
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        sent = length if encoding not in _NOT_ENCODED else None
+        if request.content.is_eof():  # the whole body has come: nothing to wait for
+            return await self._whole(request, sent)
+        limit_s = self._settings.body_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._whole(request, sent)
+        except TimeoutError as error:
+            raise ClientTooSlowError(
+                f"the body did not arrive within {limit_s:g} s (limits.body_timeout)"
+            ) from error
+
+    def release(self, request: web.BaseRequest) -> None:
+        """Stop counting the body of a request."""
+        found = request.get(_HELD)
+        if found is None:
+            return
+        client, held = found
+        self.held_bytes -= held
+        self._held[client] -= held
+        if self._held[client] <= 0:
+            del self._held[client]
+
+    def _take(self, request: web.BaseRequest, size: int) -> None:
+        """Count a body as one of `size` bytes, or raise BodiesFullError."""
+        client, held = request.get(_HELD) or (self._client_of(request), 0)
+        more, most = size - held, self._settings.body_memory_bytes
+        if more <= 0:
+            return
+        others = self._held[client] - held
+        if self.held_bytes + more > most or (others and others + size > most // 2):
+            raise BodiesFullError(
+                f"the bodies of requests in progress take {self.held_bytes} bytes, and this one"
+                f" {size}; all may take {most}, those of one client half (limits.body_memory)"
+            )
+        request[_HELD] = client, size
+        self.held_bytes += more
+        self._held[client] += more
+
+    async def _whole(self, request: web.BaseRequest, sent: int | None) -> bytes:
+        """Return the body; `sent`: its compressed size, if that is known."""
+        chunks: list[bytes] = []
+        size, limit = 0, self._settings.max_body_bytes
+        most = max(_SMALL, sent * _MOST_EXPANDED) if sent is not None else limit
+        try:
+            while chunk := await request.content.readany():
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > limit:
+                    raise BodyTooLargeError(
+                        f"the body is larger than {limit} bytes (limits.max_body)"
+                    )
+                if size > most:
+                    raise BodyTooLargeError(
+                        f"the body expands more than {_MOST_EXPANDED} times; send it uncompressed"
+                    )
+                self._take(request, size)
+        except web.RequestPayloadError as error:
+            raise BadRequestError(
+                "the body cannot be read: its chunks or its Content-Encoding are broken"
+            ) from error
+        return b"".join(chunks)
+
+
+def unsupported() -> UnsupportedMediaTypeError:
+    """Return the error for a body in an encoding that is not decoded."""
+    known = ", ".join(ENCODINGS)
+    return UnsupportedMediaTypeError(
+        f"the Content-Encoding of the body is not supported; use one of {known}, or none"
+    )
+
+
+def expects(request: web.BaseRequest) -> bool:
+    """Return whether the client waits for "100 Continue" before it sends its body.
+
+    Raises ExpectationError for anything else that it expects.
+    """
+    expected = request.headers.get("Expect")
+    if expected is None or request.version != HttpVersion11:
+        return False
+    if expected.lower() != "100-continue":
+        raise ExpectationError("Expect takes only 100-continue")
+    return True

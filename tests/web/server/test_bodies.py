@@ -1,0 +1,182 @@
+"""Bodies of requests: memory, expansion, encodings, and paths that are not quite the server's."""
+
+import asyncio
+import gzip
+import os
+import re
+import sys
+import zlib
+from collections.abc import AsyncIterator, Callable
+from io import BytesIO
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from router.llama.wire import ROUTES
+from router.web import app
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import Fleet, running
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+MIB = 1 << 20
+YAML = "limits: {max_body: 4MiB, body_memory: 8MiB}"
+BODY = b'{"prompt": "abc", "n_predict": 1, "temperature": 0}'
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeLlama]:
+    async with FakeLlama() as server:
+        yield server
+
+
+@pytest.fixture
+async def fleet(fake: FakeLlama) -> AsyncIterator[Fleet]:
+    async with running([("a", fake.url)], None, yaml=YAML) as made:
+        yield made
+
+
+async def post(fleet: Fleet, raw: bytes, encoding: str = "", path: str = "/completion") -> int:
+    headers = {"Content-Type": "application/json"} | (
+        {"Content-Encoding": encoding} if encoding else {}
+    )
+    async with fleet.session.post(fleet.url + path, data=BytesIO(raw), headers=headers) as response:
+        return response.status
+
+
+def held(fleet: Fleet) -> int:
+    return fleet.router.app._bodies.held_bytes
+
+
+async def test_bodies_in_progress_have_a_limit(fleet: Fleet, fake: FakeLlama) -> None:
+    """Beyond it: 503 before the body is read. A client alone may take half of it."""
+    fake.prefill_gate.clear()
+    large = b'{"prompt": "%b", "n_predict": 1}' % (b"x" * 3_000)
+    padded = large[:-1] + b', "x": "%b"}' % (b"y" * 3 * MIB)
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(post(fleet, padded))
+        await fleet.until(lambda _: held(fleet) == len(padded))
+        async with fleet.session.post(fleet.url + "/completion", data=BytesIO(padded)) as response:
+            told = await response.json()
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
+            assert "limits.body_memory" in told["error"]["message"]
+        assert held(fleet) == len(padded)
+        small = group.create_task(post(fleet, BODY))
+        await fleet.until(lambda _: held(fleet) == len(padded) + len(BODY))
+        fake.prefill_gate.set()
+    assert [await first, await small] == [200, 200]
+    await fleet.until(lambda _: held(fleet) == 0)
+
+
+async def test_what_was_counted_is_given_back(fleet: Fleet, fake: FakeLlama) -> None:
+    """After each kind of end: answered, refused, too large, broken, and left by its client."""
+    assert await post(fleet, BODY) == 200
+    assert await post(fleet, b"{bad") == 400
+    assert await post(fleet, b"x" * 5 * MIB) == 413
+    assert await post(fleet, b"x" * 100, "gzip") == 400
+    fake.prefill_gate.clear()
+    async with asyncio.TaskGroup() as group:
+        leaving = group.create_task(post(fleet, BODY))
+        await fleet.until(lambda _: held(fleet) > 0)
+        leaving.cancel()
+    fake.prefill_gate.set()
+    await fleet.until(lambda _: held(fleet) == 0)
+    assert not fleet.router.app._bodies._held
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "zstd": zstd.compress,
+}
+
+
+@pytest.mark.parametrize("encoding", PACKED)
+async def test_compressed_bodies(fleet: Fleet, encoding: str) -> None:
+    """The Codex client sends zstd."""
+    pack = PACKED[encoding]
+    assert await post(fleet, pack(BODY), encoding) == 200
+    assert await post(fleet, pack(BODY), encoding.upper()) == 200
+    bomb = BODY[:-1] + b', "x": "%b"}' % (b"y" * 3 * MIB)
+    assert await post(fleet, pack(bomb), encoding) == 413
+    random = BODY[:-1] + b', "x": "%b"}' % os.urandom(MIB).hex().encode()
+    assert await post(fleet, pack(random), encoding) == 200
+    await fleet.until(lambda _: held(fleet) == 0)
+
+
+@pytest.mark.parametrize("encoding", ["br", "compress", "gzip, gzip", "x"])
+async def test_other_encodings_are_named_in_the_error(fleet: Fleet, encoding: str) -> None:
+    headers = {"Content-Encoding": encoding}
+    async with fleet.session.post(
+        fleet.url + "/completion", data=BODY, headers=headers, skip_auto_headers=["Content-Type"]
+    ) as response:
+        assert response.status == 415
+        assert "gzip, deflate, zstd" in (await response.json())["error"]["message"]
+
+
+async def test_the_memory_of_the_process_stays_within_the_limit(fleet: Fleet) -> None:
+    """Twelve requests of 64 KB took 6.4 GB."""
+    bomb = gzip.compress(b"a" * 63 * MIB)
+    before = _resident_bytes()
+    async with aiohttp.ClientSession() as session:
+
+        async def send() -> int:
+            async with session.post(
+                fleet.url + "/completion", data=bomb, headers={"Content-Encoding": "gzip"}
+            ) as response:
+                return response.status
+
+        statuses = await asyncio.gather(*(send() for _ in range(12)))
+    assert set(statuses) <= {413, 503}
+    assert _resident_bytes() - before < 300 * MIB
+
+
+def _resident_bytes() -> int:
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found.group(1)) * 1024
+
+
+@pytest.mark.parametrize(
+    "path", ["//completion", "/v1//completions", "/x/../completion", "/./infill"]
+)
+async def test_a_path_that_a_proxy_would_mend_takes_no_slot(fleet: Fleet, path: str) -> None:
+    """Behind a proxy that drops empty segments it would run in a slot that nothing has leased."""
+    host, port = fleet.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
+    writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+    assert (await reader.read()).startswith(b"HTTP/1.1 404")
+    writer.close()
+
+
+# POST routes of llama-server b11434 (tools/server/server.cpp), without those of router mode.
+_PREFIXED = (
+    *("chat/completions", "responses", "audio/transcriptions", "embeddings", "rerank", "reranking"),
+    *("completions", "chat/completions/input_tokens", "responses/input_tokens"),
+)
+POSTS = [
+    *(f"/{name}" for name in _PREFIXED),
+    *(f"/v1/{name}" for name in _PREFIXED),
+    *("/props", "/completion", "/v1/chat/completions/control", "/v1/messages", "/infill"),
+    *("/embedding", "/v1/systemone", "/tokenize", "/detokenize", "/apply-template"),
+    *("/v1/messages/count_tokens", "/lora-adapters", "/slots/0", "/v1/streams/lookup"),
+]
+
+
+def test_each_route_of_the_server_is_in_one_table() -> None:
+    for path in POSTS:
+        tables = [
+            path in ROUTES,
+            path in app._TAKES_SLOTS,
+            path in app._READS,
+            path == app._CONTROL,
+            app.forbidden("POST", path) is not None,
+        ]
+        assert sum(tables) == 1, path
+    assert {*ROUTES, *app._TAKES_SLOTS, *app._READS, app._CONTROL} <= set(POSTS)

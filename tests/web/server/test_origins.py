@@ -1,0 +1,102 @@
+"""Web pages, and names that resolve to this machine, where clients need no key."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.config.test_auth import auth
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import Fleet, running
+from tests.web.api.test_client_keys import GOOD
+
+ROUTES = (
+    *(("GET", path) for path in ("/kvferry/requests", "/kvferry/state", "/kvferry/health")),
+    *(("GET", path) for path in ("/metrics", "/v1/models", "/kvferry", "/", "/health", "/props")),
+    *(("POST", path) for path in ("/completion", "/v1/embeddings", "/tokenize", "/kvferry/plan")),
+    *(("OPTIONS", path) for path in ("/v1/chat/completions", "/kvferry/state")),
+)
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeLlama]:
+    async with FakeLlama() as server:
+        yield server
+
+
+@pytest.fixture
+async def fleet(fake: FakeLlama) -> AsyncIterator[Fleet]:
+    yaml = "browsers: {hosts: [Ai.example.org], origins: ['https://chat.example']}"
+    async with running([("a", fake.url)], None, yaml=yaml) as made:
+        yield made
+
+
+async def status(fleet: Fleet, method: str, path: str, **headers: str) -> int:
+    body = b'{"prompt": "a", "content": "a", "input": "a", "n_predict": 1}'
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with fleet.session.request(
+        method,
+        fleet.url + path,
+        headers=named | {"Content-Type": "application/json"},
+        data=body if method == "POST" else None,
+    ) as response:
+        if response.status == 403:
+            assert "Access-Control-Allow-Origin" not in response.headers
+        return response.status
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_no_page_of_the_web_reaches_any_route(
+    fleet: Fleet, fake: FakeLlama, method: str, path: str
+) -> None:
+    seen = len(fake.seen)
+    rebound = {"Host": "evil.example:8080", "Origin": "http://evil.example:8080"}
+    assert await status(fleet, method, path, **rebound) == 403
+    assert await status(fleet, method, path, Host="evil.example:8080") == 403
+    for origin in ("https://evil.example", "null", "https://localhost.evil.example", "http://["):
+        assert await status(fleet, method, path, Origin=origin) == 403
+    asked = {request for request in fake.seen[seen:] if request != ("GET", "/slots")}
+    assert not {path for _, path in asked} & {path}
+    assert await status(fleet, method, path) != 403
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("localhost:1", "127.0.0.1", "[::1]:8080", "192.168.1.7", "kvferry", "box.local"),
+        "LOCALHOST",
+        *("ai.example.org", "AI.example.org:80", "kvferry.tools.svc", "a.b.internal", "localhost."),
+    ],
+)
+async def test_names_that_no_public_dns_has(fleet: Fleet, host: str) -> None:
+    assert await status(fleet, "GET", "/kvferry/state", Host=host) == 200
+    assert await status(fleet, "POST", "/completion", Host=host) == 200
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://chat.example",
+        "http://localhost:3000",
+        "http://127.0.0.1",
+        "vscode-webview://x",
+        "app://y",
+    ],
+)
+async def test_pages_that_are_allowed(fleet: Fleet, origin: str) -> None:
+    assert await status(fleet, "POST", "/completion", Origin=origin) == 200
+    host = fleet.url.removeprefix("http://")
+    assert await status(fleet, "POST", "/completion", Origin=f"http://{host}") == 200
+
+
+async def test_with_keys_the_key_decides(fake: FakeLlama) -> None:
+    async with running([("a", fake.url)], None, yaml=auth(("laptop", GOOD, "alice"))) as fleet:
+        page = {"Host": "evil.example", "Origin": "http://evil.example"}
+        assert await status(fleet, "POST", "/completion", **page) == 401
+        assert await status(fleet, "POST", "/completion", **page, Authorization=GOOD) == 200
+
+
+async def test_any_page_may_be_allowed(fake: FakeLlama) -> None:
+    yaml = "browsers: {hosts: ['*'], origins: ['*']}"
+    async with running([("a", fake.url)], None, yaml=yaml) as fleet:
+        page = {"Host": "any.example", "Origin": "http://other.example"}
+        assert await status(fleet, "POST", "/completion", **page) == 200
