@@ -97,7 +97,7 @@ async def _refill(options: argparse.Namespace) -> Report:
         redis = await stack.enter_async_context(_redis(home))
         hello = Hello("bench", "bench", "", "")
         directory = Directory(
-            redis.url, "bench", lambda: hello, _Held(options.refill), MonotonicClock()
+            redis.url, "bench", lambda: hello, _Held(options.refill), MonotonicClock(), b"secret"
         )
         stack.push_async_callback(directory.aclose)
         stack.push_async_callback(tasks.aclose)

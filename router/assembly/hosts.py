@@ -143,7 +143,9 @@ async def hosts_of(
     if fleet.redis is not None:
         from router.hosts.directory import Directory  # 60 ms, for those that have one
 
-        directory = Directory(fleet.redis, incarnation, hello, held, clock, address.seen)
+        directory = Directory(
+            fleet.redis, incarnation, hello, held, clock, credentials.secret, address.seen
+        )
     tasks = Tasks()
     async with Connections(credentials.client, keeps_streams=True) as connections:
         peers = Peers(

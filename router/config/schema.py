@@ -372,6 +372,13 @@ class Config(ConfigSection):
         if self.policy.name is PolicyName.PASSTHROUGH and self.servers.models:
             message = "passthrough cannot tell when a server may be stopped: choose another policy"
             misfits.append((("policy", "name"), message))
+        open_to_peers = self.fleet.listen is not None and self.fleet.credentials is None
+        if self.auth.keys and open_to_peers and not self.fleet.insecure:
+            message = (
+                "needs `credentials` where clients have keys: without them every program that"
+                " reaches this address may speak for any tenant (or allow it with `insecure: true`)"
+            )
+            misfits.append((("fleet", "listen"), message))
         if self.policy.name is PolicyName.PASSTHROUGH and self.fleet.is_used:
             message = "passthrough reads no prompt, and hosts cannot be compared without"
             misfits.append((("policy", "name"), message))

@@ -1,16 +1,18 @@
 """The directory: which hosts are there and what each holds, in Redis or Valkey.
 
 Everything in it is a hint, and it may be slow, empty or gone: no call here raises, and a request
-waits for it 20 ms at most. It holds prefix hashes and what hosts say of themselves; no tokens and
-no text. All times are lengths, so clocks do not have to agree.
+waits for it 20 ms at most. It holds prefix hashes and what hosts say of themselves, signed with the
+fleet's secret; no tokens and no text. All times are lengths, so clocks do not have to agree.
 
 Keys: `kvf:hosts`, a set of incarnations; `kvf:i:INCARNATION`, a host, for 6 s; `kvf:p:HASH`, the
 incarnations that hold a prefix, for a week; `kvf:epoch`, which tells that all was lost.
 """
 
 import asyncio
+import hmac
 import secrets
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from itertools import islice
 from typing import Any, Protocol
 
@@ -31,6 +33,7 @@ log = structlog.get_logger(__name__)
 
 _hello_of = json_decoder(Hello)
 
+_SIGNATURE_BYTES = 16
 _TTL_MS = 6000
 _BEAT_S = 2.0
 _KEPT_S = 7 * 86400
@@ -108,9 +111,15 @@ local found = {}
 for _, host in ipairs(redis.call('SMEMBERS', 'kvf:hosts')) do
   local told = redis.call('GET', 'kvf:i:' .. host)
   if told then found[#found + 1] = told else redis.call('SREM', 'kvf:hosts', host) end
+  if #found == 1000 then break end
 end
 return found
 """
+
+
+def signed(said: bytes, secret: bytes) -> bytes:
+    """Return what a host says, behind its signature with the fleet's secret."""
+    return blake2b(said, key=secret, digest_size=_SIGNATURE_BYTES).digest() + said
 
 
 class Held(Protocol):
@@ -130,9 +139,10 @@ class Directory:
         hello: Callable[[], Hello],
         held: Held,
         clock: MonotonicClock,
+        secret: bytes,
         on_seen: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Set up without a connection. `hello` describes this host.
+        """Set up without a connection. `hello` describes this host; `secret` is the fleet's.
 
         `on_seen` is told the address of this machine from which the directory is reached.
         """
@@ -142,6 +152,7 @@ class Directory:
         self._incarnation = incarnation
         self._hello, self._held, self._clock = hello, held, clock
         self._on_seen = on_seen
+        self._secret = secret
         self._redis = _client(url)
         self._looking = _client(url)  # a look-up never waits behind a write
         self._epoch: tuple[bytes, str] | None = None
@@ -183,8 +194,11 @@ class Directory:
             return None
         hosts = []
         for told in found:
+            said = told[_SIGNATURE_BYTES:]
+            if not hmac.compare_digest(told, signed(said, self._secret)):
+                continue  # written by something that is no host of the fleet
             try:
-                hosts.append(_hello_of(told))
+                hosts.append(_hello_of(said))
             except UndecodableError:
                 continue  # of another version: it is asked directly if it is configured
         return hosts
@@ -232,7 +246,7 @@ class Directory:
     async def _beat(self) -> None:
         info = await self._redis.info("server")
         self._on_seen(await self._own_address())
-        told = msgspec.json.encode(self._hello())
+        told = signed(msgspec.json.encode(self._hello()), self._secret)
         epoch, known = await self._redis.eval(
             _BEAT, 0, self._incarnation, told, _TTL_MS, secrets.token_hex(8)
         )

@@ -12,12 +12,13 @@ from router.base.clock import MonotonicClock
 from router.base.prefix_hash import BLOCK, STEP, PrefixHasher, in_directory
 from router.base.tasks import Tasks
 from router.base.tokens import pack
-from router.hosts.directory import Directory
+from router.hosts.directory import Directory, signed
 from router.hosts.messages import Hello
 from tests.support.servers.redis_server import RedisServer
 
 HASHES = PrefixHasher(b"secret", "facts", "").hashes(pack(range(10 * BLOCK + 3 * STEP)))
 PATIENCE_S = 30.0
+SECRET = b"the secret of the fleet"
 
 
 @dataclass
@@ -64,7 +65,9 @@ async def host(
     def hello() -> Hello:
         return Hello(name, name, "1", "proof", url=f"http://{seen[-1]}:1")
 
-    directory = Directory(redis.url, name, hello, held, clock or MonotonicClock(), seen.append)
+    directory = Directory(
+        redis.url, name, hello, held, clock or MonotonicClock(), SECRET, seen.append
+    )
     tasks = Tasks()
     tasks.spawn(directory.run(), name=name)
     try:
@@ -103,6 +106,37 @@ async def test_hosts_find_each_other_with_their_addresses(redis_server: RedisSer
         assert found is not None
         assert {one.name for one in found} == {"a", "b"}
         assert {one.url for one in found} == {"http://127.0.0.1:1"}
+
+
+async def test_what_no_host_has_signed_is_ignored(redis_server: RedisServer) -> None:
+    """One value that is no text ended the loop that finds and checks peers, on every host."""
+    async with host(redis_server, "a") as a:
+        await until(lambda: not a.directory.problem)
+        async with redis_server.client() as client:
+            true = await client.get("kvf:i:a")
+            assert isinstance(true, bytes)
+            said, garbage = true[16:], list[bytes]()
+            garbage += [
+                *(b"", b"{", b'{"name":"\xff', b"[" * 100_000, said, b"x" * 16 + said),
+                true[:16] + said.replace(b'"stopping":false', b'"stopping":true '),
+                signed(said, b"the secret of another fleet"),
+                signed(b'{"name":"\xff', SECRET),
+            ]
+            for number, told in enumerate(garbage):
+                await client.set(f"kvf:i:{number}", told)
+                await client.sadd("kvf:hosts", str(number))
+            await client.sadd("kvf:hosts", *(f"h{n}" for n in range(5000)))
+            await client.hset("kvf:p:" + "x" * 8, b"\xff\xfe", "")
+            found = await a.directory.members()
+            assert found is not None
+            assert [one.name for one in found] == ["a"]
+            assert await a.directory.holders([b"x" * 8]) == {}
+            await client.set("kvf:i:\udcff".encode("utf-8", "surrogateescape"), "")
+            assert await a.directory.holders([b"x" * 8]) == {}
+            await client.delete("kvf:hosts")
+            await client.set("kvf:hosts", "no set")
+            assert not await a.directory.members()
+            await client.delete("kvf:hosts")
 
 
 async def test_a_prompt_finds_those_that_hold_most_of_it(redis_server: RedisServer) -> None:
