@@ -333,11 +333,11 @@ class App:
     async def _any(
         self, request: web.BaseRequest, path: str, name: RequestId
     ) -> web.StreamResponse:
-        if request.method == "POST" and _normal(path) != (path.rstrip("/") or "/"):
+        path, normal = path.rstrip("/") or "/", _normal(path)
+        if path != normal and (normal in _TAKES_SLOTS or route_of(normal)):
             # llama-server has no such route. A proxy before it may drop empty segments and dots,
             # and would run the request in a slot that nothing has leased.
             raise NotFoundError("there is nothing at this path")
-        path = path.rstrip("/") or "/"
         may_take_slot = request.method == "POST" and not self._settings.passthrough
         route = route_of(path) if may_take_slot else None
         if route or (may_take_slot and path in _TAKES_SLOTS):

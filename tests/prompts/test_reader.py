@@ -149,7 +149,7 @@ def test_without_a_tokenizer_that_is_all_but_what_will_be_refused(reader: Prompt
 async def test_backend_that_is_gone(reader: PromptReader, fake: FakeLlama) -> None:
     """The failure says nothing of the prompt: another backend may read it."""
     await fake.go_down()
-    with pytest.raises(BackendError, match="cannot be reached"):
+    with pytest.raises(BackendError, match="went down with the request"):
         await reader.read(parse_request(Route.CHAT, {"messages": [USER]}))
 
 

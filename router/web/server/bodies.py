@@ -49,7 +49,7 @@ class Bodies:
         encoding = request.headers.get("Content-Encoding", "").strip().lower()
         if encoding not in _NOT_ENCODED and encoding not in ENCODINGS:
             raise unsupported()
-        length = request.content_length
+        length = _length(request)
         if length is not None:
             self._take(request, length)  # before it is read
         if expects(request):
@@ -116,6 +116,12 @@ class Bodies:
                 "the body cannot be read: its chunks or its Content-Encoding are broken"
             ) from error
         return b"".join(chunks)
+
+
+def _length(request: web.BaseRequest) -> int | None:
+    """Return `Content-Length`, which may have more leading zeros than `int` takes; None: none."""
+    told = request.headers.get("Content-Length")
+    return None if told is None else int(told.lstrip("0")[:20] or 0)
 
 
 def unsupported() -> UnsupportedMediaTypeError:

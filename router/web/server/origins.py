@@ -1,4 +1,4 @@
-"""Which web pages may reach the router where clients need no key.
+"""Checks of web pages that ask the router, where clients need no key.
 
 A page in a browser on this machine reaches addresses that its owner does not. Its own host name may
 be made to resolve to this machine (DNS rebinding), or it may ask another origin, as llama-server
