@@ -87,7 +87,8 @@ async def test_is_refused_and_reaches_no_backend(
     before = len(fake.seen)
     status, body = await send(fleet, method, target)
 
-    assert fake.seen[before:] == []
+    polls = ("GET", "/slots")  # the router's own; the error below is not the server's
+    assert [request for request in fake.seen[before:] if request != polls] == []
     if target.startswith(("/", "http")):
         assert status == 403
         if method != "HEAD":
