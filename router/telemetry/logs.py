@@ -2,15 +2,19 @@
 
 import logging
 import sys
+import traceback
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import orjson
 import structlog
+from structlog.typing import ExcInfo
 
 from router.config.schema import LogFormat, LoggingConfig, LogLevel
 
+_FRAMES, _TRACEBACK = 20, 16 * 1024  # of each exception of a chain; characters in all
+_SHOWN = {n: f"\\x{n:02x}" for n in (*range(0x20), *range(0x7F, 0xA0)) if chr(n) not in "\n\t"}
 _SEVERITY = {name.lower(): number for name, number in logging.getLevelNamesMapping().items()}
 
 
@@ -28,6 +32,28 @@ class _Threshold:
         return event
 
 
+def _printable(
+    _: object, _method: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """Show control characters as such: a peer's name could else write to the terminal."""
+    for name, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[name] = value.translate(_SHOWN)
+    return event
+
+
+def _traceback(exc_info: ExcInfo) -> str:
+    """Return the last frames: a recursion has thousands.
+
+    Not structlog's prettier one: it shows local variables, and prompts are among them.
+    """
+    return "".join(traceback.format_exception(*exc_info, limit=-_FRAMES))[-_TRACEBACK:].rstrip()
+
+
+def _write_traceback(out: TextIO, exc_info: ExcInfo) -> None:
+    out.write("\n" + _traceback(exc_info))
+
+
 def set_level(level: LogLevel) -> None:
     """Write log lines from this level on. Has no effect before `set_up_logging`."""
     for processor in structlog.get_config()["processors"]:
@@ -40,15 +66,14 @@ def set_up_logging(config: LoggingConfig) -> None:
     pretty = config.format is LogFormat.CONSOLE or (
         config.format is LogFormat.AUTO and sys.stderr.isatty()
     )
-    # Not the prettier traceback: it shows local variables, and prompts are among them.
-    console = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    console = structlog.dev.ConsoleRenderer(exception_formatter=_write_traceback)
     renderer = console if pretty else structlog.processors.JSONRenderer(serializer=orjson.dumps)
     structlog.configure(
         processors=[
             _Threshold(config.level),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *([] if pretty else [structlog.processors.format_exc_info]),
+            _printable if pretty else structlog.processors.ExceptionRenderer(_traceback),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
