@@ -22,8 +22,9 @@ from router.web.server.settings import Settings
 
 ENCODINGS = ("gzip", "deflate", "zstd")  # that aiohttp decodes, with backports.zstd
 _NOT_ENCODED = frozenset({"", "identity"})
-# A compressed body may expand so many times; text of one letter expands 1,000 times.
-_MOST_EXPANDED = 100
+# A compressed body may expand so many times: prompts do 3 to 10 times, text of one letter 1,000.
+_MOST_EXPANDED = 30
+_PIECE = 256 * 1024  # bytes decoded in one go, in about 1 ms
 _SMALL = 1024 * 1024  # bytes; a smaller body may expand more
 
 # The client that a body counts for, and its bytes.
@@ -111,6 +112,8 @@ class Bodies:
                         f"the body expands more than {_MOST_EXPANDED} times; send it uncompressed"
                     )
                 self._take(request, size)
+                if sent is not None and size // _PIECE != (size - len(chunk)) // _PIECE:
+                    await asyncio.sleep(0)
         except web.RequestPayloadError as error:
             raise BadRequestError(
                 "the body cannot be read: its chunks or its Content-Encoding are broken"

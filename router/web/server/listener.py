@@ -280,6 +280,8 @@ class _Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Send the response of a handler (for aiohttp); True if the client has disconnected."""
+        if "Content-Encoding" in request.headers and not request.content.is_eof():
+            self._lingering_time = 0.0  # else the rest would be decoded, to be thrown away
         sent = await self._finish(request, resp, start_time)
         self._answered += 1
         self._wait_for_head()

@@ -1,0 +1,145 @@
+"""`python -m bench.hostile`: what others notice while one client sends hostile requests.
+
+One stream runs all the time, and `/kvferry/health` is asked every 20 ms. Each kind of hostile
+request is sent again and again for some seconds; the baseline is the same time without one. The
+bench is a process of its own, as clients are.
+"""
+
+import argparse
+import asyncio
+import gzip
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from io import BytesIO
+from pathlib import Path
+from time import perf_counter
+
+import aiohttp
+import orjson
+
+from bench import rig
+from bench.report import Report, arguments_of, median, percentile, run_bench
+
+COLUMNS = (
+    *("hostile request", "sent", "answers", "health p50 ms", "health p99 ms", "health worst ms"),
+    *("stream gap p99 ms", "x undisturbed", "memory MiB"),
+)
+MIB = 1 << 20
+# Path, body, content encoding, and how many at once.
+Hostile = tuple[str, bytes, str, int]
+WORDS = b"abc de " * 4_700_000
+BOMB = gzip.compress(b'{"prompt": "' + b"a" * 60 * MIB + b'"}')
+DEEP = b'{"prompt": "a", "n_predict": 1, "id_slot": 0, "x": %b%b}' % (b"[" * 1000, b"]" * 1000)
+KINDS: Mapping[str, Hostile | None] = {
+    "none": None,
+    "a prompt of 8 MiB": ("/completion", b'{"prompt": "%b"}' % (b"a" * 8 * MIB), "", 1),
+    "a prompt of 32 MiB of words": (
+        "/completion",
+        b'{"prompt": "%b"}' % (b"abc de " * 4_700_000),
+        "",
+        1,
+    ),
+    "twelve bodies of 60 KB, gzip of 60 MiB": ("/completion", BOMB, "gzip", 12),
+    "1,000 levels of JSON": ("/completion", DEEP, "", 4),
+    "a grammar that does not parse, 16 KB": (
+        "/completion",
+        orjson.dumps({"prompt": "word " * 3000, "grammar": "root ::= nothing"}),
+        "",
+        4,
+    ),
+    "100,000 messages": (
+        "/v1/chat/completions",
+        orjson.dumps({"messages": [{"role": "user", "content": "a"}] * 100_000}),
+        "",
+        1,
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the bench and return the exit code."""
+    parser = argparse.ArgumentParser(prog="bench.hostile", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=8.0, help="for each kind")
+    return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
+
+
+async def measure(options: argparse.Namespace) -> Report:
+    """Measure each kind in turn, in front of the same server."""
+    report = Report(
+        "hostile", "Others beside a hostile client", list(COLUMNS), arguments_of(options)
+    )
+    async with AsyncExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
+        server = await stack.enter_async_context(
+            rig.llama(slots=4, ctx_per_slot=8192, kv_dir=home / "kv")
+        )
+        way = rig.kvferry("kvferry", [server.url], home, kv_dir=home / "kv")
+        proxy = await stack.enter_async_context(way)
+        limits = aiohttp.TCPConnector(limit=0)
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=limits))
+        undisturbed = 0.0
+        for kind, hostile in KINDS.items():
+            gaps, health, answers = await _beside(session, proxy.url, hostile, options.seconds)
+            gap = percentile(gaps, 99) * 1000
+            undisturbed = undisturbed or gap
+            report.add(
+                *(kind, sum(answers.values()), ", ".join(map(str, sorted(answers)))),
+                *(median(health) * 1000, percentile(health, 99) * 1000, max(health) * 1000),
+                *(gap, gap / undisturbed, round(proxy.rss_bytes() / MIB)),
+            )
+    report.notes.append("answers: statuses; memory: of the router, afterwards")
+    return report
+
+
+async def _beside(
+    session: aiohttp.ClientSession, url: str, hostile: Hostile | None, seconds: float
+) -> tuple[list[float], list[float], dict[int, int]]:
+    """Return gaps of a stream, times of health checks, and counts of the hostile statuses."""
+    gaps, health, answers = list[float](), list[float](), dict[int, int]()
+    over = perf_counter() + seconds
+
+    async def stream() -> None:
+        body = {"prompt": "hello", "n_predict": 6000, "ignore_eos": True, "stream": True}
+        while perf_counter() < over:
+            last = None
+            async with session.post(url + "/completion", json=body) as response:
+                async for _ in response.content.iter_any():
+                    now = perf_counter()
+                    if last is not None:
+                        gaps.append(now - last)
+                    last = now
+                    if now > over:
+                        return
+
+    async def ask() -> None:
+        while perf_counter() < over:
+            begun = perf_counter()
+            async with session.get(url + "/kvferry/health") as response:
+                await response.read()
+            health.append(perf_counter() - begun)
+            await asyncio.sleep(0.02)
+
+    async def attack() -> None:
+        assert hostile is not None
+        path, body, encoding, _ = hostile
+        headers = {"Content-Encoding": encoding} if encoding else {}
+        while perf_counter() < over:
+            with suppress(aiohttp.ClientError):
+                async with session.post(
+                    url + path, data=BytesIO(body), headers=headers
+                ) as response:
+                    await response.read()
+                    answers[response.status] = answers.get(response.status, 0) + 1
+
+    async with asyncio.TaskGroup() as group:
+        attacks = [group.create_task(attack()) for _ in range(0 if hostile is None else hostile[3])]
+        await asyncio.gather(stream(), ask())
+        for task in attacks:
+            task.cancel()
+    return gaps, health, answers
+
+
+if __name__ == "__main__":
+    sys.exit(main())
