@@ -62,3 +62,12 @@ def test_a_key_without_a_tenant_is_one_of_its_own() -> None:
     config = parse(f"backends: [{{url: 'http://a:1'}}]\n{keys}", "test")
     assert config.auth.keys[0].tenant == "a"
     assert hash_text(GOOD)[7:] not in str(config), "it is not written into a log by accident"
+
+
+def test_peers_need_credentials_where_clients_have_keys() -> None:
+    """Else every program on the machine could speak for any tenant."""
+    text = "backends: [{url: 'http://a:1'}]\n" + auth(("laptop", GOOD, "alice"))
+    fleet = "fleet: {listen: '127.0.0.1:7', peers: ['http://127.0.0.1:8']%s}\n"
+    with pytest.raises(ConfigError, match="needs `credentials` where clients have keys"):
+        parse(text + "\n" + fleet % "", "test")
+    assert parse(text + "\n" + fleet % ", insecure: true", "test").fleet.insecure

@@ -88,7 +88,8 @@ def fleet_yaml(
     # Each host is in its own list: it has to find that out.
     peers = ", ".join(f"{scheme}://127.0.0.1:{port}" for port in ports)
     others = f"peers: [{peers}]" if redis is None else f"redis: {redis}"
-    secrets = "" if credentials is None else f", credentials: {credentials}/h{at}"
+    # Where clients have keys, plain HTTP between hosts has to be allowed.
+    secrets = ", insecure: true" if credentials is None else f", credentials: {credentials}/h{at}"
     return f"fleet: {{name: h{at}, listen: '127.0.0.1:{ports[at]}', {others}{secrets}}}"
 
 
