@@ -7,13 +7,16 @@ import random
 import shutil
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 HOST = "127.0.0.1"
 PREBUILT = "router.servers.prebuilt"  # the module that serves with the wheel xllamacpp
 # Below the ephemeral ports: systems do not assign these to listeners or connections.
 _PORTS = range(20_000, 32_000)
 _TRIES = 100
+_LISTENS = "0A"  # TCP_LISTEN
 
 NOT_FOUND = """no llama-server found. Do one of these:
   - give its path (--llama-server PATH), or set LLAMA_SERVER_BIN to it;
@@ -78,3 +81,42 @@ def free_port() -> int:
             probe.bind((HOST, port))
             return port
     raise ServerStartError(f"no free port of {HOST} was found from {_PORTS[0]} to {_PORTS[-1]}")
+
+
+def is_heard_by(port: int, pid: int) -> bool:
+    """Return whether a process or its descendants listen on a port. Blocking. Linux only.
+
+    Another user may listen there first, answer as a server does, and get prompts and the API key.
+    True where that cannot be told: elsewhere, or if no process listens.
+    """
+    inodes = {inode for table in ("tcp", "tcp6") for inode in _listeners(table, port)}
+    members = _family(pid)
+    if not inodes or not members:
+        return True
+    return any(inode in inodes for member in members for inode in _sockets(member))
+
+
+def _listeners(table: str, port: int) -> Iterator[str]:
+    """Yield the inodes of the sockets that listen on a port (proc_net_tcp.txt of the kernel)."""
+    with suppress(OSError), open(f"/proc/net/{table}", encoding="ascii") as file:
+        for line in file:
+            fields = line.split()
+            if fields[1].endswith(f":{port:04X}") and fields[3] == _LISTENS:
+                yield fields[9]
+
+
+def _family(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [pid, *(member for child in children for member in _family(int(child)))]
+
+
+def _sockets(pid: int) -> Iterator[str]:
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                kind, _, rest = os.readlink(f"/proc/{pid}/fd/{name}").partition(":[")
+                if kind == "socket":
+                    yield rest.rstrip("]")

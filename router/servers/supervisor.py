@@ -16,7 +16,7 @@ from router.base.tasks import Tasks
 from router.base.types import BackendId
 from router.servers.launch import Identity, Launch
 from router.servers.process import ServerLog, ServerProcess
-from router.servers.program import HOST, ServerStartError, free_port
+from router.servers.program import HOST, ServerStartError, free_port, is_heard_by
 
 log = structlog.get_logger(__name__)
 
@@ -153,7 +153,7 @@ class Supervisor:
             if running.stopping:  # ordered while it was being started
                 running.process.end()
             url = f"http://{HOST}:{port}"
-            late = await self._until_ready(url, launch, running.process)
+            late = await self._until_ready(port, launch, running.process)
             if late and not running.stopping:
                 running.process.end(0.0)
                 await running.process.wait()
@@ -169,13 +169,21 @@ class Supervisor:
                 return f"{_told(code)}: {lines}" if lines else _told(code)
         raise AssertionError("unreachable")
 
-    async def _until_ready(self, url: str, launch: Launch, process: ServerProcess) -> str:
-        """Wait until a server answers or has ended; return the reason if neither comes in time."""
+    async def _until_ready(self, port: int, launch: Launch, process: ServerProcess) -> str:
+        """Wait until a server answers or has ended; return the reason if neither comes in time.
+
+        An answer of another process on that port is none.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + launch.start_timeout_s
-        while not await self._is_ready(url):
+        answers = False
+        while True:
+            answers = await self._is_ready(f"http://{HOST}:{port}")
+            if answers and await asyncio.to_thread(is_heard_by, port, process.pid):
+                return ""
             if loop.time() > deadline:
-                return f"it was not ready after {launch.start_timeout_s:g} s (start_timeout)"
+                told = f"it was not ready after {launch.start_timeout_s:g} s (start_timeout)"
+                return f"{told}: another process listens on its port {port}" if answers else told
             with suppress(TimeoutError):
                 async with asyncio.timeout(_READY_INTERVAL_S):
                     await process.wait()

@@ -209,6 +209,7 @@ async def test_another_number_of_slots_restores_the_same_files() -> None:
 
 @pytest.mark.usefixtures("_quick_to_fail")
 async def test_a_server_that_is_killed_while_it_answers() -> None:
+    """The request may be what ended it: that does not count against the server."""
     models = [model("a"), model("b")]
     async with running([], None, yaml=config(models), wait_for=()) as fleet:
         await ask(fleet, "a", ids(1, 50))
@@ -225,7 +226,7 @@ async def test_a_server_that_is_killed_while_it_answers() -> None:
         await ask(fleet, "b", ids(3, 50))
         await ask(fleet, "a", ids(4, 50))
         found = (await servers(fleet))["a"]
-        assert (found["phase"], found["failures"]) == ("up", 1)
+        assert (found["phase"], found["failures"]) == ("up", 0)
         assert "it was ended by SIGKILL" in found["problem"]
         await until_gone([guard, server])
 
