@@ -106,11 +106,15 @@ _LIMITS = ("n_predict", "max_tokens", "max_completion_tokens")
 
 def unproven(parsed: ParsedRequest) -> dict[str, Any]:
     """Return the fields of a request that the server may refuse."""
-    return {
+    body = parsed.body
+    found = {
         name: value
-        for name, value in parsed.body.items()
+        for name, value in body.items()
         if name in _FIELDS and value is not None and not _is_good(name, value)
     }
+    if body.get("logprobs") is True and _integer(0, 20)(body.get("top_logprobs")):
+        del found["top_logprobs"]  # which is refused without `logprobs`
+    return found
 
 
 def _is_good(name: str, value: Any) -> bool:
