@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 from router.base.prefix_hash import BLOCK, STEP, PrefixHasher
 from router.base.tokens import pack
 from router.hosts.credentials import load_credentials
+from router.hosts.directory import signed
 from router.hosts.messages import (
     HELLO,
     HOST,
@@ -63,7 +64,7 @@ async def main(url: str, n: int, entries: int) -> None:
         sys.stdout.flush()
         while True:
             for hello in hosts:
-                told = msgspec.json.encode(hello)
+                told = signed(msgspec.json.encode(hello), b"no secret")
                 with suppress(RedisError):  # a bench stops it
                     await client.set(f"kvf:i:{hello.incarnation}", told, px=60_000)
                     await client.sadd("kvf:hosts", hello.incarnation)
