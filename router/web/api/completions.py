@@ -366,8 +366,7 @@ class Completions:
                 if attempt == _ATTEMPTS:
                     raise
             finally:
-                if backend is not None:
-                    self._suspects.over(exchange.request.id, backend)
+                self._suspects.over(exchange.request.id)
             anew = replace(exchange.request, avoid=first.avoid)
             if alone:
                 anew = self._selection.alone(anew, backend)

@@ -35,16 +35,19 @@ class Suspects:
         """Set up without suspects. `now` returns clock seconds."""
         self._now = now
         self._at: dict[BackendId, dict[RequestId, None]] = {}
+        self._where: dict[RequestId, BackendId] = {}
         self._ends: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
     def sent(self, request: RequestId, backend: BackendId) -> None:
         """Note that a server has a request."""
+        self._where[request] = backend
         self._at.setdefault(backend, {})[request] = None
 
-    def over(self, request: RequestId, backend: BackendId) -> None:
-        """Note that a server has a request no longer."""
-        there = self._at.get(backend)
-        if there is not None:
+    def over(self, request: RequestId) -> None:
+        """Note that no server has a request any more."""
+        backend = self._where.pop(request, None)
+        there = None if backend is None else self._at.get(backend)
+        if there is not None and backend is not None:
             there.pop(request, None)
             if not there:
                 del self._at[backend]
