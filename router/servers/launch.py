@@ -29,6 +29,7 @@ class Launch(Struct, frozen=True):
     start_timeout_s: float
     stop_timeout_s: float
     api_key: str = ""  # for the server; a container may not get it, and wants none
+    is_container: bool = False  # perhaps: a process that it did not start may listen for it
 
     def identity(self) -> Identity:
         """Return what tells whether a process would be equal to another. Blocking.
@@ -80,6 +81,7 @@ def launches_of(
             start_timeout_s=model.start_timeout_s,
             stop_timeout_s=model.stop_timeout_s,
             api_key=model.env.get(_KEY_VARIABLE, key),
+            is_container=bool(model.command),
         )
         for model in config.models
         for name in model.servers

@@ -101,7 +101,8 @@ def _listeners(table: str, port: int) -> Iterator[str]:
     with suppress(OSError), open(f"/proc/net/{table}", encoding="ascii") as file:
         for line in file:
             fields = line.split()
-            if fields[1].endswith(f":{port:04X}") and fields[3] == _LISTENS:
+            listens = fields[1].endswith(f":{port:04X}") and fields[3] == _LISTENS
+            if listens and fields[9] != "0":
                 yield fields[9]
 
 

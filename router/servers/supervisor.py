@@ -179,7 +179,9 @@ class Supervisor:
         answers = False
         while True:
             answers = await self._is_ready(f"http://{HOST}:{port}")
-            if answers and await asyncio.to_thread(is_heard_by, port, process.pid):
+            if answers and (
+                launch.is_container or await asyncio.to_thread(is_heard_by, port, process.pid)
+            ):
                 return ""
             if loop.time() > deadline:
                 told = f"it was not ready after {launch.start_timeout_s:g} s (start_timeout)"
