@@ -35,12 +35,7 @@ DEEP = b'{"prompt": "a", "n_predict": 1, "id_slot": 0, "x": %b%b}' % (b"[" * 100
 KINDS: Mapping[str, Hostile | None] = {
     "none": None,
     "a prompt of 8 MiB": ("/completion", b'{"prompt": "%b"}' % (b"a" * 8 * MIB), "", 1),
-    "a prompt of 32 MiB of words": (
-        "/completion",
-        b'{"prompt": "%b"}' % (b"abc de " * 4_700_000),
-        "",
-        1,
-    ),
+    "a prompt of 32 MiB of words": ("/completion", b'{"prompt": "%b"}' % WORDS, "", 1),
     "twelve bodies of 60 KB, gzip of 60 MiB": ("/completion", BOMB, "gzip", 12),
     "1,000 levels of JSON": ("/completion", DEEP, "", 4),
     "a grammar that does not parse, 16 KB": (

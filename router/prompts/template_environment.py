@@ -96,13 +96,8 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     "rsplit": _rsplit,
 }
 _OF_DICTS = frozenset(dir(dict))
-_FILTERS: Mapping[str, Callable[..., Any]] = {
-    "trim": _strip,
-    "upper": _upper,
-    "lower": _lower,
-    "capitalize": _capitalize,
-    "title": _title,
-}
+_FILTERS = {name: _METHODS[name] for name in ("upper", "lower", "capitalize", "title")}
+_FILTERS["trim"] = _strip
 # Filters of jinja2 with llama.cpp's result for lists and numbers.
 _KEPT = (
     *("abs", "d", "default", "dictsort", "first", "float", "int", "items", "last", "list", "map"),
@@ -148,7 +143,7 @@ class Environment(ImmutableSandboxedEnvironment):
             "_sliced": _only_ascii,
         }
         unknown = dict.fromkeys(self.filters, _unknown)
-        self.filters = unknown | kept | guarded | dict(_FILTERS) | own
+        self.filters = unknown | kept | guarded | _FILTERS | own
         self.globals = {"range": self._range, "namespace": Namespace, "dict": dict}
         self.globals["raise_exception"] = _raise
 

@@ -90,7 +90,7 @@ def is_heard_by(port: int, pid: int) -> bool:
     True where that cannot be told: elsewhere, or if no process listens.
     """
     inodes = {inode for table in ("tcp", "tcp6") for inode in _listeners(table, port)}
-    members = _family(pid)
+    members = family(pid)
     if not inodes or not members:
         return True
     return any(inode in inodes for member in members for inode in _sockets(member))
@@ -106,12 +106,13 @@ def _listeners(table: str, port: int) -> Iterator[str]:
                 yield fields[9]
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
+    """Return a process and its descendants; empty if it has ended. Linux only."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return []
-    return [pid, *(member for child in children for member in _family(int(child)))]
+    return [pid, *(member for child in children for member in family(int(child)))]
 
 
 def _sockets(pid: int) -> Iterator[str]:

@@ -176,7 +176,6 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + launch.start_timeout_s
-        answers = False
         while True:
             answers = await self._is_ready(f"http://{HOST}:{port}")
             if answers and (

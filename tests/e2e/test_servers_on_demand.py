@@ -20,10 +20,9 @@ from router.core.model.tuning import TUNING
 from router.llama.attach.probe import probe
 from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
-from router.servers.program import free_port
+from router.servers.program import family, free_port
 from tests.support.conversations.prompts import Json, ids
 from tests.support.models.tiny_models import tiny_model
-from tests.support.servers.process_family import family
 from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet, running
 
 pytestmark = [pytest.mark.real, pytest.mark.thorough]

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 import yaml as pyyaml
 
-from router.servers.program import free_port
+from router.servers.program import family, free_port
 from tests.e2e.test_servers_on_demand import (
     N,
     ask,
@@ -24,7 +24,6 @@ from tests.e2e.test_servers_on_demand import (
 )
 from tests.support.conversations.prompts import Json, ids
 from tests.support.models.lora import tiny_lora
-from tests.support.servers.process_family import family
 from tests.support.servers.router_fleet import Fleet, configuration_text, running
 from tests.support.servers.router_process import Elsewhere, Outside
 

@@ -704,15 +704,20 @@ async def test_local_tokenizer_that_differs_is_refused() -> None:
     assert not made.uses_local
 
 
-async def test_an_odd_text_costs_only_itself() -> None:
-    oracle = Oracle()
-    made = make(oracle)
+def wrong_where_rare(oracle: Oracle) -> LocalTokenizer:
+    """Return a local tokenizer that makes other ids of texts with the word "rare"."""
 
     def encode(text: str) -> list[int]:
         ids = oracle.ids(text, False)
         return [0 if i >= 100 else i for i in ids] if "rare" in text else ids
 
-    await made.self_check(LocalTokenizer(encode))
+    return LocalTokenizer(encode)
+
+
+async def test_an_odd_text_costs_only_itself() -> None:
+    oracle = Oracle()
+    made = make(oracle)
+    await made.self_check(wrong_where_rare(oracle))
     text = "<s>rare<|end|>"
     expected = pack(oracle.ids(text, False))
     assert expected != await made.tokenize(text, add_special=False)
@@ -734,12 +739,7 @@ async def test_local_tokenizer_that_often_differs_is_dropped_and_the_cut_stays(
     monkeypatch.setattr(tokenizer, "MAX_ODD_TEXTS", 0)
     oracle = Oracle()
     made = make(oracle)
-
-    def encode(text: str) -> list[int]:
-        ids = oracle.ids(text, False)
-        return [0 if i >= 100 else i for i in ids] if "rare" in text else ids
-
-    await made.self_check(LocalTokenizer(encode))
+    await made.self_check(wrong_where_rare(oracle))
     assert made.uses_local
 
     reason = await made.disagreed("<s>rare<|end|>", add_special=False)

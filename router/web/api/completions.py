@@ -385,8 +385,9 @@ class Completions:
 
         Raises SuspectError if it is the second server.
         """
-        lost = backend is not None and isinstance(error, BackendLostError)
-        if backend is None or not lost or not self._is_to_blame(exchange, backend):
+        if backend is None or not isinstance(error, BackendLostError):
+            return False
+        if not self._is_to_blame(exchange, backend):
             return False
         if exchange.http[ENDS] > 1:
             raise SuspectError(exchange.http[ENDS]) from error

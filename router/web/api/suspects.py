@@ -1,9 +1,9 @@
 """Suspects: requests with which a llama-server ended while it computed them.
 
 A request can end a server: a grammar that is nested 100,000 times does. Sent to the next server it
-would end that one too, with all answers there. A server can also end by itself, or be
-killed, and then the request is innocent. So a request is sent again once, and alone; a second end
-refuses it, and others like it, for a while.
+would end that one too, with all answers there. A server can also end by itself, or be killed, and
+then the request is innocent. So a request is sent again once, and alone; a second end refuses it,
+and others like it, for a while.
 """
 
 from collections import OrderedDict
@@ -46,11 +46,11 @@ class Suspects:
     def over(self, request: RequestId) -> None:
         """Note that no server has a request any more."""
         backend = self._where.pop(request, None)
-        there = None if backend is None else self._at.get(backend)
-        if there is not None and backend is not None:
-            there.pop(request, None)
-            if not there:
-                del self._at[backend]
+        if backend is None or backend not in self._at:
+            return
+        self._at[backend].pop(request, None)
+        if not self._at[backend]:
+            del self._at[backend]
 
     def blame(
         self,

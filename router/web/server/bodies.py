@@ -136,13 +136,9 @@ def unsupported() -> UnsupportedMediaTypeError:
 
 
 def expects(request: web.BaseRequest) -> bool:
-    """Return whether the client waits for "100 Continue" before it sends its body.
-
-    Raises ExpectationError for anything else that it expects.
-    """
-    expected = request.headers.get("Expect")
-    if expected is None or request.version != HttpVersion11:
+    """Return True if the client waits for a 100 Continue. Raises ExpectationError."""
+    if "Expect" not in request.headers or request.version < HttpVersion11:
         return False
-    if expected.lower() != "100-continue":
-        raise ExpectationError("Expect takes only 100-continue")
+    if request.headers["Expect"].lower() != "100-continue":
+        raise ExpectationError("the only supported Expect header is 100-continue")
     return True

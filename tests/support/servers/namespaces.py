@@ -18,8 +18,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from router.servers.program import family
 from router.tools.fleet.certificate import make_certificate
-from tests.support.servers.process_family import family
 
 # Each worker of pytest-xdist has a network of its own: 43, 44, ...
 _ID = 43 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
