@@ -44,7 +44,24 @@ OFTEN = ("max_tokens", "n_probs", "logprobs", "n_keep", "n_cache_reuse", "return
 # Over 300 tokens, the other order makes another token the likeliest in one answer of sixteen.
 UNLIMITED = (-1, -2, None)
 PROBABILITY = re.compile(rb'("(?:log)?prob":)[-+.\de]+')
+CANDIDATES = re.compile(rb'("top_(?:log)?probs":\[)(\{.*?\})(?=\])', re.DOTALL)
+# The router computes a prompt in other steps than the server: see test_stream_start.py.
+PROGRESS = re.compile(
+    rb'(?:event: response\.in_progress\n)?data: \{[^\n]*"prompt_progress"[^\n]*\n\n'
+)
 CACHED = re.compile(rb'"(?:cache_n|cached_tokens|cache_read_input_tokens)":(\d+)')
+
+
+def _without_rounding(body: bytes) -> bytes:
+    """Return an answer without probabilities, with the candidates of a token in no order.
+
+    Of a thousand candidates many are equally likely but for the rounding.
+    """
+
+    def in_no_order(found: re.Match[bytes]) -> bytes:
+        return found[1] + b"},{".join(sorted(found[2][1:-1].split(b"},{")))
+
+    return CANDIDATES.sub(in_no_order, PROBABILITY.sub(rb"\1P", body))
 
 
 @dataclass
@@ -94,9 +111,13 @@ class Talk:
             assert routed.headers["x-kvferry-source"] == "snapshot", (path, fields)
         await self._compute(await self._tokens(path, body, question), routed)
         direct = await self._one(self.pair.direct, path, body | {"id_slot": 0})
+        direct, routed = (
+            dataclasses.replace(seen, body=PROGRESS.sub(b"", seen.body))
+            for seen in (direct, routed)
+        )
         if self.kind == "gemma3":
             direct, routed = (
-                dataclasses.replace(seen, body=PROBABILITY.sub(rb"\1P", seen.body))
+                dataclasses.replace(seen, body=_without_rounding(seen.body))
                 for seen in (direct, routed)
             )
         return difference(direct, routed)
