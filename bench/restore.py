@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from bench import rig
 from bench.client import Client
@@ -98,8 +99,8 @@ class _Backend:
     async def overwrite(self, slot: int) -> None:
         await self._client.overwrite(slot)
 
-    async def prefill(self, slot: int, tokens: Tokens) -> Reported:
-        return await self._client.prefill(slot, tokens)
+    async def prefill(self, slot: int, tokens: Tokens, **more: Any) -> Reported:
+        return await self._client.prefill(slot, tokens, **more)
 
     async def slots(self) -> list[SlotStatus]:
         return await self._client.slots()

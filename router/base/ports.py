@@ -1,6 +1,6 @@
 """Protocols of the outside world: only the methods that the engine and the web layer call."""
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from router.base.types import (
     MemoryKind,
     Namespace,
     Outcome,
+    PrefillProgress,
     Reported,
     RequestId,
     RequestRecord,
@@ -41,13 +42,27 @@ class Backend(Protocol):
     async def restore(self, slot: int, name: str) -> Transfer: ...
     async def erase(self, slot: int) -> None: ...
     async def overwrite(self, slot: int) -> None: ...
-    async def prefill(self, slot: int, tokens: Tokens) -> Reported: ...
+    async def prefill(
+        self, slot: int, tokens: Tokens, *, told: Callable[[PrefillProgress], None] | None = None
+    ) -> Reported: ...
     async def slots(self) -> list[SlotStatus]: ...
 
 
-# Lets the server judge a request's fields in a leased slot. Returns the tokens that were cached;
-# None: nothing was asked. Raises BackendRefusedError, and BackendError.
-Trial = Callable[[SlotId], Awaitable[int | None]]
+class Preparing(Protocol):
+    """The part of a request in the preparation of its slot. Only `judge` awaits anything."""
+
+    def begins(self, slot: SlotId, source: Source, reused_tokens: int) -> None:
+        """Note that a step begins in the leased slot, and what the plan is."""
+
+    async def judge(self, slot: SlotId) -> int | None:
+        """Let the server judge the request's fields; return the tokens that were cached.
+
+        None: nothing was asked. Raises BackendRefusedError, and BackendError.
+        """
+
+    @property
+    def on_progress(self) -> Callable[[PrefillProgress], None] | None:
+        """Return what is told the progress of a prefill; None: nothing."""
 
 
 class Tokenizer(Protocol):

@@ -293,6 +293,14 @@ class OwnPrefill(Struct, frozen=True):
         return min(self.tokens, cached)
 
 
+class PrefillProgress(Struct, frozen=True):
+    """A server's report in the middle of a prompt: how many tokens are done."""
+
+    n_done: int  # cached ones included
+    n_cached: int
+    seconds: float
+
+
 class Reported(Struct, frozen=True):
     """A backend's report on one request that it finished. None: not reported."""
 

@@ -15,7 +15,7 @@ import structlog
 from msgspec import Struct, structs
 
 from router.base.errors import BackendError, BackendRefusedError
-from router.base.ports import Backend, Clock, ServerRunner, SnapshotStore, Telemetry, Trial
+from router.base.ports import Backend, Clock, Preparing, ServerRunner, SnapshotStore, Telemetry
 from router.base.tasks import Tasks
 from router.base.tokens import Tokens
 from router.base.types import (
@@ -40,6 +40,7 @@ from router.base.types import (
 from router.core.admission.backend_attach import probe_name
 from router.core.model import effects as ef
 from router.core.model import events as ev
+from router.core.model.jobs import RequestJob
 from router.core.model.plan import Plan, Quote
 from router.core.model.policy import Policy
 from router.core.model.request_queue import QueueLimits
@@ -57,7 +58,14 @@ from router.engine.fleet_view import FleetView
 from router.engine.held_prefixes import HeldPrefixes
 from router.engine.loop_throttle import LoopThrottle
 from router.engine.server_placement import LaunchWatch
-from router.engine.slot_watch import SeenSlot, SlotPollers, poll_idle, wait_quiet, wipe
+from router.engine.slot_watch import (
+    SeenSlot,
+    SlotPollers,
+    known_slots,
+    poll_idle,
+    wait_quiet,
+    wipe,
+)
 from router.engine.transfers import Transferred, Transfers
 
 log = structlog.get_logger(__name__)
@@ -121,7 +129,7 @@ class Engine:
         self._tasks = Tasks()
         self._prefills: dict[RequestId, asyncio.Task[None] | None] = {}  # None: not started
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
-        self._trials: dict[RequestId, Trial] = {}  # of requests in `_grants`
+        self._preparing: dict[RequestId, Preparing] = {}  # of requests in `_grants`
         self._loads: dict[RequestId, asyncio.Future[None]] = {}  # requests that wait for a model
         self._timings: dict[RequestId, Timing] = {}
         self._launches = LaunchWatch(scheduler, backends)
@@ -135,18 +143,16 @@ class Engine:
 
     # -- for the web layer ---------------------------------------------------------------------
 
-    async def submit(self, request: Request, trial: Trial | None = None) -> Grant:
-        """Wait for a slot. Raises RouterError.
-
-        `trial` is called before the router computes the prompt by itself.
+    async def submit(self, request: Request, preparing: Preparing | None = None) -> Grant:
+        """Wait for a slot. Raises RouterError. `preparing` takes part in its preparation.
 
         If cancelled before the grant, the request is withdrawn. After the grant, the caller must
         call `finish`.
         """
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._grants[request.id] = future
-        if trial is not None:
-            self._trials[request.id] = trial
+        if preparing is not None:
+            self._preparing[request.id] = preparing
         try:
             await self._throttle.do(partial(self._feed, ev.Arrived(request)))
             return await future
@@ -162,7 +168,7 @@ class Engine:
             raise
         finally:
             self._grants.pop(request.id, None)
-            self._trials.pop(request.id, None)
+            self._preparing.pop(request.id, None)
 
     def finish(
         self,
@@ -416,8 +422,10 @@ class Engine:
             case ef.Account():
                 self._account(effect)
             case ef.Save() | ef.Cut() | ef.Restore() | ef.Erase():
+                self._note_step(effect.request)
                 self._tasks.spawn(self._transfer(effect), name=f"transfer for {effect.request}")
             case ef.Prefill():
+                self._note_step(effect.request)
                 self._prefills[effect.request] = None
                 self._tasks.spawn(self._prefill(effect), name=f"prefill {effect.slot}")
             case ef.StopWork():
@@ -477,6 +485,12 @@ class Engine:
     async def _transfer(self, effect: Transferred) -> None:
         self._feed(await self._transfers.carry_out(effect, self.infos))
 
+    def _note_step(self, request: RequestId) -> None:
+        job = self._scheduler.state.fleet.jobs.get(request)
+        if (preparing := self._preparing.get(request)) and isinstance(job, RequestJob):
+            chosen = job.plan.chosen
+            preparing.begins(job.slot, chosen.source, chosen.reused_tokens)
+
     async def _prefill(self, effect: ef.Prefill) -> None:
         event: ev.Event = ev.PrefillFailed(effect.request, "the client disconnected")
         if effect.request in self._prefills:
@@ -489,13 +503,14 @@ class Engine:
         backend, request = self._backends.get(effect.slot.backend), effect.request
         if backend is None:  # a server on demand, which has ended
             return ev.PrefillFailed(request, "the backend went down")
-        began, cached = True, None
+        began, cached, told = True, None, None
         try:
-            if (trial := self._trials.pop(request, None)) is not None:
+            if (preparing := self._preparing.get(request)) is not None:
                 began = False
-                cached = await trial(effect.slot)
+                cached = await preparing.judge(effect.slot)
+                told = preparing.on_progress
             began = True
-            reported = await backend.prefill(effect.slot.index, effect.tokens)
+            reported = await backend.prefill(effect.slot.index, effect.tokens, told=told)
             if cached is not None and reported.cached_tokens is not None:
                 # What the trial computed is not cached, and how long it took is not known.
                 least = min(cached, reported.cached_tokens)
@@ -564,29 +579,13 @@ class Engine:
         if busy:
             found = {slot: idle[slot] for slot in busy}
             self._throttle.call(partial(self._feed, ev.FoundBusy(found)))
-        self._on_seen(backend, self._known_of(backend, idle, statuses))
-
-    def _known_of(
-        self, backend: BackendId, idle: Mapping[SlotId, int], statuses: Sequence[SlotStatus]
-    ) -> list[SeenSlot]:
-        """Return the idle slots with a content that the router and the server agree on."""
-        seen = []
-        for status in statuses:
-            slot = self._scheduler.state.fleet.slots[SlotId(backend, status.index)]
-            held, same = slot.resident, idle.get(slot.id) == slot.generation
-            if not (same and slot.is_idle and not slot.must_not_save and not held.may_hold_more):
-                continue
-            if status.is_processing or status.id_task is None:
-                continue
-            if status.n_tokens == len(held) > 0:
-                seen.append(SeenSlot(slot.id, status.id_task, held, slot.tenant))
-        return seen
+        self._on_seen(backend, known_slots(self._slots_of(backend), idle, statuses))
 
     async def seen_of(self, backend: BackendId) -> list[SeenSlot]:
         """Poll a backend; return its idle slots with a content that is surely known."""
         idle = {s.id: s.generation for s in self._slots_of(backend) if s.is_idle}
         statuses = await poll_idle(self._pollers.at(backend), idle)
-        return self._known_of(backend, idle, statuses)
+        return known_slots(self._slots_of(backend), idle, statuses)
 
     def _slots_of(self, backend: BackendId) -> tuple[Slot, ...]:
         return tuple(self._scheduler.state.fleet.slots.of(backend))

@@ -17,7 +17,7 @@ import structlog
 from router.base.errors import BackendError, BackendRefusedError
 from router.base.ports import Backend
 from router.base.types import BackendId, RequestProgress, SlotId, SlotStatus, Tenant
-from router.core.model.slots import Resident
+from router.core.model.slots import Resident, Slot
 
 log = structlog.get_logger(__name__)
 
@@ -92,6 +92,26 @@ class SeenSlot:
     id_task: int
     resident: Resident
     tenant: Tenant
+
+
+def known_slots(
+    slots: Iterable[Slot], idle: Mapping[SlotId, int], statuses: Iterable[SlotStatus]
+) -> list[SeenSlot]:
+    """Return the idle slots of a backend whose content is as the router and the server say.
+
+    `idle`: the generations of the slots that were idle before the poll.
+    """
+    by_index, seen = {slot.id.index: slot for slot in slots}, []
+    for status in statuses:
+        slot = by_index[status.index]
+        held, same = slot.resident, idle.get(slot.id) == slot.generation
+        if not (same and slot.is_idle and not slot.must_not_save and not held.may_hold_more):
+            continue
+        if status.is_processing or status.id_task is None:
+            continue
+        if status.n_tokens == len(held) > 0:
+            seen.append(SeenSlot(slot.id, status.id_task, held, slot.tenant))
+    return seen
 
 
 async def poll_idle(poller: SlotPoller, idle: Mapping[SlotId, int]) -> list[SlotStatus]:

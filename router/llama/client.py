@@ -7,16 +7,15 @@ import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
 
-from router.base.errors import BackendError, BackendRefusedError
+from router.base.errors import BackendError, BackendRefusedError, BackendTimeoutError
 from router.base.tokens import Tokens
-from router.base.types import BackendId, Reported, SlotStatus, Transfer
-from router.llama import json_offload
+from router.base.types import BackendId, PrefillProgress, Reported, SlotStatus, Transfer
+from router.llama import json_offload, wire
 from router.llama import replies as reply
-from router.llama import wire as wire
-from router.llama.server_client import Connections, ServerClient, Timeouts
+from router.llama.server_client import Connections, RelayedResponse, ServerClient, Timeouts
 
-# Tokens that are generated where the first is a part of a character, which has up to four bytes.
 _JSON = (b"Content-Type", b"application/json")
+# Tokens that are generated where the first is a part of a character, which has up to four bytes.
 _WITHIN_A_CHARACTER = 8
 # llama-server's metrics are 3 KB.
 _MAX_METRICS_BYTES = 256 * 1024
@@ -147,17 +146,47 @@ class LlamaClient(ServerClient):
         await self._call("POST", "/completion", body, timeout_s)
 
     async def prefill(
-        self, slot: int, tokens: Tokens, *, exact: bool = True, cache: bool | None = True
+        self,
+        slot: int,
+        tokens: Tokens,
+        *,
+        exact: bool = True,
+        cache: bool | None = True,
+        told: Callable[[PrefillProgress], None] | None = None,
     ) -> Reported:
         """Compute `tokens` in an idle slot, which holds exactly these tokens afterwards.
 
         Streamed with progress events, so that the server notices a cancelled call at once. Not
         `exact`: the server may shift KV, if it is configured to. `cache`: reuse what the slot
-        holds; None: as the server is configured.
+        holds; None: as the server is configured. `told` gets the progress as it comes.
         """
         body = wire.prefill_body(tokens, slot, exact=exact, cache=cache)
-        payload = await self._call("POST", "/completion", body, self._timeouts.first_byte_s)
+        if told is None:
+            payload = await self._call("POST", "/completion", body, self._timeouts.first_byte_s)
+        else:
+            payload = await self._followed("/completion", body, told)
         return reply.read_reply(wire.Route.COMPLETION, True, payload)
+
+    async def _followed(
+        self, path: str, body: bytes, told: Callable[[PrefillProgress], None]
+    ) -> bytes:
+        """Return a whole streamed answer; tell its progress events as they come."""
+        received, read = b"", 0
+        try:
+            async with (
+                asyncio.timeout(self._timeouts.first_byte_s),
+                self.relay("POST", path, [_JSON], body) as answer,
+            ):
+                await _check(answer)
+                async for chunk in answer:
+                    received += chunk
+                    whole = received.rfind(b"\n\n") + 2
+                    for progress in reply.progress_in(received[read:whole]):
+                        told(progress)
+                    read = max(read, whole)
+        except TimeoutError as error:
+            raise BackendTimeoutError("the backend did not answer in time") from error
+        return received
 
     async def trial(self, path: str, body: bytes) -> int | None:
         """Send a request until its first progress event; return the tokens that were cached.
@@ -165,15 +194,13 @@ class LlamaClient(ServerClient):
         None: the answer has no such event. Raises BackendRefusedError if the server refuses it.
         """
         async with self.relay("POST", path, [_JSON], body, yields=True) as answer:
-            if answer.status >= HTTPStatus.BAD_REQUEST:
-                told = reply.error_message_from(await answer.read()) or f"HTTP {answer.status}"
-                raise BackendRefusedError(told, backend_status=answer.status)
+            await _check(answer)
             received = b""
             async for chunk in answer:
                 received += chunk
-                found = reply.cached_at_first(received)
-                if found is not None:
-                    return found
+                whole = received[: received.rfind(b"\n\n") + 2]
+                for progress in reply.progress_in(whole):
+                    return progress.n_cached
         return None
 
     async def fingerprint(self, slot: int, tokens: Tokens) -> list[tuple[int, float]]:
@@ -200,3 +227,10 @@ class LlamaClient(ServerClient):
         """Compute an infill prompt in a slot. Raises BackendRefusedError if the model has none."""
         body = wire.infill_body(parts, slot)
         return reply.infill_from(await self._call("POST", "/infill", body, self._timeouts.action_s))
+
+
+async def _check(answer: RelayedResponse) -> None:
+    """Raise BackendRefusedError if an answer is an error."""
+    if answer.status >= HTTPStatus.BAD_REQUEST:
+        told = reply.error_message_from(await answer.read()) or f"HTTP {answer.status}"
+        raise BackendRefusedError(told, backend_status=answer.status)

@@ -77,6 +77,13 @@ class Response:
         self._connection.finish()
 
 
+OnHead = Callable[[Response], None]
+
+
+def ignored(_: object) -> None:
+    """Do nothing with a head."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Host and port to connect to, and whether over TLS."""
@@ -128,10 +135,12 @@ class Pool:
         headers: Iterable[Header],
         body: bytes | None,
         timeout_s: float,
+        on_head: OnHead = ignored,
     ) -> Response:
         """Send a request; return the response with its headers and the first bytes of its body.
 
-        A client gets both together (docs/adr/0005). Raises HttpError, OSError, TimeoutError.
+        `on_head` gets the response once its headers are in. Raises HttpError, OSError,
+        TimeoutError.
         If the backend had closed a kept connection, it did not work on the request. The request
         is then sent again on a fresh connection. `timeout_s` is for the answer; connecting has
         its own timeout.
@@ -140,7 +149,7 @@ class Pool:
         kept = self._kept()
         if kept is not None:
             try:
-                return await kept.send(method, head, body, timeout_s)
+                return await kept.send(method, head, body, timeout_s, on_head)
             except HttpError as error:
                 if not error.unanswered:
                     raise
@@ -152,7 +161,7 @@ class Pool:
             if kept is None:
                 raise
             raise HttpError("the connection broke", sent=True) from error
-        return await fresh.send(method, head, body, timeout_s)
+        return await fresh.send(method, head, body, timeout_s, on_head)
 
     async def aclose(self) -> None:
         """Close every connection, also those in use."""
@@ -245,6 +254,7 @@ class _Connection(asyncio.Protocol):
         self.reason = ""
         self.headers: list[Header] = []
         self._method = ""
+        self._on_head: OnHead = ignored
         self._in_use = False
         self._touched = False
         self._headed = False
@@ -321,6 +331,7 @@ class _Connection(asyncio.Protocol):
             raise HttpError("the only Transfer-Encoding is chunked")
         self._headed = True
         self._keep = self.parser.should_keep_alive() and self._method != "HEAD"
+        self._on_head(Response(self))
         if self._method == "HEAD":
             self._end()
 
@@ -355,7 +366,7 @@ class _Connection(asyncio.Protocol):
     # -- for the pool and the response ---------------------------------------------------------
 
     async def send(
-        self, method: str, head: bytes, body: bytes | None, timeout_s: float
+        self, method: str, head: bytes, body: bytes | None, timeout_s: float, on_head: OnHead
     ) -> Response:
         """Write a request; return when the first bytes or the end of the answer's body are in.
 
@@ -363,7 +374,7 @@ class _Connection(asyncio.Protocol):
         """
         if self._transport is None or not self.is_open:
             raise HttpError("the connection is closed", unanswered=True)
-        self._method, self._in_use = method, True
+        self._method, self._on_head, self._in_use = method, on_head, True
         self._started = self._loop.create_future()
         # One write for head and body saves a packet; a body above 64 KiB is not copied for it.
         if body is not None and len(body) > 64 * 1024:

@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeVar
 from router.base.decoding import UndecodableError, json_of
 from router.base.errors import BackendError, RouterModeError
 from router.base.tokens import Tokens, pack
-from router.base.types import Reported, SlotStatus, Transfer
+from router.base.types import PrefillProgress, Reported, SlotStatus, Transfer
 from router.llama import json_offload
 from router.llama.reply_parsers import READERS, Json, Reading, as_dict
-from router.llama.wire import Route
+from router.llama.wire import Route, is_int
 
 IDENTITY = (None, "", "identity")
 T = TypeVar("T")
@@ -282,13 +282,14 @@ def knows_no_answer(payload: bytes) -> bool:
     return as_dict(_loads(payload)).get("message") == "no active completion for this id"
 
 
-def cached_at_first(received: bytes) -> int | None:
-    """Return the cached tokens of the first whole progress event of a stream; None: none yet."""
-    for event in _events(received[: received.rfind(b"\n\n") + 2]):
-        progress = event.get("prompt_progress") if isinstance(event, dict) else None
-        if isinstance(progress, dict) and isinstance(progress.get("cache"), int):
-            return int(progress["cache"])
-    return None
+def progress_in(events: bytes) -> Iterator[PrefillProgress]:
+    """Yield the progress that whole events of a stream report."""
+    for event in _events(events):
+        told = as_dict(event.get("prompt_progress"))
+        counts: list[Any] = [told.get(name) for name in ("processed", "cache", "time_ms")]
+        if all(map(is_int, counts)):
+            done, cached, ms = counts
+            yield PrefillProgress(done, cached, ms / 1000)
 
 
 def error_message_from(payload: bytes) -> str:

@@ -19,7 +19,7 @@ from router.base.errors import (
 )
 from router.base.types import BackendId
 from router.llama import replies as reply
-from router.llama.http1 import Header, HttpError, Pool, Response, Target
+from router.llama.http1 import Header, HttpError, OnHead, Pool, Response, Target, ignored
 
 _JSON = ((b"Content-Type", b"application/json"),)
 
@@ -228,16 +228,19 @@ class ServerClient:
         body: bytes | None,
         *,
         yields: bool = False,
+        on_head: OnHead = ignored,
     ) -> "Relaying":
         """Send a client's request. `async with` gives the response with headers and first bytes.
 
         `path` is raw, query included. Entering raises BackendError. On exit the connection is
         closed unless the response was read to its end. `yields`: `give_up` ends the request.
+        `on_head` gets status and headers before there is a first byte.
         """
         if self._authorization:
             kept = [header for header in headers if header[0].lower() != b"authorization"]
             headers = [*kept, self._authorization]
-        asked = self._pool.request(method, path, headers, body, self._timeouts.first_byte_s)
+        timeout_s = self._timeouts.first_byte_s
+        asked = self._pool.request(method, path, headers, body, timeout_s, on_head)
         return Relaying(self, asked, self._unanswered if yields else set())
 
     def give_up(self) -> None:

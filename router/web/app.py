@@ -59,7 +59,6 @@ from router.web.api.peer_routes import PeerRoutes
 from router.web.api.slot_demand import model_asked, slots_asked
 from router.web.server import origins
 from router.web.server.bodies import Bodies, expects
-from router.web.server.early_stream import EARLY, EarlyStream
 from router.web.server.error_responses import (
     clients_id,
     error_response,
@@ -81,6 +80,7 @@ from router.web.server.relay import (
     relay,
 )
 from router.web.server.settings import Settings
+from router.web.server.stream_start import START, StreamStart
 
 log = structlog.get_logger(__name__)
 
@@ -270,11 +270,11 @@ class App:
             if not is_own(request.path):
                 self._note(name, error, str(error), caller)
             response = error_response(error, name, clients_id(request))
-            early: EarlyStream | None = request.get(EARLY)
-            if early is not None:
+            start: StreamStart | None = request.get(START)
+            if start is not None and (stream := await start.hand_over()) is not None:
                 assert isinstance(response.body, bytes)
-                await early.fail(error_of(response.body, error.status))
-                return early
+                await start.fail(error_of(response.body, error.status))
+                return stream
             if isinstance(error, FramingError):
                 response.force_close()
             if isinstance(error, OriginError):
@@ -293,7 +293,10 @@ class App:
         told = RouterError("an error inside the router; see its log for this request's id")
         self._telemetry.rejected(name, told.outcome, type(error).__name__, clients_id(request))
         self._note(name, told, type(error).__name__, request.get(CALLER))
-        started: web.StreamResponse | None = request.get(STARTED) or request.get(EARLY)
+        start: StreamStart | None = request.get(START)
+        started: web.StreamResponse | None = request.get(STARTED)
+        if started is None and start is not None:
+            started = start.stream
         if started is None:
             return open_to_browsers(request, error_response(told, name, clients_id(request)))
         if request.transport is not None:

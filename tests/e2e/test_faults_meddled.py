@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -248,7 +249,7 @@ async def test_prefills(
     begun: list[int] = []
     plain = LlamaClient.prefill
 
-    async def noting(self: LlamaClient, slot: int, tokens: Tokens, **more: bool) -> Reported:
+    async def noting(self: LlamaClient, slot: int, tokens: Tokens, **more: Any) -> Reported:
         begun.append(slot)
         return await plain(self, slot, tokens, **more)
 

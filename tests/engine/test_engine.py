@@ -332,7 +332,7 @@ async def test_others_have_their_turn_while_snapshots_are_taken_in(fleet: Fleet)
 async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin() -> None:
     begun: list[int] = []
 
-    async def prefill(slot: int, _: Tokens) -> Reported:
+    async def prefill(slot: int, _: Tokens, **_more: object) -> Reported:
         begun.append(slot)
         return Reported()
 
@@ -362,7 +362,7 @@ class Prefilling:
         self.failure, self.busy, self.looks = failure, True, 0
         self.looked, self.prefills = asyncio.Event(), asyncio.Event()
 
-    async def prefill(self, slot: int, _: Tokens) -> Reported:
+    async def prefill(self, slot: int, _: Tokens, **_more: object) -> Reported:
         self.prefills.set()
         if self.failure is not None:
             raise self.failure

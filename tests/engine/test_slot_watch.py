@@ -55,7 +55,7 @@ class Scripted:
         if self.wiped == 1:
             raise DOWN
 
-    async def prefill(self, slot: int, tokens: Tokens) -> Reported:
+    async def prefill(self, slot: int, tokens: Tokens, **more: object) -> Reported:
         raise NotImplementedError
 
 

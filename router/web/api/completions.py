@@ -6,7 +6,6 @@ The engine chooses the slot.
 
 import asyncio
 import contextlib
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic, perf_counter
@@ -25,7 +24,7 @@ from router.base.errors import (
     StaleQuoteError,
     SuspectError,
 )
-from router.base.ports import Attempt, Spawn, Trace, Tracing, Trial
+from router.base.ports import Attempt, Spawn, Trace, Tracing
 from router.base.tasks import spawn
 from router.base.types import (
     BackendId,
@@ -55,11 +54,10 @@ from router.telemetry.decision_log import DecisionLog
 from router.web.api import upstream_request
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys, fair_to
-from router.web.api.field_trials import FieldTrials
 from router.web.api.forwarding import Forwarding
+from router.web.api.preparation import Preparations
 from router.web.api.slot_demand import SlotsAsked
 from router.web.api.suspects import Suspects
-from router.web.server.early_stream import kept_alive
 from router.web.server.error_responses import clients_id, names, session_of
 from router.web.server.hop import ENDS, HOP_OF, model_of
 from router.web.server.relay import (
@@ -71,6 +69,7 @@ from router.web.server.relay import (
     relay,
 )
 from router.web.server.settings import Settings
+from router.web.server.stream_start import START, StreamStart, head_of
 
 # Times a request is sent at most; again only if its backend failed before the first byte.
 _ATTEMPTS = 3
@@ -129,7 +128,7 @@ class Completions:
         self._settings = settings
         self._tracing = tracing
         self._suspects = Suspects(monotonic)
-        self._trials = FieldTrials(selection, self._suspects)
+        self._preparations = Preparations(selection, self._suspects)
 
     async def completion(
         self, http: web.BaseRequest, route: Route, raw: bytes, request_id: RequestId
@@ -141,9 +140,12 @@ class Completions:
         if HOP_OF in http:
             parsed = replace(parsed, model=model_of(http, parsed.model))
         there, answer = self._forwarding, None
-        if there is not None and there.must_leave(http, parsed.model):
-            answer = await there.away(http, raw, parsed, request_id, parsed.model)
+        if parsed.stream:
+            settings = self._settings
+            http[START] = StreamStart(http, parsed, names(http, request_id), settings)
         try:
+            if there is not None and there.must_leave(http, parsed.model):
+                answer = await there.away(http, raw, parsed, request_id, parsed.model)
             while answer is None:
                 if there is not None:
                     answer = await there.rather_than_load(http, raw, parsed, request_id)
@@ -159,6 +161,8 @@ class Completions:
                 )
         finally:
             self._selection.no_longer_waits(request_id)
+            if (start := http.get(START)) is not None:
+                start.end()
         return answer
 
     async def _read(
@@ -172,9 +176,8 @@ class Completions:
         while reader is None and not parsed.lora:  # with LoRA adapters the prompt is not read
             if not self._selection.can_wait_for_reader(parsed.model):
                 break
-            async with self._kept_alive(http, parsed, request_id):
-                if not await self._until_reader(http, raw, parsed, request_id):
-                    return None
+            if not await self._until_reader(http, raw, parsed, request_id):
+                return None
             request, reader = await self.describe(http, parsed, request_id)
         return request, reader
 
@@ -201,15 +204,6 @@ class Completions:
         except TimeoutError:
             return False
         return True
-
-    def _kept_alive(
-        self, http: web.BaseRequest, parsed: ParsedRequest | None, name: RequestId
-    ) -> AbstractAsyncContextManager[None]:
-        """Keep the connection of a stream alive where a wait may be for a model to be loaded."""
-        if parsed is None or not parsed.stream or not self._engine.view.server_models:
-            return nullcontext()
-        anthropic = parsed.route is Route.MESSAGES
-        return kept_alive(http, names(http, name), anthropic=anthropic)
 
     async def describe(
         self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
@@ -278,9 +272,6 @@ class Completions:
         ends = max(self._suspects.check(raw, parsed), 0 if hop is None else hop.ends)
         if ends:
             http[ENDS] = ends
-
-    def _trial(self, exchange: _Exchange) -> Trial:
-        return self._trials.of(exchange.http, exchange.raw, exchange.parsed, exchange.request)
 
     def _check_quote(self, http: web.BaseRequest, request: Request) -> None:
         """Raise StaleQuoteError if a peer was quoted a far lower price for a request."""
@@ -352,8 +343,10 @@ class Completions:
             backend: BackendId | None = None
             try:
                 exchange.asked = perf_counter()
-                async with self._kept_alive(exchange.http, exchange.parsed, first.id):
-                    grant = await self._engine.submit(exchange.request, self._trial(exchange))
+                preparation = self._preparations.of(
+                    exchange.http, exchange.raw, exchange.parsed, exchange.request
+                )
+                grant = await self._engine.submit(exchange.request, preparation)
                 self._selection.no_longer_waits(first.id)
                 exchange.granted = perf_counter()
                 backend = grant.lease.slot.backend
@@ -440,13 +433,18 @@ class Completions:
             body = upstream_request.body(
                 grant, exchange.raw, exchange.parsed, saved=monitor.saves, caches=monitor.caches
             )
+            chosen = grant.plan.chosen
+            own = names(exchange.http, exchange.request.id) | upstream_request.headers(
+                grant.lease.slot, chosen.source, chosen.reused_tokens
+            )
+            method, on_head = exchange.http.method, head_of(exchange.http, own)
             async with monitor.client.relay(
-                exchange.http.method, target, headers, body, yields=True
+                method, target, headers, body, yields=True, on_head=on_head
             ) as upstream:
                 response, outcome = await relay(
                     exchange.http,
                     upstream,
-                    names(exchange.http, exchange.request.id) | upstream_request.headers(grant),
+                    own,
                     self._settings,
                     capture,
                     first_byte,

@@ -54,6 +54,7 @@ from router.web.server.relay import (
     relay,
 )
 from router.web.server.settings import Settings
+from router.web.server.stream_start import head_of
 
 # No answer within this time is no offer. A request that takes seconds here gives peers a
 # `_QUOTE_SHARE` of that instead: a busy peer that holds its prompt may need it.
@@ -392,7 +393,7 @@ class Forwarding:
             with suppress(BackendError, TimeoutError):
                 async with (
                     asyncio.timeout(_CONTROL_LIMIT_S),
-                    _sent_on(http, raw, peer, hop) as upstream,
+                    _sent_on(http, raw, peer, hop, name) as upstream,
                 ):
                     if _is_refusal(upstream) or knows_no_answer(await upstream.read()):
                         continue
@@ -518,7 +519,7 @@ class Forwarding:
         outcome = Outcome.BACKEND_ERROR
         status, encoding = 0, None
         try:
-            async with _sent_on(http, sought.raw, peer, hop) as upstream:
+            async with _sent_on(http, sought.raw, peer, hop, request.id) as upstream:
                 status, encoding = upstream.status, upstream.header("content-encoding")
                 if _is_refusal(upstream):
                     outcome = Outcome.REFUSED
@@ -568,10 +569,11 @@ def _beginning(raw: bytes) -> bytes:
 _UNREAD = Prompt(unknown="read by no backend here")
 
 
-def _sent_on(http: web.BaseRequest, raw: bytes, peer: Peer, hop: Hop) -> Relaying:
+def _sent_on(http: web.BaseRequest, raw: bytes, peer: Peer, hop: Hop, name: RequestId) -> Relaying:
     """Send a client's request to a peer, as `ServerClient.relay` does."""
     headers = [*forward_headers(http), *hop.headers()]
-    return peer.relay(http.method, forward_target(http), headers, raw or None, yields=True)
+    target, on_head = forward_target(http), head_of(http, names(http, name, here=False))
+    return peer.relay(http.method, target, headers, raw or None, yields=True, on_head=on_head)
 
 
 def _offer_of(offers: Sequence[Offer], key: str) -> Quote | None:

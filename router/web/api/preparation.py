@@ -1,41 +1,113 @@
-"""Trials: the server judges a request's fields before the router computes its prompt."""
+"""What a request does while the engine prepares its slot: its fields are judged, its stream begins.
+
+The server judges a request's fields before the router computes its prompt (docs/adr/0024). Once
+they are known to be good, a stream begins as at the server (docs/adr/0026).
+"""
+
+from collections.abc import Callable
 
 from aiohttp import web
 
-from router.base.ports import Trial
-from router.base.types import Request, SlotId
+from router.base.types import PrefillProgress, Request, SlotId, Source
 from router.llama import trial
+from router.llama.early_events import Answerer
 from router.llama.wire import ParsedRequest
+from router.web.api import upstream_request
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.suspects import Suspects
+from router.web.server.error_responses import names
+from router.web.server.stream_start import START
 
 
-class FieldTrials:
-    """Makes trials, one for each kind of request: fields that were accepted are remembered."""
+class Preparations:
+    """Makes preparations. Fields that were accepted once are remembered."""
 
     def __init__(self, selection: BackendSelection, suspects: Suspects) -> None:
-        self._selection = selection
-        self._suspects = suspects
-        self._accepted = trial.Accepted()
+        self.selection = selection
+        self.suspects = suspects
+        self.accepted = trial.Accepted()
 
     def of(
         self, http: web.BaseRequest, raw: bytes, parsed: ParsedRequest | None, request: Request
-    ) -> Trial:
-        """Return the trial of a request, for `Engine.submit`."""
+    ) -> "Preparation":
+        """Return the preparation of one attempt of a request, for `Engine.submit`."""
+        return Preparation(self, http, raw, parsed, request)
 
-        async def made(at: SlotId) -> int | None:
-            self._suspects.sent(request.id, at.backend)
-            monitor = self._selection.monitors.get(at.backend)
-            fields = {} if parsed is None else trial.unproven(parsed)
-            if parsed is None or monitor is None or not fields:
-                return None
-            namespace = self._selection.namespace_of(request.model) or ""
-            digest = trial.digest_of(fields, parsed.route, namespace)
-            if digest in self._accepted:
-                return None
-            asked = trial.request(parsed, http.path, raw, at.index)
-            cached = await monitor.client.trial(*asked)
-            self._accepted.add(digest)
-            return cached
 
-        return made
+class Preparation:
+    """One attempt; implements `ports.Preparing`."""
+
+    def __init__(
+        self,
+        known: Preparations,
+        http: web.BaseRequest,
+        raw: bytes,
+        parsed: ParsedRequest | None,
+        request: Request,
+    ) -> None:
+        self._known, self._http, self._raw = known, http, raw
+        self._parsed, self._request = parsed, request
+        self._start = http.get(START)
+        self._headers: dict[str, str] = {}
+        self._slot: SlotId | None = None
+        self._unproven: bytes | None = None  # a digest of fields that no server has accepted
+        self._cached: int | None = None  # tokens of the prompt before anything was computed
+        self._before_s, self._last_s = 0.0, 0.0  # prefills before this one, and this one so far
+
+    def begins(self, slot: SlotId, source: Source, reused_tokens: int) -> None:
+        """Begin the stream, unless its fields are yet to be judged."""
+        if self._slot is not None:
+            return
+        self._slot = slot
+        told = upstream_request.headers(slot, source, reused_tokens)
+        self._headers = names(self._http, self._request.id) | told
+        if self._parsed is not None and (fields := trial.unproven(self._parsed)):
+            namespace = self._known.selection.namespace_of(self._request.model) or ""
+            digest = trial.digest_of(fields, self._parsed.route, namespace)
+            self._unproven = None if digest in self._known.accepted else digest
+        if self._start is not None and self._unproven is None:
+            self._start.head_due(None, self._headers)
+
+    async def judge(self, slot: SlotId) -> int | None:
+        """Let the server judge the fields, if that is not done; return the cached tokens then.
+
+        Raises BackendError; BackendRefusedError if a field is wrong.
+        """
+        self._known.suspects.sent(self._request.id, slot.backend)
+        monitor = self._known.selection.monitors.get(slot.backend)
+        if self._parsed is None or monitor is None or self._unproven is None:
+            return None
+        asked = trial.request(self._parsed, self._http.path, self._raw, slot.index)
+        self._cached = await monitor.client.trial(*asked)
+        self._known.accepted.add(self._unproven)
+        self._unproven = None
+        if self._start is not None:
+            self._start.head_due(None, self._headers)
+        if self._cached is not None and self.on_progress is not None:
+            self._show(PrefillProgress(self._cached, self._cached, 0.0))
+        return self._cached
+
+    @property
+    def on_progress(self) -> Callable[[PrefillProgress], None] | None:
+        """Return what shows progress to the client; None: the client does not ask for it."""
+        start = self._start
+        if start is None or not start.events.wants_progress:
+            return None
+        return self._show
+
+    def _show(self, progress: PrefillProgress) -> None:
+        assert self._start is not None
+        assert self._slot is not None
+        monitor = self._known.selection.monitors.get(self._slot.backend)
+        if monitor is None or monitor.attached is None:
+            return
+        props = monitor.attached.props
+        server = Answerer(props.model_alias, props.build_info)
+        if progress.seconds < self._last_s:  # another prefill
+            self._before_s += self._last_s
+        self._last_s = progress.seconds
+        if self._cached is None:
+            self._cached = progress.n_cached
+        told = PrefillProgress(progress.n_done, self._cached, self._before_s + progress.seconds)
+        events = self._start.events.progress(told, len(self._request.prompt), server)
+        self._start.send(events, self._headers)

@@ -1,5 +1,6 @@
 """The body that an admitted request is sent with, and the headers that its answer gets."""
 
+from router.base.types import SlotId, Source
 from router.engine.engine import Grant
 from router.llama.wire import ParsedRequest, kept_in_place, pin_slot, strip_slot
 
@@ -31,12 +32,11 @@ def body(
     return strip_slot(raw, parsed.body, **more)
 
 
-def headers(grant: Grant) -> dict[str, str]:
+def headers(slot: SlotId, source: Source, reused_tokens: int) -> dict[str, str]:
     """Return the answer's headers: backend, slot, source and reused tokens."""
-    chosen = grant.plan.chosen
     return {
-        "x-kvferry-backend": grant.lease.slot.backend,
-        "x-kvferry-slot": str(grant.lease.slot.index),
-        "x-kvferry-source": chosen.source,
-        "x-kvferry-reused-tokens": str(chosen.reused_tokens),
+        "x-kvferry-backend": slot.backend,
+        "x-kvferry-slot": str(slot.index),
+        "x-kvferry-source": source,
+        "x-kvferry-reused-tokens": str(reused_tokens),
     }

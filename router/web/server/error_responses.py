@@ -99,10 +99,15 @@ def json_response(
 
 def open_to_browsers(request: web.BaseRequest, response: Response) -> Response:
     """Let the requesting web page read the response, as llama-server does with all of its own."""
-    origin = request.headers.get("Origin")
-    if origin is not None and _ORIGIN.fullmatch(origin):
+    if (origin := origin_of(request)) is not None:
         response.headers["Access-Control-Allow-Origin"] = origin
     return response
+
+
+def origin_of(request: web.BaseRequest) -> str | None:
+    """Return the origin of the web page that a request comes from, or None."""
+    origin = request.headers.get("Origin")
+    return origin if origin is not None and _ORIGIN.fullmatch(origin) else None
 
 
 def session_of(http: web.BaseRequest) -> str | None:

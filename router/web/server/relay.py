@@ -8,6 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 
 import aiohttp
@@ -24,12 +25,13 @@ from router.engine.loop_throttle import LoopThrottle
 from router.hosts.messages import HOP_HEADERS
 from router.llama import json_offload
 from router.llama.answer_counts import AnswerCounts
+from router.llama.early_events import PING
 from router.llama.http1 import Header
 from router.llama.replies import error_of
 from router.llama.server_client import RelayedResponse
-from router.web.server.early_stream import EARLY, EarlyStream
 from router.web.server.relayed_response import HOP_BY_HOP, RelayedAnswer, named_in_connection
 from router.web.server.settings import Settings
+from router.web.server.stream_start import START, StreamStart
 
 # The router's server has already decoded a compressed body.
 _NOT_FORWARDED = (
@@ -205,118 +207,118 @@ async def relay(
 ) -> tuple[web.StreamResponse, Outcome]:
     """Copy a response until one side stops; the client gets it with `counts` corrected.
 
-    Raises BackendError if the backend fails before anything was sent, so that another can be
-    tried. A later failure aborts the client's connection: a partial answer must not look complete.
+    Raises BackendError if the backend fails before an event or another byte of its answer was sent,
+    so that another can be tried. A later failure aborts the client's connection: a partial answer
+    must not look complete.
     """
-    if (early := request.get(EARLY)) is not None:
-        return await _into(early, request, upstream, settings, capture, on_first_byte, counts)
-    return await _whole(
-        request, upstream, headers, settings, capture, on_first_byte, throttle, counts
+    start = request.get(START)
+    response = None if start is None else await start.hand_over()
+    if response is None:
+        response = RelayedAnswer(upstream, headers)
+    passage = _Passage(
+        request, upstream, response, settings, capture, on_first_byte, throttle, counts, start
     )
-
-
-async def _whole(
-    request: web.BaseRequest,
-    upstream: RelayedResponse,
-    headers: Mapping[str, str],
-    settings: Settings,
-    capture: Capture,
-    on_first_byte: Callable[[], None],
-    throttle: LoopThrottle,
-    counts: AnswerCounts | None,
-) -> tuple[web.StreamResponse, Outcome]:
-    response = RelayedAnswer(upstream, headers)
-    outcome = Outcome.OK if upstream.status < 400 else Outcome.REFUSED
-    loop = asyncio.get_running_loop()
-    failed: type[BackendError] | None = None
     try:
-        if counts is not None and upstream.header("content-length") is not None:
-            # The server sends a plain answer when it is whole: to wait for its end costs nothing.
-            async with _silence(request, settings, capture):
-                await upstream.read()
-        if upstream.is_complete:  # only the client may have to be awaited
-            body = await upstream.read()
-            await throttle.pass_by()
-            capture.add(body)
-            if counts is not None:
-                body = await json_offload.read(body, counts.whole, body)
-                response.set_length(len(body))
-            on_first_byte()
-            await response.prepare(request)
-            request[STARTED] = response
-            if len(body) + _unsent_bytes(request) <= _SENT_AT_ONCE:
-                await response.write_eof(body)
-                return response, outcome
-            async with _silence(request, settings, capture) as silence:
-                silence.since = None
-                await response.write_eof(body)
-                await request.writer.drain()
-            return response, outcome
-        async with _silence(request, settings, capture) as silence:
-            async for chunk in upstream:
-                # A wait at the loop throttle or for a slow client is not the backend's silence.
-                silence.since = None
-                await throttle.pass_by()
-                if not response.prepared:
-                    on_first_byte()
-                    await response.prepare(request)
-                    request[STARTED] = response
-                capture.add(chunk)
-                await response.write(chunk if counts is None else counts.part(chunk))
-                silence.since = loop.time()
-            silence.since = None
-            await throttle.pass_by()
-            await response.write_eof(b"" if counts is None else counts.rest())
-            await request.writer.drain()
+        outcome = await passage.copy()
     except (ConnectionResetError, aiohttp.ClientConnectionResetError):
         _abort(request)  # the client may be connected and take nothing
         return response, Outcome.CLIENT_GONE
     except (TimeoutError, BackendError) as error:
         failed = _kind(error)
-    if failed is not None:
-        if not response.prepared:
-            raise failed("the backend failed before it answered")
+    else:
+        return response, outcome
+    if passage.begun:
         _abort(request)
         return response, Outcome.BACKEND_ERROR
-    return response, outcome
+    if start is not None:
+        start.resume(response if response.prepared else None)
+    raise failed("the backend failed before it answered")
 
 
-async def _into(
-    stream: EarlyStream,
-    request: web.BaseRequest,
-    upstream: RelayedResponse,
-    settings: Settings,
-    capture: Capture,
-    on_first_byte: Callable[[], None],
-    counts: AnswerCounts | None,
-) -> tuple[web.StreamResponse, Outcome]:
-    """Copy the events of an answer into a stream that has begun; raises as `relay` does."""
-    loop, begun = asyncio.get_running_loop(), False
-    try:
-        await stream.begin()
-        async with _silence(request, settings, capture) as silence:
-            if upstream.status != HTTPStatus.OK:
-                await stream.fail(error_of(await upstream.read(), upstream.status))
-                return stream, Outcome.REFUSED
-            async for chunk in upstream:
+@dataclass(slots=True)
+class _Passage:
+    """One answer on its way. `begun`: an event of it, or another byte that counts, was sent."""
+
+    request: web.BaseRequest
+    upstream: RelayedResponse
+    response: RelayedAnswer
+    settings: Settings
+    capture: Capture
+    on_first_byte: Callable[[], None]
+    throttle: LoopThrottle
+    counts: AnswerCounts | None
+    start: StreamStart | None
+    begun: bool = False
+
+    async def copy(self) -> Outcome:
+        """Copy the answer to its end. Raises TimeoutError, BackendError, ConnectionResetError."""
+        upstream = self.upstream
+        if self.response.prepared and upstream.status != HTTPStatus.OK:
+            await self._as_event()
+            return Outcome.REFUSED
+        if self.counts is not None and upstream.header("content-length") is not None:
+            # The server sends a plain answer when it is whole: to wait for its end costs nothing.
+            async with _silence(self.request, self.settings, self.capture):
+                await upstream.read()
+        if upstream.is_complete and not self.response.prepared:
+            await self._at_once()
+        else:
+            await self._as_it_comes()
+        return Outcome.OK if upstream.status < 400 else Outcome.REFUSED
+
+    async def _at_once(self) -> None:
+        """Send an answer that is whole: only the client may have to be awaited."""
+        body, response = await self.upstream.read(), self.response
+        await self.throttle.pass_by()
+        self.capture.add(body)
+        if self.counts is not None:
+            body = await json_offload.read(body, self.counts.whole, body)
+            response.set_length(len(body))
+        await self._begin()
+        if len(body) + _unsent_bytes(self.request) <= _SENT_AT_ONCE:
+            await response.write_eof(body)
+            return
+        async with _silence(self.request, self.settings, self.capture) as silence:
+            silence.since = None
+            await response.write_eof(body)
+            await self.request.writer.drain()
+
+    async def _as_it_comes(self) -> None:
+        loop, response = asyncio.get_running_loop(), self.response
+        counts, start = self.counts, self.start
+        async with _silence(self.request, self.settings, self.capture) as silence:
+            async for chunk in self.upstream:
+                # A wait at the loop throttle or for a slow client is not the backend's silence.
                 silence.since = None
-                if not begun:
-                    begun = True
-                    on_first_byte()
-                capture.add(chunk)
-                await stream.write(chunk if counts is None else counts.part(chunk))
+                await self.throttle.pass_by()
+                if not self.begun:
+                    if start is None or chunk.replace(PING, b""):
+                        await self._begin()
+                    else:
+                        await response.prepare(self.request)
+                self.capture.add(chunk)
+                right = chunk if counts is None else counts.part(chunk)
+                await response.write(right if start is None else start.events.part(right))
                 silence.since = loop.time()
             silence.since = None
-            await stream.write_eof(b"" if counts is None else counts.rest())
-    except (ConnectionResetError, aiohttp.ClientConnectionResetError):
-        _abort(request)
-        return stream, Outcome.CLIENT_GONE
-    except (TimeoutError, BackendError) as error:
-        if not begun:
-            raise _kind(error)("the backend failed before it answered") from error
-        _abort(request)
-        return stream, Outcome.BACKEND_ERROR
-    return stream, Outcome.OK
+            await self.throttle.pass_by()
+            rest = b"" if counts is None else counts.rest()
+            await response.write_eof(rest if start is None else start.events.whole(rest))
+            await self.request.writer.drain()
+
+    async def _begin(self) -> None:
+        self.begun = True
+        self.on_first_byte()
+        await self.response.prepare(self.request)
+        self.request[STARTED] = self.response
+
+    async def _as_event(self) -> None:
+        """Send an error into a stream whose head was sent."""
+        assert self.start is not None
+        async with _silence(self.request, self.settings, self.capture) as silence:
+            body = await self.upstream.read()
+            silence.since = None
+            await self.start.fail(error_of(body, self.upstream.status))
 
 
 def _kind(error: TimeoutError | BackendError) -> type[BackendError]:

@@ -4,16 +4,16 @@ Hop-by-hop headers are dropped, and the body is framed anew: a client may speak 
 HTTP than the router does to the backend. Why not aiohttp's own response: docs/adr/0009.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from email.utils import formatdate
 from functools import lru_cache
+from typing import Protocol
 
 from aiohttp import HttpVersion, HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 
 from router.base.clock import wall_now
 from router.llama.http1 import Header
-from router.llama.server_client import RelayedResponse
 
 # Headers of a hop, not of the message (RFC 9110 section 7.6.1), or set anew for the next hop.
 HOP_BY_HOP = frozenset(
@@ -41,13 +41,24 @@ def named_in_connection(headers: Iterable[Header]) -> frozenset[bytes]:
     )
 
 
+class Head(Protocol):
+    """Status and headers of an answer."""
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def headers(self) -> Sequence[Header]: ...
+
+
 class RelayedAnswer(web.StreamResponse):
     """A relayed answer, as aiohttp's server needs it.
 
-    The head waits for the first bytes of the body: the client wakes up for one packet less.
+    The head waits for the first write, be it empty: the client wakes up for one packet less.
     """
 
-    def __init__(self, upstream: RelayedResponse, own: Mapping[str, str]) -> None:
+    def __init__(self, upstream: Head, own: Mapping[str, str]) -> None:
         """Set up the answer; `own` are the router's headers, names in lower case."""
         super().__init__(status=upstream.status, reason=upstream.reason)
         self._upstream = upstream

@@ -1,82 +1,175 @@
-"""Streams that begin before their backend is known: comments while a model is being loaded.
+"""The start of a stream, before the first event of its answer: head, pings, progress.
 
-Clients and proxies give up on a connection that is silent for a minute or so; a large model takes
-longer to load. The head is sent then, so a later error is an event of the stream.
+llama-server sends the head of a stream when a slot takes its request, and pings while it computes
+the prompt. The router does the same while it prepares a slot, and pings in its queue, too. A head
+promises nothing but the status: up to the first event another backend can take over, and a later
+error is an event of the stream (docs/adr/0026).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
 
 import orjson
-from aiohttp import HttpVersion11, web
+from aiohttp import web
 
 from router.base.tasks import spawn
-from router.web.server.error_responses import OWN_HEADERS, open_to_browsers
+from router.llama.early_events import PING, EarlyEvents
+from router.llama.http1 import Header, ignored
+from router.llama.wire import ParsedRequest, Route
+from router.web.server.error_responses import OWN_HEADERS, origin_of
+from router.web.server.relayed_response import Head, RelayedAnswer
+from router.web.server.settings import Settings
 
-# llama-server pings after 30 s of silence (llama-server.md section 5.6). Chosen: below the shortest
-# idle timeout of a proxy in common use, 30 s.
+# A head waits so long for the first bytes: most streams then begin with one packet.
+HEAD_S = 0.2
+# Where the client asks for no other interval. llama-server pings after 30 s of silence
+# (llama-server.md section 5.6). Chosen: below the shortest idle timeout of a proxy in common use,
+# 30 s.
 PING_S = 10.0
-_COMMENT = b": the model is being loaded\n\n"
+_SERVER = "llama.cpp"
 
 
-class EarlyStream(web.StreamResponse):
-    """A stream of events, begun by the router."""
+@dataclass(frozen=True, slots=True)
+class OwnHead:
+    """A head that the router makes in place of a server's."""
+
+    headers: tuple[Header, ...]
+    status: int = 200
+    reason: str = "OK"
+
+
+class StreamStart:
+    """One stream that has not begun. Its owner calls `end` when the request is over.
+
+    Pings begin at once; `hand_over` stops them, and `resume` begins them again.
+    """
 
     def __init__(
-        self, request: web.BaseRequest, headers: Mapping[str, str], *, anthropic: bool
+        self,
+        request: web.BaseRequest,
+        parsed: ParsedRequest,
+        own: Mapping[str, str],
+        settings: Settings,
     ) -> None:
-        self._request = request
-        own = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        super().__init__(headers=OWN_HEADERS | own | dict(headers))
-        self.enable_chunked_encoding()
-        self._anthropic = anthropic
-        open_to_browsers(request, self)
+        """Set up a start. `own`: the router's headers of a head that comes before any backend."""
+        self._request, self._own, self._settings = request, own, settings
+        self._anthropic = parsed.route is Route.MESSAGES
+        self.events = EarlyEvents(parsed)
+        self._ping_s = PING_S if self.events.ping_s is None else self.events.ping_s
+        self._loop = asyncio.get_running_loop()
+        self._pending: deque[bytes] = deque()
+        self._writes: asyncio.Task[None] | None = None
+        self._due: tuple[Head | None, Mapping[str, str]] | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._ping_timer: asyncio.TimerHandle | None = None
+        self.stream: RelayedAnswer | None = None  # None: its head has not been sent
+        self.resume()
 
-    async def begin(self) -> None:
-        """Send the head, once."""
-        await self.prepare(self._request)
+    def head_due(self, head: Head | None, own: Mapping[str, str]) -> None:
+        """Send a head in a moment, unless the answer begins before. None: one like a server's."""
+        if self.stream is None and self._head_timer is None:
+            self._due = head, own
+            self._head_timer = self._loop.call_later(HEAD_S, self._begin, head, own)
 
-    async def ping(self) -> None:
-        """Send a comment, which clients skip. Raises ConnectionError."""
-        await self.begin()
-        await self.write(_COMMENT)
+    def send(self, events: bytes, own: Mapping[str, str]) -> None:
+        """Send events that come before those of the answer."""
+        if events:
+            self._begin(None, own)
+            self._write(events)
+            if self._ping_timer is not None:
+                self._ping_timer.cancel()
+                self._ping_timer = None
+                self.resume()
+
+    def resume(self, stream: RelayedAnswer | None = None) -> None:
+        """Ping from now on, once per interval; into `stream`, if its head was sent."""
+        self.stream = self.stream or stream
+        if self._ping_s and self._ping_timer is None:
+            self._ping_timer = self._loop.call_later(self._ping_s, self._ping)
+
+    async def hand_over(self) -> RelayedAnswer | None:
+        """Stop, and return the stream if its head was sent. Raises ConnectionResetError."""
+        self.end()
+        if self._writes is not None:
+            try:
+                async with asyncio.timeout(self._settings.send_timeout_s):
+                    await self._writes
+            except TimeoutError:
+                raise ConnectionResetError("the client takes nothing") from None
+        return self.stream
+
+    def end(self) -> None:
+        """Begin nothing more. May be called again."""
+        for timer in (self._head_timer, self._ping_timer):
+            if timer is not None:
+                timer.cancel()
+        self._head_timer = self._ping_timer = None
 
     async def fail(self, error: Mapping[str, object]) -> None:
         """End the stream with an error in the dialect of its route. Raises ConnectionError."""
-        await self.begin()
+        stream = await self.hand_over()
+        assert stream is not None, "else the error has a status"
         event = b"event: error\n" if self._anthropic else b""
         told = {"type": "error", "error": error} if self._anthropic else {"error": error}
-        await self.write(event + b"data: " + orjson.dumps(told) + b"\n\n")
-        await self.write_eof()
+        await stream.write(event + b"data: " + orjson.dumps(told) + b"\n\n")
+        await stream.write_eof()
+
+    def _begin(self, head: Head | None, own: Mapping[str, str]) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        if self.stream is None:
+            self.stream = RelayedAnswer(head or _head_like(_SERVER, self._request), own)
+            self._write(b"")
+
+    def _ping(self) -> None:
+        self._ping_timer = None
+        self._begin(*(self._due or (_head_like(OWN_HEADERS["Server"], self._request), self._own)))
+        self._write(PING)
+        self.resume()
+
+    def _write(self, data: bytes) -> None:
+        self._pending.append(data)
+        if self._writes is None or self._writes.done():
+            self._writes = spawn(self._write_pending(), name="start of a stream")
+
+    async def _write_pending(self) -> None:
+        assert self.stream is not None
+        try:
+            await self.stream.prepare(self._request)
+            while self._pending:
+                await self.stream.write(self._pending.popleft())
+        except ConnectionError:
+            self._pending.clear()  # the client is gone: its request is cancelled
 
 
-# The stream of a request, if it has begun before its backend answers.
-EARLY = web.RequestKey("early", EarlyStream)
+# The start of a streamed request.
+START = web.RequestKey("start", StreamStart)
 
 
-@asynccontextmanager
-async def kept_alive(
-    request: web.BaseRequest, headers: Mapping[str, str], *, anthropic: bool
-) -> AsyncIterator[None]:
-    """Send comments to a client of a stream while the body of this context waits."""
-    if request.version < HttpVersion11:
-        yield
-        return
-    pings = spawn(_ping(request, headers, anthropic=anthropic), name="pings")
-    try:
-        yield
-    finally:
-        # Not awaited: a request cancelled here would keep the lease that it has just been given.
-        pings.cancel()
+def head_of(request: web.BaseRequest, own: Mapping[str, str]) -> Callable[[Head], None]:
+    """Return what to do with the head of a server's answer that has no first byte yet."""
+    start = request.get(START)
+    if start is None:
+        return ignored
+
+    def came(head: Head) -> None:
+        if head.status == HTTPStatus.OK:
+            start.head_due(head, own)
+
+    return came
 
 
-async def _ping(request: web.BaseRequest, headers: Mapping[str, str], *, anthropic: bool) -> None:
-    with suppress(ConnectionError):  # the client is gone: its request is cancelled
-        while True:
-            await asyncio.sleep(PING_S)
-            stream = request.get(EARLY)
-            if stream is None:
-                stream = EarlyStream(request, headers, anthropic=anthropic)
-                request[EARLY] = stream
-            await stream.ping()
+def _head_like(server: str, request: web.BaseRequest) -> OwnHead:
+    """Return the head of a stream as `server` would send it."""
+    return OwnHead(
+        (
+            (b"Server", server.encode()),
+            (b"Access-Control-Allow-Origin", (origin_of(request) or "").encode()),
+            (b"X-Accel-Buffering", b"no"),
+            (b"Content-Type", b"text/event-stream"),
+        )
+    )

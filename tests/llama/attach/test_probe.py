@@ -285,10 +285,8 @@ class OddClient(LlamaClient):
             raise BackendRefusedError("no", backend_status=400)
         return await super().restore(slot, name)
 
-    async def prefill(
-        self, slot: int, tokens: Tokens, *, exact: bool = True, cache: bool | None = True
-    ) -> Reported:
-        reported = await super().prefill(slot, tokens, exact=exact, cache=cache)
+    async def prefill(self, slot: int, tokens: Tokens, **more: Any) -> Reported:
+        reported = await super().prefill(slot, tokens, **more)
         odd = self._odd.restores == self._odd.nothing_cached != 0
         return Reported(prompt_s=0.1, cached_tokens=0 if odd else reported.cached_tokens)
 

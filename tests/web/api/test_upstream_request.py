@@ -99,7 +99,10 @@ def test_what_was_not_read_is_sent_as_it_is() -> None:
 
 
 def test_the_client_is_told_where_it_ran_and_what_was_there() -> None:
-    assert upstream_request.headers(grant(pin=True)) == {
+    found = grant(pin=True)
+    chosen = found.plan.chosen
+    told = upstream_request.headers(found.lease.slot, chosen.source, chosen.reused_tokens)
+    assert told == {
         "x-kvferry-backend": "a",
         "x-kvferry-slot": "1",
         "x-kvferry-source": "resident",
