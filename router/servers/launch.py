@@ -1,8 +1,9 @@
 """The command line and environment of a server on demand."""
 
 import os
+import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from router.servers.program import HOST, PREBUILT, ServerNotFoundError, find_ser
 
 _PORT, _KV_DIR = "${port}", "${kv_dir}"
 _KEY_VARIABLE = "LLAMA_API_KEY"  # of llama-server's --api-key
+_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MS_TOKEN")
+# Names of variables that hold secrets as a rule.
+_SECRET = re.compile(
+    r"(?:^|_)(?:KEYS?|TOKENS?|AUTH|HEADERS|DSN)(?:_|$)|SECRET|PASSW|CREDENTIAL|APIKEY"
+)
 
 
 Identity = tuple[object, ...]
@@ -55,7 +61,8 @@ def launches_of(
 ) -> list[Launch]:
     """Return all servers of a configuration. Raises ServerNotFoundError without a llama-server.
 
-    `secrets_of`: environment variables that hold kvferry's own secrets, and are not passed on.
+    `secrets_of`: environment variables that hold kvferry's own secrets, and are not passed on. Nor
+    are others that look like secrets, but to a `command` of the operator's own.
     """
     needs_program = any(not model.command for model in config.models)
     program: Sequence[str] = ()
@@ -76,7 +83,7 @@ def launches_of(
         Launch(
             name=name,
             argv=model.command or (*program, *_arguments(model)),
-            env={**inherited, _KEY_VARIABLE: key, **model.env},
+            env={**_environment(model, inherited), _KEY_VARIABLE: key, **model.env},
             kv_dir=kv_dir,
             start_timeout_s=model.start_timeout_s,
             stop_timeout_s=model.stop_timeout_s,
@@ -86,6 +93,21 @@ def launches_of(
         for model in config.models
         for name in model.servers
     ]
+
+
+def _environment(model: ModelConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return what a server inherits: a log, or a crash report of it, shows its environment.
+
+    A model that is fetched gets the token of its hub.
+    """
+    if model.command:
+        return dict(inherited)
+    kept = () if model.hf is None else _HUB_TOKENS
+    return {
+        name: value
+        for name, value in inherited.items()
+        if name in kept or not _SECRET.search(name.upper())
+    }
 
 
 def _arguments(model: ModelConfig) -> tuple[str, ...]:

@@ -75,6 +75,31 @@ def test_the_secrets_of_kvferry_are_its_own(program: str, monkeypatch: pytest.Mo
     assert one.env["LLAMA_API_KEY"] == one.api_key
 
 
+@pytest.mark.parametrize(
+    ("more", "given"),
+    [
+        ({"model": "/m.gguf"}, {"PATH_X", "MONKEY", "TOKENIZERS_PARALLELISM"}),
+        ({"hf": "a/b"}, {"PATH_X", "MONKEY", "TOKENIZERS_PARALLELISM", "HF_TOKEN"}),
+        ({"model": "/m.gguf", "env": {"AWS_KEY": "x"}}, {"PATH_X", "MONKEY", "AWS_KEY"}),
+        (
+            {"command": ["docker", "run", "${port}"]},
+            {"PATH_X", "HF_TOKEN", "PGPASSWORD", "AWS_KEY"},
+        ),
+    ],
+)
+def test_the_secrets_of_others_are_theirs(
+    program: str, monkeypatch: pytest.MonkeyPatch, more: dict[str, object], given: set[str]
+) -> None:
+    secrets = ("HF_TOKEN", "PGPASSWORD", "AWS_KEY", "OTEL_EXPORTER_OTLP_HEADERS", "aws_secret_x")
+    harmless = ("PATH_X", "MONKEY", "TOKENIZERS_PARALLELISM")
+    for name in (*secrets, *harmless):
+        monkeypatch.setenv(name, "x")
+    (one,) = launches({"name": "a"} | more)
+    assert given <= set(one.env)
+    if "command" not in more:
+        assert set(secrets) & set(one.env) <= given
+
+
 def test_a_key_of_ones_own(program: str) -> None:
     (one,) = launches({"name": "a", "model": "/m.gguf", "env": {"LLAMA_API_KEY": "mine"}})
     assert one.env["LLAMA_API_KEY"] == one.api_key == "mine"
