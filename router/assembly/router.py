@@ -28,6 +28,7 @@ from router.assembly.backends import (
     timeouts_of,
     watch_of,
 )
+from router.assembly.certificates import Certificates
 from router.assembly.hosts import Hosts, hosts_of
 from router.assembly.learned_rates import RatesKeeper
 from router.assembly.part_settings import (
@@ -51,7 +52,7 @@ from router.base.types import BackendId, Namespace, Outcome, Request, Standing, 
 from router.base.urls import authority
 from router.config import values
 from router.config.open_doors import open_doors
-from router.config.schema import Address, BackendConfig, Config, TlsConfig, TokenizerMode
+from router.config.schema import Address, BackendConfig, Config, TokenizerMode
 from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.slots import Resident
@@ -85,7 +86,6 @@ from router.web.api.completions import Completions
 from router.web.api.forwarding import Forwarding
 from router.web.api.peer_routes import PeerRoutes
 from router.web.app import App, OtherHosts
-from router.web.server import tls
 from router.web.server.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -111,7 +111,7 @@ class Router:
     store: KvStore
     journal: SlotJournal
     rates: RatesKeeper
-    tls: ssl.SSLContext | None
+    certificates: Certificates
     hosts: Hosts | None = None
     admin_url: str | None = None
 
@@ -180,7 +180,7 @@ async def build(
     throttle = LoopThrottle(clock)
     telemetry = PrometheusTelemetry(registry, [backend.name for backend in config.backends])
     guard = Guard(secret_of("admin: token_env", config.admin.token_env))
-    context = tls.server_context() if config.tls.certificate is not None else None
+    certificates = Certificates(config)
     decision_log = DecisionLog(config.diagnostics.requests, wall_now)
     async with AsyncExitStack() as stack:
         if tracing is None and config.tracing.endpoint is not None:
@@ -293,8 +293,7 @@ async def build(
             kv_dirs = [kv_dir_of(backend, wanted) for backend in wanted.backends]
             await on_demand.prepare()
             kv_dirs.append(kv_dir_of_servers(wanted) if moves_kv(wanted) else None)
-            if context is not None:
-                await asyncio.to_thread(_show_certificate, context, wanted.tls)
+            await certificates.take(wanted)
             found = await store.add([kv_dir for kv_dir in kv_dirs if kv_dir is not None])
             engine.configure(policy_of(wanted), limits_of(wanted), queue_limits_of(wanted))
             take_settings(settings, wanted, memory_bytes)
@@ -329,6 +328,7 @@ async def build(
         )
         others = None
         if hosts is not None:
+            certificates.credentials = hosts.credentials
             forwarding = Forwarding(
                 hosts.name,
                 hosts.peers,
@@ -383,22 +383,15 @@ async def build(
             throttle=throttle,
             hosts=others,
         )
-        vitals = Vitals(registry, clock, lambda: store.kv_dirs, __version__)
+        vitals = Vitals(
+            registry, clock, lambda: store.kv_dirs, __version__, lambda: certificates.ends
+        )
         tasks.supervise(vitals.watch_loop, name="event loop lag")
         tasks.supervise(vitals.watch_disks, name="room on disk")
         stack.callback(throttle.open)
-        yield Router(app, engine, selection, live, reload, store, journal, rates, context, hosts)
-
-
-def _show_certificate(context: ssl.SSLContext, files: TlsConfig) -> None:
-    """Load the certificate into `context`. Blocking. Raises StartError."""
-    assert files.certificate is not None and files.key is not None  # noqa: PT018 - for mypy
-    try:
-        problem = tls.load(context, files.certificate, files.key)
-    except tls.TlsError as error:
-        raise StartError(str(error)) from error
-    if problem is not None:
-        log.warning("certificate", problem=problem)
+        yield Router(
+            app, engine, selection, live, reload, store, journal, rates, certificates, hosts
+        )
 
 
 async def _exporting(endpoint: str, stack: AsyncExitStack) -> Tracing:
@@ -422,7 +415,9 @@ async def listening(router: Router) -> AsyncIterator[str]:
     own = config.admin.listen
     async with AsyncExitStack() as stack:
         if own is not None:
-            address = _address(router, own, Audience.OPERATORS, "admin: listen", router.tls)
+            address = _address(
+                router, own, Audience.OPERATORS, "admin: listen", router.certificates.context
+            )
             router.admin_url = await stack.enter_async_context(address)
         if (for_peers := config.fleet.listen) is not None and router.hosts is not None:
             context = router.hosts.credentials.server
@@ -431,7 +426,9 @@ async def listening(router: Router) -> AsyncIterator[str]:
             where = values.url_address(await stack.enter_async_context(address))
             router.hosts.address.listens(for_peers.host, where.port)
         side = Audience.ALL if own is None else Audience.CLIENTS
-        address = _address(router, config.listen, side, "listen (--listen)", router.tls)
+        address = _address(
+            router, config.listen, side, "listen (--listen)", router.certificates.context
+        )
         url = await stack.enter_async_context(address)
         # Last in, first out: an open live page must not delay the shutdown.
         stack.callback(router.live.stop)

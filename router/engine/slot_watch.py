@@ -97,7 +97,7 @@ class SeenSlot:
 def known_slots(
     slots: Iterable[Slot], idle: Mapping[SlotId, int], statuses: Iterable[SlotStatus]
 ) -> list[SeenSlot]:
-    """Return the idle slots of a backend whose content is as the router and the server say.
+    """Return the idle slots of a backend with a content that the router and the server agree on.
 
     `idle`: the generations of the slots that were idle before the poll.
     """

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from router.base.certificates import end_of
+
 AUTHORITY = "authority.pem"
 CERTIFICATE = "host.pem"
 KEY = "host.key"
@@ -22,13 +24,17 @@ class CredentialsError(Exception):
     """Unusable credentials; the message names the file and the remedy."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Credentials:
-    """Contexts of both sides (None: plain HTTP), and the secret that keys all prefix hashes."""
+    """Contexts of both sides (None: plain HTTP), and the secret that keys all prefix hashes.
+
+    `ends`: when the certificate or its authority ends, in seconds since the epoch.
+    """
 
     server: ssl.SSLContext | None
     client: ssl.SSLContext | None
     secret: bytes
+    ends: float | None = None
 
     @property
     def proof(self) -> str:
@@ -53,7 +59,25 @@ def load_credentials(directory: Path | None) -> Credentials:
         _context(ssl.PROTOCOL_TLS_SERVER, directory),
         _context(ssl.PROTOCOL_TLS_CLIENT, directory),
         secret,
+        min(end_of(directory / name) for name in (CERTIFICATE, AUTHORITY)),
     )
+
+
+def renew(credentials: Credentials, directory: Path) -> None:
+    """Load the files of a directory into the contexts of credentials. Blocking.
+
+    Raises CredentialsError if they cannot be used, or have another secret; all stays then. An
+    authority that the old files had is trusted until the next start.
+    """
+    new = load_credentials(directory)
+    if new.secret != credentials.secret:
+        raise CredentialsError(
+            f"{directory / SECRET}: is another one than at the start: restart all hosts with it"
+        )
+    for context in (credentials.server, credentials.client):
+        if context is not None:
+            _load(context, directory)
+    credentials.ends = new.ends
 
 
 def _context(protocol: int, directory: Path) -> ssl.SSLContext:
@@ -61,6 +85,11 @@ def _context(protocol: int, directory: Path) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
+    _load(context, directory)
+    return context
+
+
+def _load(context: ssl.SSLContext, directory: Path) -> None:
     for name in (AUTHORITY, CERTIFICATE, KEY):
         _read(directory / name)
     try:
@@ -76,7 +105,6 @@ def _context(protocol: int, directory: Path) -> ssl.SSLContext:
             f"{directory / CERTIFICATE}: cannot be used with {KEY} ({error.reason}):"
             " `kvferry fleet certificate` makes both"
         ) from error
-    return context
 
 
 def _read(path: Path) -> bytes:

@@ -22,7 +22,7 @@ _ALPHANUMERIC = string.digits + string.ascii_letters
 
 
 class Answerer(NamedTuple):
-    """What a server's events say of it."""
+    """A server, as its events name it."""
 
     model: str
     build: str
@@ -38,7 +38,7 @@ class EarlyEvents:
         self._route = parsed.route
         self._id = b""  # of the early events; empty: there were none
         self._theirs = b""  # the id that the server gave the answer
-        self._drops = False  # the first event of the answer, whose like was sent
+        self._drops = False  # the first event of the answer: its like was sent
         self._kept = b""
         self._shown = -1
 

@@ -36,8 +36,13 @@ class Vitals(Collector):
         clock: Clock,
         kv_dirs: Callable[[], Iterable[str]],
         version: str,
+        certificates: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """Register the metrics. Each call of `kv_dirs` returns the present KV directories."""
+        """Register the metrics. Each call of `kv_dirs` returns the present KV directories.
+
+        `certificates` returns when each certificate ends, in seconds since the epoch.
+        """
+        self._certificates = certificates
         self._clock = clock
         self._kv_dirs = kv_dirs
         self._disks: Mapping[str, tuple[int, int]] = {}
@@ -74,7 +79,14 @@ class Vitals(Collector):
         )
         for kind, n in ({"request": 0} | tasks.failures).items():
             failures.add_metric([kind], n)
-        yield from (size, free, failures)
+        ends = GaugeMetricFamily(
+            "kvferry_certificate_end_timestamp_seconds",
+            "When a certificate ends: of TLS for clients, or of the fleet",
+            labels=["certificate"],
+        )
+        for name, end in self._certificates().items():
+            ends.add_metric([name], end)
+        yield from (size, free, failures, ends)
 
     async def watch_loop(self) -> None:
         """Measure the lag of the event loop, forever."""

@@ -30,6 +30,7 @@ PANELS = {
 }
 # Metrics that are on no panel, with the reason.
 ON_NO_PANEL: dict[str, str] = {
+    "kvferry_certificate_end_timestamp_seconds": "the alert KvferryCertificateEnds",
     "kvferry_refused_keys_total": "kvferry_requests_total has them as `unauthorized`",
     "kvferry_tenant_limits_total": "kvferry_requests_total has them as `tenant_busy`",
 }

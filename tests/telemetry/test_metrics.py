@@ -165,7 +165,9 @@ async def test_every_metric_is_described(
     """docs/metrics.md has a row for each: name, type, labels, meaning, what to do when it moves."""
     exercise(telemetry)
     exercise_hosts(registry)
-    await Vitals(registry, MonotonicClock(), lambda: [str(tmp_path)], "1").measure_disks()
+    await Vitals(
+        registry, MonotonicClock(), lambda: [str(tmp_path)], "1", lambda: {"fleet": 1.0}
+    ).measure_disks()
     async with Connections() as connections:
         nobody = LlamaClient(BackendId("a"), "http://127.0.0.1:9", connections, Timeouts())
         text = await BackendMetrics({nobody.id: nobody}, registry).text()

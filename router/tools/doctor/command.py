@@ -13,6 +13,7 @@ from rich.text import Text
 from router.base.types import Namespace
 from router.config.schema import Config
 from router.llama.server_client import Connections
+from router.tools.doctor.certificates import of_certificates
 from router.tools.doctor.facts import Facts, gather
 from router.tools.doctor.findings import Finding, Level, of_backend
 from router.tools.doctor.fleet import of_fleet, verdict
@@ -32,6 +33,8 @@ async def doctor(config: Config) -> int:
         _print(console, f"{facts.name}  {facts.backend.url}", of_backend(facts))
     if together := of_fleet(fleet, config):
         _print(console, "together", together)
+    if certificates := await of_certificates(config):
+        _print(console, "certificates", certificates)
     if others := await of_hosts(config, fleet):
         _print(console, "other hosts", others)
     code, text = verdict(fleet, config)

@@ -1,4 +1,4 @@
-"""What a request does while the engine prepares its slot: its fields are judged, its stream begins.
+"""The part of a request in the preparation of its slot: fields are judged, a stream begins.
 
 The server judges a request's fields before the router computes its prompt (docs/adr/0024). Once
 they are known to be good, a stream begins as at the server (docs/adr/0026).

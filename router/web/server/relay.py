@@ -313,7 +313,7 @@ class _Passage:
         self.request[STARTED] = self.response
 
     async def _as_event(self) -> None:
-        """Send an error into a stream whose head was sent."""
+        """Send an error into a stream that has begun."""
         assert self.start is not None
         async with _silence(self.request, self.settings, self.capture) as silence:
             body = await self.upstream.read()

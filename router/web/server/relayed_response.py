@@ -41,7 +41,7 @@ def named_in_connection(headers: Iterable[Header]) -> frozenset[bytes]:
     )
 
 
-class Head(Protocol):
+class AnswerHead(Protocol):
     """Status and headers of an answer."""
 
     @property
@@ -58,7 +58,7 @@ class RelayedAnswer(web.StreamResponse):
     The head waits for the first write, be it empty: the client wakes up for one packet less.
     """
 
-    def __init__(self, upstream: Head, own: Mapping[str, str]) -> None:
+    def __init__(self, upstream: AnswerHead, own: Mapping[str, str]) -> None:
         """Set up the answer; `own` are the router's headers, names in lower case."""
         super().__init__(status=upstream.status, reason=upstream.reason)
         self._upstream = upstream

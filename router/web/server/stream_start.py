@@ -20,7 +20,7 @@ from router.llama.early_events import PING, EarlyEvents
 from router.llama.http1 import Header, ignored
 from router.llama.wire import ParsedRequest, Route
 from router.web.server.error_responses import OWN_HEADERS, origin_of
-from router.web.server.relayed_response import Head, RelayedAnswer
+from router.web.server.relayed_response import AnswerHead, RelayedAnswer
 from router.web.server.settings import Settings
 
 # A head waits so long for the first bytes: most streams then begin with one packet.
@@ -62,13 +62,13 @@ class StreamStart:
         self._loop = asyncio.get_running_loop()
         self._pending: deque[bytes] = deque()
         self._writes: asyncio.Task[None] | None = None
-        self._due: tuple[Head | None, Mapping[str, str]] | None = None
+        self._due: tuple[AnswerHead | None, Mapping[str, str]] | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._ping_timer: asyncio.TimerHandle | None = None
         self.stream: RelayedAnswer | None = None  # None: its head has not been sent
         self.resume()
 
-    def head_due(self, head: Head | None, own: Mapping[str, str]) -> None:
+    def head_due(self, head: AnswerHead | None, own: Mapping[str, str]) -> None:
         """Send a head in a moment, unless the answer begins before. None: one like a server's."""
         if self.stream is None and self._head_timer is None:
             self._due = head, own
@@ -117,7 +117,7 @@ class StreamStart:
         await stream.write(event + b"data: " + orjson.dumps(told) + b"\n\n")
         await stream.write_eof()
 
-    def _begin(self, head: Head | None, own: Mapping[str, str]) -> None:
+    def _begin(self, head: AnswerHead | None, own: Mapping[str, str]) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -150,13 +150,13 @@ class StreamStart:
 START = web.RequestKey("start", StreamStart)
 
 
-def head_of(request: web.BaseRequest, own: Mapping[str, str]) -> Callable[[Head], None]:
+def head_of(request: web.BaseRequest, own: Mapping[str, str]) -> Callable[[AnswerHead], None]:
     """Return what to do with the head of a server's answer that has no first byte yet."""
     start = request.get(START)
     if start is None:
         return ignored
 
-    def came(head: Head) -> None:
+    def came(head: AnswerHead) -> None:
         if head.status == HTTPStatus.OK:
             start.head_due(head, own)
 

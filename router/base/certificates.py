@@ -1,0 +1,15 @@
+"""The end of a certificate."""
+
+from pathlib import Path
+
+WARN_BEFORE_S = 30 * 86400.0
+
+
+def end_of(path: Path) -> float:
+    """Return when the first certificate of a PEM file ends, in seconds since the epoch. Blocking.
+
+    Raises OSError and ValueError.
+    """
+    from cryptography import x509  # 60 ms, for those that have a certificate
+
+    return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc.timestamp()
