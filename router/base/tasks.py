@@ -8,12 +8,13 @@ banned.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
 Work = Coroutine[Any, Any, None]
 
 _AGAIN_S, _AGAIN_MOST_S = 1.0, 30.0
@@ -84,6 +85,15 @@ async def _guard(coro: Work, name: str) -> None:
     except Exception:
         failures[_kind(name)] += 1
         log.exception("task_failed", task=name)
+
+
+def attempt(failures: list[Exception], call: Callable[..., T], *arguments: object) -> T | None:
+    """Return the result of a call; add its exception to `failures`, for the caller to raise."""
+    try:
+        return call(*arguments)
+    except Exception as error:  # noqa: BLE001 - for the caller
+        failures.append(error)
+        return None
 
 
 class Tasks:

@@ -30,8 +30,8 @@ class Scheduler:
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Take in one event; return the effects to carry out, in order."""
         state = self.state
-        admission.explain_admitted(state)
         state.out = []
+        admission.explain_admitted(state)
         idle_saves.end_backoffs(state, now)
         self._take(event, now)
         state.dirty = bool(state.scanned) and (state.dirty or not isinstance(event, ev.Tick))

@@ -16,7 +16,7 @@ from msgspec import Struct, structs
 
 from router.base.errors import BackendError, BackendRefusedError
 from router.base.ports import Backend, Clock, Preparing, ServerRunner, SnapshotStore, Telemetry
-from router.base.tasks import Tasks
+from router.base.tasks import Tasks, attempt
 from router.base.tokens import Tokens
 from router.base.types import (
     BackendId,
@@ -54,18 +54,11 @@ from router.core.planning.quote import quote as make_quote
 from router.core.reporting.request_records import record_of
 from router.core.scheduler import Scheduler
 from router.core.stats import stats_of
+from router.engine import slot_watch as watch
 from router.engine.fleet_view import FleetView
 from router.engine.held_prefixes import HeldPrefixes
 from router.engine.loop_throttle import LoopThrottle
 from router.engine.server_placement import LaunchWatch
-from router.engine.slot_watch import (
-    SeenSlot,
-    SlotPollers,
-    known_slots,
-    poll_idle,
-    wait_quiet,
-    wipe,
-)
 from router.engine.transfers import Transferred, Transfers
 
 log = structlog.get_logger(__name__)
@@ -107,7 +100,7 @@ class Engine:
         on_over: Callable[[RequestRecord, Plan], None] = lambda *_: None,
         on_abandoned: Callable[[Request], None] = lambda _: None,
         servers: ServerRunner | None = None,
-        on_seen: Callable[[BackendId, Sequence[SeenSlot]], None] = lambda *_: None,
+        on_seen: Callable[[BackendId, Sequence[watch.SeenSlot]], None] = lambda *_: None,
     ) -> None:
         """Connect the scheduler to its surroundings. `backends` may change.
 
@@ -138,7 +131,7 @@ class Engine:
         self._wakeup: asyncio.TimerHandle | None = None
         self._alarm_due = False
         self._closed = False
-        self._pollers = SlotPollers(backends)
+        self._pollers = watch.SlotPollers(backends)
         self._calm: asyncio.Event | None = None  # made by `stop`; set when no job is under way
 
     # -- for the web layer ---------------------------------------------------------------------
@@ -381,11 +374,13 @@ class Engine:
         if self._carries_out:
             return
         self._carries_out = True
+        failures: list[Exception] = []
         try:
             while self._events:
                 event, then = self._events.popleft()
-                for effect in self._scheduler.handle(event, self._clock.now()):
-                    self._carry_out(effect)
+                effects = attempt(failures, self._scheduler.handle, event, self._clock.now())
+                for effect in self._scheduler.state.out if effects is None else effects:
+                    attempt(failures, self._carry_out, effect)
                 then()
         finally:
             self._carries_out = False
@@ -399,6 +394,8 @@ class Engine:
             self._alarm_due = True
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.call_soon, self._set_alarm)
+        if failures:  # a bug; all else that was ordered has been carried out
+            raise failures[0]
 
     def _set_alarm(self) -> None:
         self._alarm_due = False
@@ -556,7 +553,7 @@ class Engine:
         backend, index = self._backends.get(effect.slot.backend), effect.slot.index
         if effect.wipe and backend is not None:  # else a server on demand, which has ended
             jobs = self._scheduler.state.fleet.jobs
-            await wipe(backend, index, lambda: effect.request in jobs, flush=effect.flush)
+            await watch.wipe(backend, index, lambda: effect.request in jobs, flush=effect.flush)
             n_tokens = None
         self._throttle.call(partial(self._feed, ev.Quiet(effect.request, n_tokens)))
 
@@ -566,7 +563,7 @@ class Engine:
         if at.slot.backend not in self._backends:
             return None
         jobs, poller = self._scheduler.state.fleet.jobs, self._pollers.at(at.slot.backend)
-        return await wait_quiet(
+        return await watch.wait_quiet(
             poller, at.slot.index, lambda: at.request in jobs, at.progress, on_overdue
         )
 
@@ -574,18 +571,18 @@ class Engine:
         if backend not in self._backends:
             return
         idle = {s.id: s.generation for s in self._slots_of(backend) if s.is_idle}
-        statuses = await poll_idle(self._pollers.at(backend), idle)
+        statuses = await watch.poll_idle(self._pollers.at(backend), idle)
         busy = {SlotId(backend, status.index) for status in statuses if status.is_processing}
         if busy:
             found = {slot: idle[slot] for slot in busy}
             self._throttle.call(partial(self._feed, ev.FoundBusy(found)))
-        self._on_seen(backend, known_slots(self._slots_of(backend), idle, statuses))
+        self._on_seen(backend, watch.known_slots(self._slots_of(backend), idle, statuses))
 
-    async def seen_of(self, backend: BackendId) -> list[SeenSlot]:
+    async def seen_of(self, backend: BackendId) -> list[watch.SeenSlot]:
         """Poll a backend; return its idle slots with a content that is surely known."""
         idle = {s.id: s.generation for s in self._slots_of(backend) if s.is_idle}
-        statuses = await poll_idle(self._pollers.at(backend), idle)
-        return known_slots(self._slots_of(backend), idle, statuses)
+        statuses = await watch.poll_idle(self._pollers.at(backend), idle)
+        return watch.known_slots(self._slots_of(backend), idle, statuses)
 
     def _slots_of(self, backend: BackendId) -> tuple[Slot, ...]:
         return tuple(self._scheduler.state.fleet.slots.of(backend))

@@ -19,12 +19,12 @@ from router.base.clock import MonotonicClock
 from router.base.errors import BackendError, BackendRefusedError, BackendTimeoutError
 from router.base.ports import Backend, Telemetry
 from router.base.tokens import Tokens
-from router.base.types import BackendId, Reported, Request, SlotStatus
+from router.base.types import BackendId, Outcome, Reported, Request, RequestId, SlotStatus
 from router.core.model import events as ev
 from router.core.model.effects import Detach, Effect
 from router.core.model.rates import LinearFit
 from router.core.scheduler import Scheduler
-from router.engine.engine import Engine
+from router.engine.engine import Engine, Timing
 from router.engine.loop_throttle import MOST, LoopThrottle
 from tests.support.scheduler.build import (
     UNREAD,
@@ -352,6 +352,27 @@ async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin(
     assert not begun
     with pytest.raises(BackendError, match="went down"):
         await asked
+    await engine.aclose()
+
+
+async def test_an_exception_in_one_effect_costs_no_other() -> None:
+    """A request that ends frees its slot for the next, even if its record cannot be written."""
+    telemetry = Mock()
+    telemetry.request.side_effect = ZeroDivisionError
+    clock = MonotonicClock()
+    state = scheduler(backend("a", 1), idle_save_after_s=None)
+    server = cast(Backend, SimpleNamespace())
+    engine = Engine(
+        *(state, {A: server}, None, clock, cast(Telemetry, telemetry)), LoopThrottle(clock)
+    )
+    first = await engine.submit(request("r1", ids=[1, 2, 3]))
+    asked = asyncio.ensure_future(engine.submit(request("r2", ids=[4])))  # noqa: TID251 - awaited
+    await asyncio.sleep(0)
+    assert first.lease.slot.backend == A
+    assert not asked.done()
+    with pytest.raises(ZeroDivisionError):
+        engine.finish(RequestId("r1"), Outcome.OK, Reported(), Timing(None, 0.0))
+    assert (await asked).lease.slot == first.lease.slot
     await engine.aclose()
 
 
