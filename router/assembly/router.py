@@ -85,6 +85,7 @@ from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
 from router.web.api.forwarding import Forwarding
 from router.web.api.peer_routes import PeerRoutes
+from router.web.api.suspects import Suspects
 from router.web.app import App, OtherHosts
 from router.web.server.settings import Settings
 
@@ -326,7 +327,7 @@ async def build(
         hosts = await stack.enter_async_context(
             hosts_of(config, engine, selection, keys, registry, clock, drivers)
         )
-        others = None
+        others, suspects = None, Suspects(clock.now)
         if hosts is not None:
             certificates.credentials = hosts.credentials
             forwarding = Forwarding(
@@ -341,6 +342,7 @@ async def build(
                 throttle,
                 decision_log,
                 hosts.metrics,
+                suspects,
             )
             routes = PeerRoutes(hosts.hello, engine, selection, hosts.held)
             others = OtherHosts(forwarding, routes, hosts.metrics)
@@ -352,6 +354,7 @@ async def build(
             settings,
             keys,
             throttle,
+            suspects,
             tracing,
             None if others is None else others.forwarding,
         )

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import TypedDict
 
 from aiohttp import web
@@ -114,6 +114,7 @@ class Completions:
         settings: Settings,
         keys: Keys,
         throttle: LoopThrottle,
+        suspects: Suspects,
         tracing: Tracing | None = None,
         forwarding: Forwarding | None = None,
     ) -> None:
@@ -127,8 +128,8 @@ class Completions:
         self._spawn = spawn
         self._settings = settings
         self._tracing = tracing
-        self._suspects = Suspects(monotonic)
-        self._preparations = Preparations(selection, self._suspects)
+        self._suspects = suspects
+        self._preparations = Preparations(selection, suspects)
 
     async def completion(
         self, http: web.BaseRequest, route: Route, raw: bytes, request_id: RequestId

@@ -43,6 +43,7 @@ from router.telemetry.decision_log import DecisionLog, HostOffer, HostsAsked
 from router.telemetry.hosts_metrics import HostsMetrics
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys, fair_to
+from router.web.api.suspects import Suspects
 from router.web.server.error_responses import names
 from router.web.server.hop import ENDS, HOP_OF, Hop
 from router.web.server.relay import (
@@ -117,6 +118,7 @@ class Forwarding:
         throttle: LoopThrottle,
         decision_log: DecisionLog,
         metrics: HostsMetrics,
+        suspects: Suspects,
     ) -> None:
         self.name = name
         self.peers = peers
@@ -129,6 +131,7 @@ class Forwarding:
         self._throttle = throttle
         self._decision_log = decision_log
         self._metrics = metrics
+        self._suspects = suspects
         self._sent = 0
         self._undecided = Undecided()
 
@@ -521,6 +524,8 @@ class Forwarding:
         try:
             async with _sent_on(http, sought.raw, peer, hop, request.id) as upstream:
                 status, encoding = upstream.status, upstream.header("content-encoding")
+                if (ends := upstream.header(HOP_SUSPECT)) is not None and ends.isdecimal():
+                    self._suspects.told(sought.raw, sought.parsed, int(ends))
                 if _is_refusal(upstream):
                     outcome = Outcome.REFUSED
                     return None

@@ -72,14 +72,25 @@ class Suspects:
         log.warning("server_ended_with_a_request", request_id=request, backend=backend, times=ends)
         return ends
 
+    def told(self, raw: bytes, parsed: ParsedRequest | None, ends: int) -> None:
+        """Note that another host refuses a request, which has ended so many servers there."""
+        now = self._now()
+        for key in _keys(raw, parsed):
+            n, _ = self._ends.pop(key, (0, now))
+            self._ends[key] = max(n, ends), now
+        self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        while len(self._ends) > _MOST:
+            self._ends.popitem(last=False)
+
     def _note(self, raw: bytes, parsed: ParsedRequest | None, before: int) -> int:
         most, now = 0, self._now()
         for key in _keys(raw, parsed):
             n, _ = self._ends.pop(key, (before, now))
             self._ends[key] = n + 1, now
             most = max(most, n + 1)
-        while len(self._ends) > _MOST:
-            self._ends.popitem(last=False)
+        self._forget_oldest()
         return most
 
     def check(self, raw: bytes, parsed: ParsedRequest | None) -> int:

@@ -50,6 +50,26 @@ def peers_url(fleet: Fleet) -> str:
     return hosts.address.url
 
 
+async def test_a_front_remembers_what_a_peer_refuses(tmp_path: Path) -> None:
+    """A request that has ended two servers of one host is sent to no other."""
+    async with (
+        FakeLlama(kv_dir=tmp_path) as a,
+        FakeLlama(kv_dir=tmp_path) as b,
+        hosts([a, b], []) as (there, front),
+    ):
+        a.faults.die_at_once = b.faults.die_at_once = True
+        statuses = [(await front.complete(LONG)).status for _ in range(3)]
+        a.faults.die_at_once = b.faults.die_at_once = False
+        await there.until_up()
+        sent = len(a.bodies) + len(b.bodies)
+        answer = await front.complete(LONG)
+        assert (answer.status, len(a.bodies) + len(b.bodies)) == (503, sent), statuses
+        log = (await there.get("/kvferry/requests")).json["requests"]
+        assert (await front.complete(LONG)).status == 503
+        assert (await there.get("/kvferry/requests")).json["requests"] == log, "it was not asked"
+        assert (await front.complete("another")).status == 200
+
+
 async def test_hosts_of_one_authority_serve_each_others_requests(
     credentials: Path, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ from router.telemetry.decision_log import DecisionLog
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
+from router.web.api.suspects import Suspects
 from router.web.server.settings import Settings
 from tests.support.scheduler.build import backend
 
@@ -183,6 +184,7 @@ async def test_a_completion_is_read_with_the_boundaries_that_are_wanted(kind: Me
         Settings(),
         keys,
         LoopThrottle(MonotonicClock()),
+        Suspects(lambda: 0.0),
     )
     nobody = SimpleNamespace(headers={}, remote=None, get=lambda _: None)
     http = cast(web.Request, nobody)

@@ -45,6 +45,14 @@ def test_requests_that_are_over_are_forgotten() -> None:
     assert made.blame(ONE, A, b"1", None, 0) is None
 
 
+def test_what_another_host_refuses_is_refused_here() -> None:
+    made = Suspects(Time().now)
+    made.told(b"x", None, 2)
+    with pytest.raises(SuspectError):
+        made.check(b"x", None)
+    assert made.check(b"y", None) == 0
+
+
 def test_after_two_ends_it_is_refused_longer_each_time() -> None:
     time = Time()
     made = Suspects(time.now)
