@@ -133,6 +133,9 @@ def request(parsed: ParsedRequest, path: str, raw: bytes, slot: int) -> tuple[st
         for name, value in wanted.items()
         if body.get(name) is None or _is_good(name, body[name])  # a wrong one is to be judged
     }
+    if path == CHAT_PATH and not parsed.stream and body.get("logprobs") is True:
+        # With tools the server has them only without a stream, and a trial is one.
+        more |= {"logprobs": None, "top_logprobs": None}
     more["id_slot"] = slot
     return path, with_fields(raw, body, more)
 

@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from router.base.errors import BackendRefusedError
+from router.llama import trial
+from router.llama.client import LlamaClient
+from router.llama.wire import ROUTES, parse_request
 from router.tools.demo.launcher import LlamaServer
 from tests.support.conversations.measuring import CHAT
 from tests.support.conversations.prompts import Json, ids, sentences
@@ -27,6 +31,7 @@ BAD_TOOL: Json = {
         "parameters": {"type": "object", "properties": {"x": {"type": "no"}}},
     },
 }
+TOOL: Json = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 MORE: list[Json] = [
     {"grammar": "root ::= nothing"},
     {"tools": [BAD_TOOL]},
@@ -59,14 +64,14 @@ async def asked(fleet: Fleet, url: str, body: Json) -> int:
 async def computed(fleet: Fleet, url: str) -> int:
     """Return the number of prompt tokens that the server has computed."""
     async with fleet.session.get(f"{url}/metrics") as response:
-        found = re.search(r"^llamacpp:prompt_tokens_total (\d+)", await response.text(), re.M)
+        found = re.search(r"^llamacpp:prompt_tokens_total (\S+)", await response.text(), re.M)
     assert found
-    return int(found.group(1))
+    return int(float(found.group(1)))
 
 
-def long(path: str, number: int) -> Json:
-    """Return a request with a prompt of 1,000 tokens that nothing has seen before."""
-    text = "".join(sentences(number, 16))
+def long(path: str, number: int, n_sentences: int = 16) -> Json:
+    """Return a request with a prompt that nothing has seen before; 16 sentences: 1,000 tokens."""
+    text = "".join(sentences(number, n_sentences))
     key = next(name for name in PROMPTS if name in BASES[path])
     prompt: object = [{"role": "user", "content": text}] if key == "messages" else text
     return {**BASES[path], key: prompt, "cache_prompt": True}
@@ -90,6 +95,39 @@ async def test_a_refused_request_computes_nothing(scene: tuple[Fleet, str], path
             wrong.append(f"{fields}: {answer.status} for {status}, {n_computed} tokens")
     assert wrong == []
     assert n_refused >= (5 if path == "/v1/messages" else 20)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/completion"])
+async def test_what_the_server_accepts_is_accepted_in_the_trial(
+    scene: tuple[Fleet, str], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Else the router would not prepare a prompt that it could reuse later."""
+    fleet, server = scene
+    refused: list[str] = []
+    plain = LlamaClient.trial
+
+    async def noted(self: LlamaClient, path: str, body: bytes) -> int | None:
+        try:
+            return await plain(self, path, body)
+        except BackendRefusedError as error:
+            refused.append(f"{error}: {body[-300:]!r}")
+            raise
+
+    monkeypatch.setattr(LlamaClient, "trial", noted)
+    values = [{name: value} for name in FIELDS for value in FIELDS[name] if name not in PROMPTS]
+    values += [{"tools": [TOOL], "logprobs": True, "top_logprobs": 1}, {"tools": [TOOL]}]
+    number, n_accepted = 10_000 * (1 + list(BASES).index(path)), 0
+    for fields in values:
+        for stream in (False, True):
+            body = fields | {"stream": stream}
+            if not trial.unproven(parse_request(ROUTES[path], body)):
+                continue
+            if await asked(fleet, server + path, {**BASES[path], **body}) != 200:
+                continue
+            number, n_accepted = number + 1, n_accepted + 1
+            assert (await fleet.post(path, long(path, number, 3) | body)).status == 200
+    assert refused == []
+    assert n_accepted > 20
 
 
 def uncached_tokens(path: str, answer: Answer) -> int:

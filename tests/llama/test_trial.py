@@ -79,6 +79,16 @@ def test_routes_without_slots_are_tried_as_chats() -> None:
     assert orjson.loads(raw)["id_slot"] == 1
 
 
+@pytest.mark.parametrize(("stream", "kept"), [(False, False), (True, True)])
+def test_what_no_stream_may_have_is_left_out(stream: bool, kept: bool) -> None:
+    chat = {"messages": [], "tools": [{}], "logprobs": True, "top_logprobs": 5, "stream": stream}
+    parsed = parse_request(Route.CHAT, chat)
+    _, raw = trial.request(parsed, trial.CHAT_PATH, orjson.dumps(chat), 1)
+
+    made = orjson.loads(raw)
+    assert (made["logprobs"], made["top_logprobs"]) == ((True, 5) if kept else (None, None))
+
+
 def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_MOST_ACCEPTED", 2)
     accepted = trial.Accepted()

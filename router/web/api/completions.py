@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from time import perf_counter
 from typing import TypedDict
 
@@ -351,7 +352,10 @@ class Completions:
                 self._selection.no_longer_waits(first.id)
                 exchange.granted = perf_counter()
                 backend = grant.lease.slot.backend
-                return await self._send(exchange, grant)
+                response = await self._send(exchange, grant)
+                if response.status == HTTPStatus.OK:
+                    preparation.accepted()
+                return response
             except BackendError as error:
                 if error.backend is not None:  # the backend failed before the grant
                     backend = error.backend

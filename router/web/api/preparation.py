@@ -79,13 +79,21 @@ class Preparation:
             return None
         asked = trial.request(self._parsed, self._http.path, self._raw, slot.index)
         self._cached = await monitor.client.trial(*asked)
-        self._known.accepted.add(self._unproven)
-        self._unproven = None
+        self.accepted()
         if self._start is not None:
             self._start.head_due(None, self._headers)
         if self._cached is not None and self.on_progress is not None:
             self._show(PrefillProgress(self._cached, self._cached, 0.0))
         return self._cached
+
+    def accepted(self) -> None:
+        """Note that a server has accepted the fields.
+
+        Also if it refused their trial: that was unlike the request in some way.
+        """
+        if self._unproven is not None:
+            self._known.accepted.add(self._unproven)
+            self._unproven = None
 
     @property
     def on_progress(self) -> Callable[[PrefillProgress], None] | None:
