@@ -1,8 +1,11 @@
 """Sidecars: the record `kvf-ID.json` beside each state file, and the lock on the directory.
 
 A snapshot exists when its sidecar does. A sidecar is written by rename, so it is there whole or not
-at all. Knows nothing of state files: `records.py` checks whether a record still agrees with its
-file. Everything here blocks: call it in a thread.
+at all. It ends with a checksum: a flipped bit could name another model, or a version that stops the
+start. Records without a checksum are older.
+
+Knows nothing of state files: `records.py` checks whether a record still agrees with its file.
+Everything here blocks: call it in a thread.
 """
 
 import fcntl
@@ -14,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import structlog
+import xxhash
 
 from router.base.decoding import UndecodableError, json_decoder
 from router.base.errors import KvError, KvFileError
@@ -164,7 +168,7 @@ class Sidecars:
             raise KvError(f"{self._directory}: the store is closed")
         with os_errors(f"{self._directory}: cannot write the record of a snapshot"):
             try:
-                files.write_new(new, msgspec.json.encode(record), fsync=self._fsync)
+                files.write_new(new, _summed(msgspec.json.encode(record)), fsync=self._fsync)
                 os.rename(new, path)
             except OSError:
                 with suppress(OSError):
@@ -200,6 +204,7 @@ class Sidecars:
             log.warning("record_damaged", kv_dir=str(self._directory), file=name, error=str(error))
             return None
         try:
+            raw = _checked(raw)
             # By itself: a later version may have other fields, and is not damaged.
             version = _version_of(raw).version
             if version != FORMAT_VERSION:
@@ -218,6 +223,18 @@ class Sidecars:
         with suppress(FileNotFoundError):
             os.unlink(self._directory / OLD_MANIFEST)
             log.warning("snapshots_of_an_older_kvferry_removed", kv_dir=str(self._directory))
+
+
+def _summed(record: bytes) -> bytes:
+    return b"%b\n%b" % (record, xxhash.xxh3_128_hexdigest(record).encode())
+
+
+def _checked(raw: bytes) -> bytes:
+    """Return a record without its checksum. Raises UndecodableError if that is another one."""
+    record, line, _ = raw.partition(b"\n")
+    if line and raw != _summed(record):
+        raise UndecodableError("its checksum is another one")
+    return record
 
 
 def sync_directory(directory: Path) -> None:
