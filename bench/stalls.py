@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -31,8 +32,9 @@ class Watched(Vitals):
         clock: Clock,
         kv_dirs: Callable[[], Iterable[str]],
         version: str,
+        *more: Any,
     ) -> None:
-        super().__init__(registry, clock, kv_dirs, version)
+        super().__init__(registry, clock, kv_dirs, version, *more)
         self._longest = dict.fromkeys(BY, 0.0)
         gauge = Gauge(NAME, "Longest since the last scrape", ["by"], registry=registry)
         for by in BY:
