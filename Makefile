@@ -18,7 +18,7 @@ REAL_MODELS := tests/e2e/test_real_models.py
 # Flaky tests of all targets of a `make test-all`: failed beside other tests, passed alone.
 export FLAKES ?= $(CURDIR)/.cache/flakes
 
-.PHONY: demo test test-all test-thorough test-binary test-archs test-device test-slow test-hosts test-clients soak check bench clean
+.PHONY: demo test test-all test-thorough test-binary test-archs test-device test-slow test-hosts test-clients soak fuzz check bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kvferry demo
@@ -79,6 +79,14 @@ SOAK_S ?= 3600
 soak: $(VENV)/.test
 	KVFERRY_CHAOS_S=$(SOAK_S) $(BIN)/python -m pytest -q -m slow tests/e2e/test_chaos.py
 	KVFERRY_MACHINE_EXAMPLES=$$(($(SOAK_S) * 30)) $(BIN)/python -m pytest -q --timeout 0 tests/core/test_scheduler_machine.py
+
+# Look for inputs that crash a reader of foreign bytes, FUZZ_S seconds for each; what is found goes
+# into tests/fuzz/corpus, which `make test` replays.
+FUZZ_S ?= 60
+fuzz: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
+	for entry in $$(ls tests/fuzz/corpus); do \
+	  $(BIN)/python -m tests.fuzz.run $$entry $(FUZZ_S) || exit 1; done
 
 # Real clients (openai, anthropic, litellm, ...) against real servers, directly and through the
 # router; docs/clients.md has the results.

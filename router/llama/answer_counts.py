@@ -70,10 +70,13 @@ class AnswerCounts:
         if at < 0:
             return line
         before, behind = line[:at], line[at:]
-        found = {match[2]: float(match[3]) for match in self._count.finditer(behind)}
-        if not found:
+        try:
+            found = {match[2]: float(match[3]) for match in self._count.finditer(behind)}
+            new = self._corrected(found) if found else {}
+        except (ValueError, OverflowError):  # no number, or none of this world
             return line
-        new = self._corrected(found)
+        if not new:
+            return line
         return before + self._count.sub(lambda match: _replaced(match, new), behind)
 
     def _corrected(self, found: Mapping[bytes, float]) -> dict[bytes, bytes]:

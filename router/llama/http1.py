@@ -350,6 +350,8 @@ class _Connection(asyncio.Protocol):
         if self.is_complete:  # body of an unrequested answer, or of an answer to HEAD
             self._surplus = True
             return
+        if not self._headed:  # its status would be taken for the answer's
+            raise HttpError("an interim answer has a body")
         self._chunks.append(body)
         self._buffered += len(body)
         self._wake()
