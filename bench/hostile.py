@@ -2,7 +2,7 @@
 
 One stream runs all the time, and `/kvferry/health` is asked every 20 ms. Each kind of hostile
 request is sent again and again for some seconds; the baseline is the same time without one. The
-bench is a process of its own, as clients are.
+bench and the hostile client are processes of their own: neither waits for the other's work.
 """
 
 import argparse
@@ -12,9 +12,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from io import BytesIO
 from pathlib import Path
 from time import perf_counter
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -27,6 +27,7 @@ COLUMNS = (
     *("stream gap p99 ms", "x undisturbed", "memory MiB"),
 )
 MIB = 1 << 20
+ATTACK = "attack"
 # Path, body, content encoding, and how many at once.
 Hostile = tuple[str, bytes, str, int]
 WORDS = b"abc de " * 4_700_000
@@ -76,7 +77,9 @@ async def measure(options: argparse.Namespace) -> Report:
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=limits))
         undisturbed = 0.0
         for kind, hostile in KINDS.items():
-            gaps, health, answers = await _beside(session, proxy.url, hostile, options.seconds)
+            gaps, health, answers = await _beside(
+                session, proxy.url, None if hostile is None else kind, options.seconds
+            )
             gap = percentile(gaps, 99) * 1000
             undisturbed = undisturbed or gap
             report.add(
@@ -89,10 +92,10 @@ async def measure(options: argparse.Namespace) -> Report:
 
 
 async def _beside(
-    session: aiohttp.ClientSession, url: str, hostile: Hostile | None, seconds: float
+    session: aiohttp.ClientSession, url: str, kind: str | None, seconds: float
 ) -> tuple[list[float], list[float], dict[int, int]]:
     """Return gaps of a stream, times of health checks, and counts of the hostile statuses."""
-    gaps, health, answers = list[float](), list[float](), dict[int, int]()
+    gaps, health = list[float](), list[float]()
     over = perf_counter() + seconds
 
     async def stream() -> None:
@@ -116,25 +119,56 @@ async def _beside(
             health.append(perf_counter() - begun)
             await asyncio.sleep(0.02)
 
-    async def attack() -> None:
-        assert hostile is not None
-        path, body, encoding, _ = hostile
-        headers = {"Content-Encoding": encoding} if encoding else {}
+    attacker = None
+    if kind is not None:
+        attacker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "bench.hostile", ATTACK, url, kind, str(seconds)),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert attacker.stdout is not None
+        await attacker.stdout.readline()  # it begins
+        over = perf_counter() + seconds
+    await asyncio.gather(stream(), ask())
+    if attacker is None:
+        return gaps, health, {}
+    told, _ = await attacker.communicate()
+    return gaps, health, {int(status): n for status, n in orjson.loads(told).items()}
+
+
+def attack(url: str, kind: str, seconds: str) -> None:
+    """Be the hostile client; print the statuses of the answers, with their numbers, as JSON."""
+    hostile = KINDS[kind]
+    assert hostile is not None
+    print(flush=True)
+    answers = asyncio.run(_attacks(url, hostile, float(seconds)))
+    print(orjson.dumps({str(status): n for status, n in answers.items()}).decode())
+
+
+async def _attacks(url: str, hostile: Hostile, seconds: float) -> dict[int, int]:
+    path, body, encoding, at_once = hostile
+    parts, over, answers = urlsplit(url), perf_counter() + seconds, dict[int, int]()
+    head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Length: {len(body)}\r\n"
+    head += f"Content-Encoding: {encoding}\r\n" if encoding else ""
+    request = f"{head}Connection: close\r\n\r\n".encode() + body
+
+    async def again_and_again() -> None:
         while perf_counter() < over:
-            with suppress(aiohttp.ClientError):
-                async with session.post(
-                    url + path, data=BytesIO(body), headers=headers
-                ) as response:
-                    await response.read()
-                    answers[response.status] = answers.get(response.status, 0) + 1
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            with suppress(ConnectionError):
+                writer.write(request)
+                answer = await reader.read()
+                status = int(answer[9:12] or 0)
+                answers[status] = answers.get(status, 0) + 1
+            writer.close()
 
     async with asyncio.TaskGroup() as group:
-        attacks = [group.create_task(attack()) for _ in range(0 if hostile is None else hostile[3])]
-        await asyncio.gather(stream(), ask())
-        for task in attacks:
-            task.cancel()
-    return gaps, health, answers
+        for _ in range(at_once):
+            group.create_task(again_and_again())
+    return answers
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == [ATTACK]:
+        attack(*sys.argv[2:])
+    else:
+        sys.exit(main())

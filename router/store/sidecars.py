@@ -10,6 +10,7 @@ Everything here blocks: call it in a thread.
 
 import fcntl
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ FORMAT_VERSION = 1
 # The one list of all snapshots that routers kept before there were sidecars.
 OLD_MANIFEST = "kvferry.manifest"
 
+_SUM = re.compile(rb',"sum":"[^"]*"\}\Z')
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -226,13 +228,17 @@ class Sidecars:
 
 
 def _summed(record: bytes) -> bytes:
-    return b"%b\n%b" % (record, xxhash.xxh3_128_hexdigest(record).encode())
+    """Return a record, a JSON object, with the checksum of its bytes as the last field."""
+    return b'%b,"sum":"%b"}' % (record[:-1], xxhash.xxh3_128_hexdigest(record).encode())
 
 
 def _checked(raw: bytes) -> bytes:
     """Return a record without its checksum. Raises UndecodableError if that is another one."""
-    record, line, _ = raw.partition(b"\n")
-    if line and raw != _summed(record):
+    found = _SUM.search(raw)
+    if found is None:
+        return raw
+    record = raw[: found.start()] + b"}"
+    if raw != _summed(record):
         raise UndecodableError("its checksum is another one")
     return record
 
