@@ -143,8 +143,7 @@ class Completions:
             parsed = replace(parsed, model=model_of(http, parsed.model))
         there, answer = self._forwarding, None
         if parsed.stream:
-            settings = self._settings
-            http[START] = StreamStart(http, parsed, names(http, request_id), settings)
+            http[START] = StreamStart(http, parsed, names(http, request_id), self._settings)
         try:
             if there is not None and there.must_leave(http, parsed.model):
                 answer = await there.away(http, raw, parsed, request_id, parsed.model)
@@ -156,10 +155,9 @@ class Completions:
                 read = await self._read(http, raw, parsed, request_id)
                 if read is None:
                     continue
-                request, reader = read
-                self._check_quote(http, request)
+                self._check_quote(http, read[0])
                 answer = await self._serve(
-                    _Exchange(http, raw, request, route, parsed, reader, arrived)
+                    _Exchange(http, raw, read[0], route, parsed, read[1], arrived)
                 )
         finally:
             self._selection.no_longer_waits(request_id)
@@ -438,10 +436,9 @@ class Completions:
             body = upstream_request.body(
                 grant, exchange.raw, exchange.parsed, saved=monitor.saves, caches=monitor.caches
             )
-            chosen = grant.plan.chosen
-            own = names(exchange.http, exchange.request.id) | upstream_request.headers(
-                grant.lease.slot, chosen.source, chosen.reused_tokens
-            )
+            chosen, at = grant.plan.chosen, grant.lease.slot
+            own = names(exchange.http, exchange.request.id)
+            own |= upstream_request.headers(at, chosen.source, chosen.reused_tokens)
             method, on_head = exchange.http.method, head_of(exchange.http, own)
             async with monitor.client.relay(
                 method, target, headers, body, yields=True, on_head=on_head
