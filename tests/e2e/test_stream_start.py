@@ -71,7 +71,7 @@ async def test_each_route(llama_server: StartServer, kind: str, more: Json, tmp_
                 assert {one["total"] for one in counts} == {total} == {done[-1]}, route
                 assert done[0] == counts[0]["cache"], route
                 times = [one["time_ms"] for one in counts]
-                assert len(done) >= len(theirs), route
+                assert len(done) > 2, route
                 assert times[0] == 0, route
             await fleet.until_quiet()
 
