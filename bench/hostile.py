@@ -32,7 +32,7 @@ ATTACK = "attack"
 Hostile = tuple[str, bytes, str, int]
 WORDS = b"abc de " * 4_700_000
 BOMB = gzip.compress(b'{"prompt": "' + b"a" * 60 * MIB + b'"}')
-DEEP = b'{"prompt": "a", "n_predict": 1, "id_slot": 0, "x": %b%b}' % (b"[" * 1000, b"]" * 1000)
+DEEP = b'{"prompt": "a", "n_predict": 1, "id_slot": 3, "x": %b%b}' % (b"[" * 1000, b"]" * 1000)
 KINDS: Mapping[str, Hostile | None] = {
     "none": None,
     "a prompt of 8 MiB": ("/completion", b'{"prompt": "%b"}' % (b"a" * 8 * MIB), "", 1),
