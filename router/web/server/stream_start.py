@@ -157,10 +157,18 @@ def head_of(request: web.BaseRequest, own: Mapping[str, str]) -> Callable[[Answe
         return ignored
 
     def came(head: AnswerHead) -> None:
-        if head.status == HTTPStatus.OK:
+        if head.status == HTTPStatus.OK and _is_stream(head):
             start.head_due(head, own)
 
     return came
+
+
+def _is_stream(head: AnswerHead) -> bool:
+    """Return whether pings may follow a head: not in a body of a stated length."""
+    return any(
+        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in head.headers
+    )
 
 
 def _head_like(server: str, request: web.BaseRequest) -> OwnHead:
