@@ -18,13 +18,12 @@ from router.base.errors import (
     ExpectationError,
     UnsupportedMediaTypeError,
 )
+from router.web.server.content_encodings import ENCODINGS, BrokenEncodingError, Decoding
 from router.web.server.settings import Settings
 
-ENCODINGS = ("gzip", "deflate", "zstd")  # that aiohttp decodes, with backports.zstd
 _NOT_ENCODED = frozenset({"", "identity"})
 # A compressed body may expand so many times: prompts do 3 to 10 times, text of one letter 1,000.
 _MOST_EXPANDED = 30
-_PIECE = 256 * 1024  # bytes decoded in one go, in about 1 ms
 _SMALL = 1024 * 1024  # bytes; a smaller body may expand more
 
 # The client that a body counts for, and its bytes.
@@ -55,13 +54,16 @@ class Bodies:
             self._take(request, length)  # before it is read
         if expects(request):
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        sent = length if encoding not in _NOT_ENCODED else None
+        raw = await self._arrived(request)
+        return raw if encoding in _NOT_ENCODED else await self._decoded(request, encoding, raw)
+
+    async def _arrived(self, request: web.BaseRequest) -> bytes:
         if request.content.is_eof():  # the whole body has come: nothing to wait for
-            return await self._whole(request, sent)
+            return await self._whole(request)
         limit_s = self._settings.body_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                return await self._whole(request, sent)
+                return await self._whole(request)
         except TimeoutError as error:
             raise ClientTooSlowError(
                 f"the body did not arrive within {limit_s:g} s (limits.body_timeout)"
@@ -94,31 +96,44 @@ class Bodies:
         self.held_bytes += more
         self._held[client] += more
 
-    async def _whole(self, request: web.BaseRequest, sent: int | None) -> bytes:
-        """Return the body; `sent`: its compressed size, if that is known."""
+    async def _whole(self, request: web.BaseRequest) -> bytes:
+        """Return the body as it was sent."""
         chunks: list[bytes] = []
-        size, limit = 0, self._settings.max_body_bytes
-        most = max(_SMALL, sent * _MOST_EXPANDED) if sent is not None else limit
+        size = 0
         try:
             while chunk := await request.content.readany():
                 chunks.append(chunk)
                 size += len(chunk)
-                if size > limit:
-                    raise BodyTooLargeError(
-                        f"the body is larger than {limit} bytes (limits.max_body)"
-                    )
+                self._check_size(size)
+                self._take(request, size)
+        except web.RequestPayloadError as error:
+            raise BadRequestError("the body cannot be read: its chunks are broken") from error
+        return b"".join(chunks)
+
+    async def _decoded(self, request: web.BaseRequest, encoding: str, raw: bytes) -> bytes:
+        """Return what a compressed body holds. Decoded in threads: others do not wait for it."""
+        decoding, pieces, size = Decoding(encoding, raw), list[bytes](), 0
+        most = max(_SMALL, len(raw) * _MOST_EXPANDED)
+        try:
+            while piece := await asyncio.to_thread(decoding.piece):
+                pieces.append(piece)
+                size += len(piece)
+                self._check_size(size)
                 if size > most:
                     raise BodyTooLargeError(
                         f"the body expands more than {_MOST_EXPANDED} times; send it uncompressed"
                     )
                 self._take(request, size)
-                if sent is not None and size // _PIECE != (size - len(chunk)) // _PIECE:
-                    await asyncio.sleep(0)
-        except web.RequestPayloadError as error:
+        except BrokenEncodingError as error:
             raise BadRequestError(
-                "the body cannot be read: its chunks or its Content-Encoding are broken"
+                f"the body cannot be read: its Content-Encoding is broken: {error}"
             ) from error
-        return b"".join(chunks)
+        return b"".join(pieces)
+
+    def _check_size(self, size: int) -> None:
+        limit = self._settings.max_body_bytes
+        if size > limit:
+            raise BodyTooLargeError(f"the body is larger than {limit} bytes (limits.max_body)")
 
 
 def _length(request: web.BaseRequest) -> int | None:

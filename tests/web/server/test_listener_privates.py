@@ -19,7 +19,6 @@ from tests.support.paths import ROOT
 USED = {
     "_current_request": "to know whether a request has begun",
     "_keepalive_handle": "to keep a connection that the loop throttle holds",
-    "_lingering_time": "to decode no rest of a body that was refused",
     "_loop": "timers",
     "_messages": "the requests that the parser found",
     "_pause_transport_reading": "to read nothing more while the loop throttle holds a connection",
