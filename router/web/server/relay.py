@@ -33,7 +33,7 @@ from router.web.server.relayed_response import HOP_BY_HOP, RelayedAnswer, named_
 from router.web.server.settings import Settings
 from router.web.server.stream_start import START, StreamStart
 
-# The router's server has already decoded a compressed body.
+# A compressed body has been decoded.
 _NOT_FORWARDED = (
     HOP_BY_HOP | {b"host", b"content-length", b"content-encoding", b"expect"} | HOP_HEADERS
 )
@@ -211,8 +211,14 @@ async def relay(
     so that another can be tried. A later failure aborts the client's connection: a partial answer
     must not look complete.
     """
-    start = request.get(START)
-    response = None if start is None else await start.hand_over()
+    start: StreamStart | None = request.get(START)
+    try:
+        response = None if start is None else await start.hand_over()
+    except ConnectionResetError:
+        _abort(request)
+        assert start is not None
+        assert start.stream is not None
+        return start.stream, Outcome.CLIENT_GONE
     if response is None:
         response = RelayedAnswer(upstream, headers)
     passage = _Passage(
