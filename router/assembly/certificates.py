@@ -53,4 +53,8 @@ class Certificates:
             raise StartError(str(error)) from error
         if problem is not None:
             log.warning("certificate", problem=problem)
-        self._ends["tls"] = end_of(files.certificate)
+        try:
+            self._ends["tls"] = end_of(files.certificate)
+        except ValueError as error:  # OpenSSL takes more certificates than x509 reads
+            self._ends.pop("tls", None)
+            log.warning("certificate_end_unknown", reason=str(error))

@@ -55,12 +55,15 @@ def load_credentials(directory: Path | None) -> Credentials:
             f"{directory / SECRET}: must be 16 to 64 bytes long, not {len(secret)}:"
             " `kvferry fleet certificate` makes one"
         )
-    return Credentials(
-        _context(ssl.PROTOCOL_TLS_SERVER, directory),
-        _context(ssl.PROTOCOL_TLS_CLIENT, directory),
-        secret,
-        min(end_of(directory / name) for name in (CERTIFICATE, AUTHORITY)),
+    server, client = (
+        _context(protocol, directory)
+        for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
     )
+    try:
+        ends = min(end_of(directory / name) for name in (CERTIFICATE, AUTHORITY))
+    except ValueError as error:
+        raise CredentialsError(f"{directory}: a certificate cannot be read: {error}") from error
+    return Credentials(server, client, secret, ends)
 
 
 def renew(credentials: Credentials, directory: Path) -> None:
