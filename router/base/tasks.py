@@ -87,12 +87,18 @@ async def _guard(coro: Work, name: str) -> None:
         log.exception("task_failed", task=name)
 
 
-def attempt(failures: list[Exception], call: Callable[..., T], *arguments: object) -> T | None:
-    """Return the result of a call; add its exception to `failures`, for the caller to raise."""
+def attempt(caught: list[Exception], call: Callable[..., T], *arguments: object) -> T | None:
+    """Return the result of a call; add its exception to `caught`, for the caller to raise.
+
+    The caller raises the first; a later one is counted and logged here.
+    """
     try:
         return call(*arguments)
-    except Exception as error:  # noqa: BLE001 - for the caller
-        failures.append(error)
+    except Exception as error:
+        if caught:
+            failures["attempt"] += 1
+            log.exception("attempt_failed")
+        caught.append(error)
         return None
 
 

@@ -144,3 +144,14 @@ async def test_join_waits_for_grandchildren() -> None:
     owner.spawn(work(3), name="w")
     await owner.join()
     assert seen == [3, 2, 1, 0]
+
+
+@pytest.mark.usefixtures("bugs")
+def test_only_the_first_exception_is_for_the_caller() -> None:
+    """The others are counted: the caller raises one."""
+    caught: list[Exception] = []
+    before = tasks.failures["attempt"]
+    results = [tasks.attempt(caught, int, text) for text in ("x", "7", "y", "z")]
+    assert results == [None, 7, None, None]
+    assert len(caught) == 3
+    assert tasks.failures["attempt"] - before == 2
