@@ -2,7 +2,8 @@
 
 One stream runs all the time, and `/kvferry/health` is asked every 20 ms. Each kind of hostile
 request is sent again and again for some seconds; the baseline is the same time without one. The
-bench and the hostile client are processes of their own: neither waits for the other's work.
+bench and the hostile client are processes of their own: neither waits for the other's work. Then
+the same with a stream directly at the server: its gaps are what the shared cores cost it.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from bench.report import Report, arguments_of, median, percentile, run_bench
 
 COLUMNS = (
     *("hostile request", "sent", "answers", "health p50 ms", "health p99 ms", "health worst ms"),
-    *("stream gap p99 ms", "x undisturbed", "memory MiB"),
+    *("stream gap p99 ms", "x undisturbed", "directly x undisturbed", "memory MiB"),
 )
 MIB = 1 << 20
 ATTACK = "attack"
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.hostile", description=__doc__)
     parser.add_argument("--seconds", type=float, default=8.0, help="for each kind")
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, help="after `none`; all by default")
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
 
@@ -75,24 +77,27 @@ async def measure(options: argparse.Namespace) -> Report:
         proxy = await stack.enter_async_context(way)
         limits = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=limits))
-        undisturbed = 0.0
-        for kind, hostile in KINDS.items():
+        undisturbed = directly_undisturbed = 0.0
+        for kind in ("none", *options.kinds) if options.kinds else KINDS:
             gaps, health, answers = await _beside(
-                session, proxy.url, None if hostile is None else kind, options.seconds
+                session, proxy.url, proxy.url, kind, options.seconds
             )
-            gap = percentile(gaps, 99) * 1000
+            memory = round(proxy.rss_bytes() / MIB)
+            directly, *_ = await _beside(session, proxy.url, server.url, kind, options.seconds)
+            gap, direct_gap = percentile(gaps, 99) * 1000, percentile(directly, 99) * 1000
             undisturbed = undisturbed or gap
+            directly_undisturbed = directly_undisturbed or direct_gap
             report.add(
                 *(kind, sum(answers.values()), ", ".join(map(str, sorted(answers)))),
                 *(median(health) * 1000, percentile(health, 99) * 1000, max(health) * 1000),
-                *(gap, gap / undisturbed, round(proxy.rss_bytes() / MIB)),
+                *(gap, gap / undisturbed, direct_gap / directly_undisturbed, memory),
             )
     report.notes.append("answers: statuses; memory: of the router, afterwards")
     return report
 
 
 async def _beside(
-    session: aiohttp.ClientSession, url: str, kind: str | None, seconds: float
+    session: aiohttp.ClientSession, url: str, stream_url: str, kind: str, seconds: float
 ) -> tuple[list[float], list[float], dict[int, int]]:
     """Return gaps of a stream, times of health checks, and counts of the hostile statuses."""
     gaps, health = list[float](), list[float]()
@@ -102,7 +107,7 @@ async def _beside(
         body = {"prompt": "hello", "n_predict": 6000, "ignore_eos": True, "stream": True}
         while perf_counter() < over:
             last = None
-            async with session.post(url + "/completion", json=body) as response:
+            async with session.post(stream_url + "/completion", json=body) as response:
                 async for _ in response.content.iter_any():
                     now = perf_counter()
                     if last is not None:
@@ -120,7 +125,7 @@ async def _beside(
             await asyncio.sleep(0.02)
 
     attacker = None
-    if kind is not None:
+    if KINDS[kind] is not None:
         attacker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "bench.hostile", ATTACK, url, kind, str(seconds)),
             stdout=asyncio.subprocess.PIPE,

@@ -7,6 +7,7 @@ as tokens. So the bodies of all requests together have a limit, and a client may
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import HttpVersion11, web
 
@@ -41,6 +42,8 @@ class Bodies:
         self._client_of = client_of
         self._held: Counter[str | None] = Counter()
         self.held_bytes = 0
+        # One thread, in which bodies take turns: many at once leave the other cores to others.
+        self._decoder = ThreadPoolExecutor(1, "decode")
 
     async def read(self, request: web.BaseRequest) -> bytes:
         """Return the decoded body of a request. Raises RouterError. Call `release` at its end."""
@@ -111,11 +114,12 @@ class Bodies:
         return b"".join(chunks)
 
     async def _decoded(self, request: web.BaseRequest, encoding: str, raw: bytes) -> bytes:
-        """Return what a compressed body holds. Decoded in threads: others do not wait for it."""
+        """Return what a compressed body holds. Decoded in a thread: others do not wait for it."""
         decoding, pieces, size = Decoding(encoding, raw), list[bytes](), 0
         most = max(_SMALL, len(raw) * _MOST_EXPANDED)
         try:
-            while piece := await asyncio.to_thread(decoding.piece):
+            loop = asyncio.get_running_loop()
+            while piece := await loop.run_in_executor(self._decoder, decoding.piece):
                 pieces.append(piece)
                 size += len(piece)
                 self._check_size(size)
