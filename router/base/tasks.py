@@ -59,6 +59,11 @@ async def _again_and_again(loop: Callable[[], Work], name: str) -> None:
         pause_s = min(2 * pause_s, _AGAIN_MOST_S)
 
 
+def running() -> Counter[str]:
+    """Return how many background tasks run, by kind."""
+    return Counter(_kind(task.get_name()) for task in list(_running))
+
+
 def _kind(name: str) -> str:
     return name.partition(" ")[0]
 

@@ -86,7 +86,12 @@ class Vitals(Collector):
         )
         for name, end in self._certificates().items():
             ends.add_metric([name], end)
-        yield from (size, free, failures, ends)
+        running = GaugeMetricFamily(
+            "kvferry_tasks", "Running background tasks, by kind", labels=["task"]
+        )
+        for kind, n in tasks.running().items():
+            running.add_metric([kind], n)
+        yield from (size, free, failures, ends, running)
 
     async def watch_loop(self) -> None:
         """Measure the lag of the event loop, forever."""

@@ -1,5 +1,6 @@
 """Every metric is described in docs/metrics.md, and counts what is described."""
 
+import asyncio
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.base import tasks
 from router.base.clock import MonotonicClock
 from router.base.errors import RouterError
 from router.base.tokens import EMPTY
@@ -171,7 +173,9 @@ async def test_every_metric_is_described(
     async with Connections() as connections:
         nobody = LlamaClient(BackendId("a"), "http://127.0.0.1:9", connections, Timeouts())
         text = await BackendMetrics({nobody.id: nobody}, registry).text()
+    running = tasks.spawn(asyncio.sleep(60), name="watch a")
     scraped = [*registry.collect(), *text_string_to_metric_families(text.decode())]
+    running.cancel()
     rows = {
         name: (kind, set(re.findall(r"`(\w+)`", labels)))
         for name, kind, labels, _, _ in ROW.findall(PAGE.read_text())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from router.base import tasks
 from router.telemetry.process_metrics import Vitals
 
 
@@ -70,6 +71,18 @@ def test_what_runs_here() -> None:
 
     build = {"version": "1.2.3", "python": platform.python_version()}
     assert registry.get_sample_value("kvferry_build_info", build) == 1
+
+
+async def test_tasks_running_are_counted_by_kind() -> None:
+    registry = CollectorRegistry()
+    Vitals(registry, Clock(), list, "1.2.3")
+    running = [tasks.spawn(asyncio.sleep(60), name=f"probe {name}") for name in "ab"]
+
+    assert registry.get_sample_value("kvferry_tasks", {"task": "probe"}) == 2
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
+    assert registry.get_sample_value("kvferry_tasks", {"task": "probe"}) is None
 
 
 SIZE, FREE = "kvferry_kv_dir_size_bytes", "kvferry_kv_dir_free_bytes"
