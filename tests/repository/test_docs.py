@@ -1,6 +1,5 @@
 """Checks of documentation and prose: citations, links, words, the module list, the glossary."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -97,39 +96,6 @@ def anchors(page: Path) -> set[str]:
 
 
 PROSE = [*sorted((ROOT / "router").rglob("*.py")), *sorted((ROOT / "router").rglob("*.js"))]
-# An object is "it" and has a noun. Identifiers and texts for a model are not prose.
-_PERSONS = re.compile(
-    r"\b(who|whom|whose|whoever|he|his|him|somebody|someone|nobody|anybody|everybody)\b"
-)
-_QUOTED_TEXTS = {"router/llama/attach/probe.py", "router/tools/demo/conversation.py"}
-
-
-def test_objects_are_not_persons() -> None:
-    found = []
-    for path in PROSE:
-        name = str(path.relative_to(ROOT))
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            if name not in _QUOTED_TEXTS and (word := _PERSONS.search(line.lower())):
-                found.append(f"{name}:{number}: {word[0]}")
-    assert found == []
-
-
-def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
-    """Docstrings begin with no clause, and a function's with no article or pronoun."""
-    clause = re.compile(r"(What|Who|Which|Where|Whether|How|When|Of|If|Whose|Those|Nobody)\b")
-    noun = re.compile(r"(The|A|An|All|It|Its|Not|One|This|These|There|As|For|No|From|Until|Like)\b")
-    found = []
-    for path in sorted((ROOT / "router").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(
-                node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-            ):
-                continue
-            text = ast.get_docstring(node) or ""
-            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            if clause.match(text) or (is_function and noun.match(text)):
-                found.append(f"{path.relative_to(ROOT)}: {text[:60]!r}")
-    assert found == []
 
 
 def test_every_module_is_in_the_architecture_page() -> None:
