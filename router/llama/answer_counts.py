@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from router.base.types import OwnPrefill
-from router.llama.wire import Route
+from router.llama.routes import Shape
 
 # A quote inside a JSON string has a backslash before it, so no text of an answer looks like a key.
 # The arguments of a tool in a plain `/v1/messages` answer do: they are an object.
@@ -40,8 +40,8 @@ class AnswerCounts:
     A plain answer and each event of a stream are one line, and all counts of a line agree.
     """
 
-    def __init__(self, route: Route, prefill: OwnPrefill) -> None:
-        self._count = _MESSAGES_COUNT if route is Route.MESSAGES else _COUNT
+    def __init__(self, shape: Shape, prefill: OwnPrefill) -> None:
+        self._count = _MESSAGES_COUNT if shape is Shape.MESSAGES else _COUNT
         self._prefill = prefill
         self._kept = b""
 

@@ -12,6 +12,7 @@ from router.base.tokens import Tokens
 from router.base.types import BackendId, PrefillProgress, Reported, SlotStatus, Transfer
 from router.llama import json_offload, wire
 from router.llama import replies as reply
+from router.llama.routes import Shape
 from router.llama.server_client import Connections, RelayedResponse, ServerClient, Timeouts
 
 _JSON = (b"Content-Type", b"application/json")
@@ -165,7 +166,7 @@ class LlamaClient(ServerClient):
             payload = await self._call("POST", "/completion", body, self._timeouts.first_byte_s)
         else:
             payload = await self._followed("/completion", body, told)
-        return reply.read_reply(wire.Route.COMPLETION, True, payload)
+        return reply.read_reply(Shape.COMPLETION, True, payload)
 
     async def _followed(
         self, path: str, body: bytes, told: Callable[[PrefillProgress], None]

@@ -13,7 +13,8 @@ import orjson
 
 from router.base.clock import wall_now
 from router.base.types import PrefillProgress
-from router.llama.wire import ChatPrompt, ParsedRequest, Route, is_int
+from router.llama.routes import Shape
+from router.llama.wire import ChatPrompt, ParsedRequest, is_int
 
 PING = b":\n\n"
 _CREATED = b"event: response.created\n"
@@ -35,7 +36,7 @@ class EarlyEvents:
         source = parsed.prompt_source
         # Of /v1/messages the server reads what it makes of the body; the rest has no effect.
         self._fields = source.body if isinstance(source, ChatPrompt) else parsed.body
-        self._route = parsed.route
+        self._shape = parsed.shape
         self._id = b""  # of the early events; empty: there were none
         self._theirs = b""  # the id that the server gave the answer
         self._drops = False  # the first event of the answer: its like was sent
@@ -51,7 +52,7 @@ class EarlyEvents:
     @property
     def wants_progress(self) -> bool:
         """Return whether the client is shown the progress of its prompt."""
-        return self._fields.get("return_progress") is True and self._route is not Route.MESSAGES
+        return self._fields.get("return_progress") is True and self._shape is not Shape.MESSAGES
 
     def progress(self, told: PrefillProgress, n_tokens: int, server: Answerer) -> bytes:
         """Return the event of a step of a prompt of `n_tokens`; b"" if it shows nothing new."""
@@ -68,8 +69,8 @@ class EarlyEvents:
             },
         )
         if is_first:
-            self._id = (b"resp_" if self._route is Route.RESPONSES else b"chatcmpl-") + _random()
-        if self._route is Route.RESPONSES:
+            self._id = (b"resp_" if self._shape is Shape.RESPONSES else b"chatcmpl-") + _random()
+        if self._shape is Shape.RESPONSES:
             self._drops = True
             return self._of_responses(by, with_created=is_first)
         return b"data: " + orjson.dumps(self._event(by, server)) + b"\n\n"
@@ -79,7 +80,7 @@ class EarlyEvents:
         plain |= {"tokens_predicted": 0, "tokens_evaluated": by["total"], "prompt_progress": by}
         answerer = {"model": server.model, "system_fingerprint": server.build}
         created, name = int(wall_now()), self._id.decode()
-        if self._route is Route.CHAT:
+        if self._shape is Shape.CHAT:
             delta = {"role": "assistant", "content": None}
             return {
                 "choices": [{"finish_reason": None, "index": 0, "delta": delta}],
@@ -89,7 +90,7 @@ class EarlyEvents:
                 "object": "chat.completion.chunk",
                 "prompt_progress": by,
             }
-        if self._route is Route.OAI_COMPLETION:
+        if self._shape is Shape.OAI_COMPLETION:
             choice = {"text": "", "index": 0, "logprobs": None, "finish_reason": None}
             return {
                 "choices": [choice],

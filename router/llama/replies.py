@@ -16,14 +16,15 @@ from router.base.tokens import Tokens, pack
 from router.base.types import PrefillProgress, Reported, SlotStatus, Transfer
 from router.llama import json_offload
 from router.llama.reply_parsers import READERS, Json, Reading, as_dict
-from router.llama.wire import Route, is_int
+from router.llama.routes import Shape
+from router.llama.wire import is_int
 
 IDENTITY = (None, "", "identity")
 T = TypeVar("T")
 
 
 def read_reply(
-    route: Route,
+    shape: Shape,
     stream: bool,
     chunks: list[bytes] | bytes,
     content_encoding: str | None = None,
@@ -46,7 +47,7 @@ def read_reply(
         if not isinstance(event, dict):
             # an array: several native results, each with totals of its own
             return Reported()
-        READERS[route](reading, event)
+        READERS[shape](reading, event)
     return reading.report(complete=complete)
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from router.base.tokens import Tokens, pack
 from router.base.types import Reported
-from router.llama.wire import Route
+from router.llama.routes import Shape
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -231,11 +231,11 @@ def _read_response(reading: Reading, response: Json) -> None:
             reading.add_text(part.get("text"))
 
 
-READERS: dict[Route, Callable[[Reading, Json], None]] = {
-    Route.COMPLETION: _read_native,
-    Route.INFILL: _read_native,
-    Route.OAI_COMPLETION: _read_completion,
-    Route.CHAT: _read_chat,
-    Route.MESSAGES: _read_messages,
-    Route.RESPONSES: _read_responses,
+READERS: dict[Shape, Callable[[Reading, Json], None]] = {
+    Shape.COMPLETION: _read_native,
+    Shape.INFILL: _read_native,
+    Shape.OAI_COMPLETION: _read_completion,
+    Shape.CHAT: _read_chat,
+    Shape.MESSAGES: _read_messages,
+    Shape.RESPONSES: _read_responses,
 }

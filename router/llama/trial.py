@@ -14,7 +14,8 @@ from math import isfinite
 from typing import Any
 
 from router.base.decoding import json_bytes
-from router.llama.wire import ChatPrompt, ParsedRequest, Route, is_int, kept_in_place, with_fields
+from router.llama.routes import Shape
+from router.llama.wire import ChatPrompt, ParsedRequest, is_int, kept_in_place, with_fields
 
 CHAT_PATH = "/v1/chat/completions"
 _MOST_ACCEPTED = 10_000
@@ -122,7 +123,7 @@ def request(parsed: ParsedRequest, path: str, raw: bytes, slot: int) -> tuple[st
     Routes that do not take `id_slot` are tried as the chat that the server makes of them.
     """
     body, source = parsed.body, parsed.prompt_source
-    if parsed.route in (Route.MESSAGES, Route.RESPONSES) and isinstance(source, ChatPrompt):
+    if parsed.shape in (Shape.MESSAGES, Shape.RESPONSES) and isinstance(source, ChatPrompt):
         path, body = CHAT_PATH, source.body
         raw = json_bytes(body)
     wanted = {"stream": True, "return_progress": True, "cache_prompt": True, **kept_in_place(body)}
@@ -156,7 +157,7 @@ class Accepted:
             self._known.popitem(last=False)
 
 
-def digest_of(fields: Mapping[str, Any], route: Route, namespace: str) -> bytes:
+def digest_of(fields: Mapping[str, Any], shape: Shape, namespace: str) -> bytes:
     """Return a digest of fields, for one route of one model."""
-    told = json_bytes([namespace, route.value, sorted(fields.items(), key=lambda each: each[0])])
+    told = json_bytes([namespace, shape.value, sorted(fields.items(), key=lambda each: each[0])])
     return blake2b(told, digest_size=16).digest()

@@ -6,7 +6,6 @@ the backend refuses wrong fields.
 """
 
 from collections.abc import Sequence
-from enum import Enum
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -19,34 +18,10 @@ from router.base.tokens import Tokens, pack, pieces, unpack
 from router.llama import json_offload
 from router.llama.anthropic import anthropic_to_chat
 from router.llama.responses import responses_to_chat
+from router.llama.routes import Shape
 
 INT32_MAX = 2**31 - 1
 TINY_PAYLOAD = "base64,AA=="  # one zero byte: /apply-template decodes and ignores it
-
-
-class Route(Enum):
-    """The completion routes, by request and response shape."""
-
-    COMPLETION = "completion"
-    OAI_COMPLETION = "oai_completion"
-    CHAT = "chat"
-    MESSAGES = "messages"
-    RESPONSES = "responses"
-    INFILL = "infill"
-
-
-# as server.cpp registers them, lines 270 to 281
-ROUTES: dict[str, Route] = {
-    "/completion": Route.COMPLETION,
-    "/completions": Route.COMPLETION,
-    "/v1/completions": Route.OAI_COMPLETION,
-    "/chat/completions": Route.CHAT,
-    "/v1/chat/completions": Route.CHAT,
-    "/v1/messages": Route.MESSAGES,
-    "/responses": Route.RESPONSES,
-    "/v1/responses": Route.RESPONSES,
-    "/infill": Route.INFILL,
-}
 
 
 class TokenPrompt(Struct, frozen=True):
@@ -110,7 +85,7 @@ PromptSource = TokenPrompt | TextPrompt | MixedPrompt | ChatPrompt | InfillPromp
 class ParsedRequest(Struct, frozen=True):
     """One completion request, as llama-server reads it."""
 
-    route: Route
+    shape: Shape
     body: dict[str, Any]
     model: str | None
     stream: bool
@@ -122,11 +97,6 @@ class ParsedRequest(Struct, frozen=True):
     shifts: bool  # the server may shift chunks of KV for it (llama-server.md section 2.3)
     pinnable: bool
     prompt_source: PromptSource
-
-
-def route_of(path: str) -> Route | None:
-    """Return the completion route of a URL path, or None."""
-    return ROUTES.get(path)
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -145,33 +115,33 @@ def _json_type(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def parse_completion(route: Route, raw: bytes) -> ParsedRequest:
+def parse_completion(shape: Shape, raw: bytes) -> ParsedRequest:
     """Parse a body, and free what the router does not need. Raises BadRequestError.
 
     For a long body, call it by `json_offload.read`.
     """
-    parsed = parse_request(route, parse_body(raw))
+    parsed = parse_request(shape, parse_body(raw))
     if isinstance(parsed.prompt_source, TokenPrompt):
         json_offload.forget_ids(parsed.body)
     return parsed
 
 
-def parse_request(route: Route, body: dict[str, Any]) -> ParsedRequest:
+def parse_request(shape: Shape, body: dict[str, Any]) -> ParsedRequest:
     """Parse the fields that the router needs. Never raises, never changes `body`."""
     batch = False
     # `eval_llama_cmpl_schema` reads the converted body where there is one. The converted body of
     # /v1/messages has no id_slot, n, cache_prompt or lora (llama-server.md section 2.1).
     fields = body
     source: PromptSource
-    match route:
-        case Route.COMPLETION | Route.OAI_COMPLETION:
+    match shape:
+        case Shape.COMPLETION | Shape.OAI_COMPLETION:
             source, batch = _native_prompt(body)
-        case Route.INFILL:
+        case Shape.INFILL:
             source = _infill_prompt(body)
-        case Route.CHAT:
+        case Shape.CHAT:
             source = _chat_prompt(body)
-        case Route.MESSAGES | Route.RESPONSES:
-            convert = anthropic_to_chat if route is Route.MESSAGES else responses_to_chat
+        case Shape.MESSAGES | Shape.RESPONSES:
+            convert = anthropic_to_chat if shape is Shape.MESSAGES else responses_to_chat
             try:
                 fields = convert(body)
             except ValueError as error:
@@ -181,7 +151,7 @@ def parse_request(route: Route, body: dict[str, Any]) -> ParsedRequest:
                 source = _chat_prompt(fields)
     model, slot = body.get("model"), _int32(fields.get("id_slot"))
     return ParsedRequest(
-        route=route,
+        shape=shape,
         body=body,
         model=model if isinstance(model, str) else None,
         stream=body.get("stream") is True,
@@ -191,7 +161,7 @@ def parse_request(route: Route, body: dict[str, Any]) -> ParsedRequest:
         whole_backend=batch or (_first_int(fields, "n_cmpl", "n") or 1) > 1,
         lora=fields.get("lora") not in (None, []),
         shifts=_int32(fields.get("n_cache_reuse", 0)) != 0,  # null: the server's `--cache-reuse`
-        pinnable=route is not Route.MESSAGES,
+        pinnable=shape is not Shape.MESSAGES,
         prompt_source=source,
     )
 

@@ -35,8 +35,8 @@ from router.hosts.messages import PREFIX as PEERS
 from router.llama.client import LlamaClient
 from router.llama.multipart import is_form
 from router.llama.replies import error_of, knows_no_answer, merge_models, with_status
+from router.llama.routes import Route, is_misspelled, route_of, why_forbidden
 from router.llama.server_client import RelayedResponse
-from router.llama.wire import Route, route_of
 from router.telemetry.decision_log import DecisionLog
 from router.telemetry.hosts_metrics import HostsMetrics
 from router.web.admin.actions import BACKENDS, OperatorActions
@@ -84,63 +84,8 @@ from router.web.server.stream_start import START, StreamStart
 
 log = structlog.get_logger(__name__)
 
-# Routes that run in slots of llama-server's own choice and overwrite the content of these slots
-# (llama-server.md section 2.1).
-_TAKES_SLOTS = frozenset(
-    {
-        "/embedding",
-        "/embeddings",
-        "/v1/embeddings",
-        "/rerank",
-        "/reranking",
-        "/v1/rerank",
-        "/v1/reranking",
-        "/v1/systemone",
-        "/audio/transcriptions",
-        "/v1/audio/transcriptions",
-    }
-)
-_MODELS = frozenset({"/models", "/v1/models"})
-_HEALTH = frozenset({"/health", "/v1/health"})
-_CONTROL = "/v1/chat/completions/control"
-# Routes that change nothing, although they are POST.
-_READS = frozenset(
-    {
-        "/tokenize",
-        "/detokenize",
-        "/apply-template",
-        "/chat/completions/input_tokens",
-        "/v1/chat/completions/input_tokens",
-        "/v1/messages/count_tokens",
-        "/responses/input_tokens",
-        "/v1/responses/input_tokens",
-        "/v1/streams/lookup",
-    }
-)
 # A server lists its models in milliseconds, however busy its slots are.
 _MODELS_WITHIN_S = 2.0
-
-
-def forbidden(method: str, path: str) -> str | None:
-    """Return why a client must not make a request; None if it may. `path` is decoded.
-
-    The path is read as the most lenient server would: a proxy between the router and llama-server
-    may drop empty segments and resolve dots.
-    """
-    path = _normal(path)
-    if path == "/slots" or path.startswith("/slots/"):
-        return "slots are managed by kvferry; see /kvferry/state"
-    if method in ("GET", "HEAD", "OPTIONS"):
-        return None
-    if path in ("/props", "/lora-adapters"):
-        return f"{path} changes what cached states mean; change it on the server itself"
-    if path in _MODELS or path.startswith(("/models/", "/v1/models/")):
-        return "loading and unloading models is not possible through kvferry"
-    return None
-
-
-def _normal(path: str) -> str:
-    return posixpath.normpath("/" + path.lstrip("/"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,39 +281,36 @@ class App:
     async def _any(
         self, request: web.BaseRequest, path: str, name: RequestId
     ) -> web.StreamResponse:
-        path, normal = path.rstrip("/") or "/", _normal(path)
-        if path != normal and (normal in _TAKES_SLOTS or route_of(normal)):
-            # llama-server has no such route. A proxy before it may drop empty segments and dots,
-            # and would run the request in a slot that nothing has leased.
+        if is_misspelled(path):
             raise NotFoundError("there is nothing at this path")
+        route = route_of(path)
         may_take_slot = request.method == "POST" and not self._settings.passthrough
-        route = route_of(path) if may_take_slot else None
-        if route or (may_take_slot and path in _TAKES_SLOTS):
+        if may_take_slot and (route.shape or route.takes_slot):
             # A forwarded request was counted where its client is.
             counted = None if HOP_OF in request else request.get(CALLER)
             with self._keys.room(counted):  # before the body, which takes memory
                 return await self._takes_slots(request, route, name)
-        if reason := forbidden(request.method, path):
+        if reason := why_forbidden(request.method, path):
             raise ForbiddenError(reason)
-        if path in _MODELS and request.method == "GET":
+        if route.lists_models and request.method == "GET":
             return await self._models(request, name)
         raw = await self._bodies.read(request)
         # As llama-server's router mode does: a body names the model, and the query of a GET.
         named = request.query.get("model") or None
         model = model_of(request, await model_asked(request, raw) if may_take_slot else named)
-        if path == _CONTROL and request.method == "POST":
+        if route.controls and request.method == "POST":
             return await self._control(request, name, raw, model)
         return await self._pass(request, name, raw, model)
 
     async def _takes_slots(
-        self, request: web.BaseRequest, route: Route | None, name: RequestId
+        self, request: web.BaseRequest, route: Route, name: RequestId
     ) -> web.StreamResponse:
         raw = await self._bodies.read(request)
         # A form is an object of strings to the server: no slot can be written into it.
-        if route and not is_form(request.headers.get("Content-Type", "")):
-            return await self._completions.completion(request, route, raw, name)
-        asked = await slots_asked(request, raw)
-        return await self._completions.other(request, raw, name, asked)
+        if route.shape and not is_form(request.headers.get("Content-Type", "")):
+            return await self._completions.completion(request, route.shape, raw, name)
+        asked = await slots_asked(request, raw, route)
+        return await self._completions.other(request, raw, name, asked, route)
 
     async def _metrics(self, request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
         return await self._admin.metrics(request)
@@ -409,7 +351,7 @@ class App:
             # A look must not load a model: programs ask for /health and /props all the time.
             if request.method not in ("GET", "HEAD"):
                 await self._selection.until_usable(model, name)
-            elif request.path.rstrip("/") in _HEALTH and self._selection.servers:
+            elif route_of(request.path).tells_health and self._selection.servers:
                 return open_to_browsers(request, json_response({"status": "ok"}))
             return await self._pass_to(self._selection.fitting(model), request, name, raw)
         finally:
@@ -418,7 +360,7 @@ class App:
     async def _pass_to(
         self, clients: list[LlamaClient], request: web.BaseRequest, name: RequestId, raw: bytes
     ) -> web.StreamResponse:
-        if request.method not in ("GET", "HEAD") and request.path.rstrip("/") not in _READS:
+        if request.method not in ("GET", "HEAD") and not route_of(request.path).reads:
             del clients[1:]
         for client in clients:
             try:

@@ -4,7 +4,8 @@ import pytest
 
 from router.base.tokens import unpack
 from router.base.types import NO_TENANT, BackendId, Prompt
-from router.llama.wire import Route, parse_request
+from router.llama.routes import Shape
+from router.llama.wire import parse_request
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import Json, sentences
@@ -22,7 +23,7 @@ def _body(prefix: str, suffix: str = "\nreturn x", **more: object) -> Json:
 async def _expected(fleet: Fleet, body: Json) -> Prompt:
     """Return the prompt as the router reads it."""
     reader = fleet.router.selection._readers[BackendId("a")].of(NO_TENANT)
-    prompt = await reader.read(parse_request(Route.INFILL, body))
+    prompt = await reader.read(parse_request(Shape.INFILL, body))
     assert prompt.unknown is None
     return prompt
 

@@ -12,7 +12,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from router.llama.wire import route_of
+from router.llama.routes import shape_of
 from tests.support.parity.corpus import (
     BASES,
     BODIES,
@@ -145,7 +145,7 @@ async def test_no_object(pairs: dict[str, Pair], path: str) -> None:
     assert await differences(pairs, "passthrough", path, iter(NO_OBJECT)) == []
     for raw in NO_OBJECT:
         direct, routed = await pairs[DEFAULT].ask("POST", path, data=raw)
-        if route_of(path) is None:
+        if shape_of(path) is None:
             assert difference(direct, routed) == ""
             continue
         assert error_of(routed) == (400, "invalid_request_error")
@@ -158,7 +158,7 @@ def shape(seen: Seen) -> tuple[str, list[str], list[str]]:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("path", [path for path in BASES if route_of(path) is not None])
+@pytest.mark.parametrize("path", [path for path in BASES if shape_of(path) is not None])
 async def test_errors_look_alike(pairs: dict[str, Pair], path: str, stream: bool) -> None:
     """The router's errors look like the server's.
 

@@ -10,7 +10,8 @@ import pytest_asyncio
 from router.base.errors import BackendRefusedError
 from router.llama import trial
 from router.llama.client import LlamaClient
-from router.llama.wire import ROUTES, parse_request
+from router.llama.routes import shape_of
+from router.llama.wire import parse_request
 from router.tools.demo.launcher import LlamaServer
 from tests.support.conversations.measuring import CHAT
 from tests.support.conversations.prompts import Json, ids, sentences
@@ -116,11 +117,13 @@ async def test_what_the_server_accepts_is_accepted_in_the_trial(
     monkeypatch.setattr(LlamaClient, "trial", noted)
     values = [{name: value} for name in FIELDS for value in FIELDS[name] if name not in PROMPTS]
     values += [{"tools": [TOOL], "logprobs": True, "top_logprobs": 1}, {"tools": [TOOL]}]
+    shape = shape_of(path)
+    assert shape is not None
     number, n_accepted = 10_000 * (1 + list(BASES).index(path)), 0
     for fields in values:
         for stream in (False, True):
             body = fields | {"stream": stream}
-            if not trial.unproven(parse_request(ROUTES[path], body)):
+            if not trial.unproven(parse_request(shape, body)):
                 continue
             if await asked(fleet, server + path, {**BASES[path], **body}) != 200:
                 continue

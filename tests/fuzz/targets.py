@@ -24,7 +24,8 @@ from router.llama import json_offload, replies, trial
 from router.llama.answer_counts import AnswerCounts
 from router.llama.early_events import Answerer, EarlyEvents
 from router.llama.http1 import HttpError, Pool, Response, Target, _Connection
-from router.llama.wire import ParsedRequest, Route, parse_completion, pin_slot, strip_slot
+from router.llama.routes import Shape
+from router.llama.wire import ParsedRequest, parse_completion, pin_slot, strip_slot
 from router.prompts.chat_template import LocalTemplate, _compiled
 from router.store.learned_rates import read_rates
 from router.store.sidecars import Sidecars
@@ -35,7 +36,7 @@ from tests.support.paths import TEMPLATES
 Entry = Callable[[bytes], None]
 _LOOP = asyncio.new_event_loop()
 _KV = Path(tempfile.mkdtemp(prefix="kvferry-fuzz-"))
-_ROUTES = tuple(Route)
+_ROUTES = tuple(Shape)
 _TEMPLATE = LocalTemplate(
     _compiled((TEMPLATES / "Qwen-Qwen3-0.6B.jinja").read_text(), "", "<|im_end|>"), ""
 )
@@ -82,14 +83,14 @@ async def _answered(raw: bytes) -> None:
 
 def answer(raw: bytes) -> None:
     """Read an answer of a server, and correct the counts of it."""
-    route = _ROUTES[raw[0] % len(_ROUTES)] if raw else Route.CHAT
+    shape = _ROUTES[raw[0] % len(_ROUTES)] if raw else Shape.CHAT
     for stream in (False, True):
-        replies.read_reply(route, stream, raw[1:])
-    counts = AnswerCounts(route, OwnPrefill(7, 0.5))
+        replies.read_reply(shape, stream, raw[1:])
+    counts = AnswerCounts(shape, OwnPrefill(7, 0.5))
     halves = raw[1 : len(raw) // 2], raw[max(len(raw) // 2, 1) :]
     corrected = b"".join(map(counts.part, halves)) + counts.rest()
-    assert corrected == AnswerCounts(route, OwnPrefill(7, 0.5)).whole(raw[1:])
-    events = EarlyEvents(cast(ParsedRequest, _Asked(route)))
+    assert corrected == AnswerCounts(shape, OwnPrefill(7, 0.5)).whole(raw[1:])
+    events = EarlyEvents(cast(ParsedRequest, _Asked(shape)))
     first = events.progress(PrefillProgress(5, 0, 0.1), 9, Answerer("m", "b"))
     follows = b"".join(map(events.part, halves)) + events.whole(b"")
     assert first
@@ -115,19 +116,19 @@ class _Asked:
 
     prompt_source = None
 
-    def __init__(self, route: Route) -> None:
-        self.route, self.body = route, {"return_progress": True, "verbose": True}
+    def __init__(self, shape: Shape) -> None:
+        self.shape, self.body = shape, {"return_progress": True, "verbose": True}
 
 
 def request(raw: bytes) -> None:
     """Take a body of a client: parse, judge, render, and write what the server gets."""
-    route = _ROUTES[raw[0] % len(_ROUTES)] if raw else Route.CHAT
+    shape = _ROUTES[raw[0] % len(_ROUTES)] if raw else Shape.CHAT
     body = raw[1:]
     try:
-        parsed = parse_completion(route, body)
+        parsed = parse_completion(shape, body)
     except BadRequestError:
         return
-    trial.digest_of(trial.unproven(parsed), route, "")
+    trial.digest_of(trial.unproven(parsed), shape, "")
     path, tried = trial.request(parsed, "/completion", body, 3)
     assert path.startswith("/")
     sent = [

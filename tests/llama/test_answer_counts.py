@@ -4,7 +4,7 @@ import pytest
 
 from router.base.types import OwnPrefill
 from router.llama.answer_counts import AnswerCounts
-from router.llama.wire import Route
+from router.llama.routes import Shape
 
 # 90 tokens in 0.5 s, computed by the router; the server then calls 100 of 101 cached.
 OWN = OwnPrefill(90, 0.5)
@@ -24,26 +24,26 @@ TRUE_PROGRESS = b'"prompt_progress":{"total":101,"cache":10,"processed":101,"tim
 # Text of an answer that looks like a count.
 LOOKALIKE = rb'"content":"\"cache_n\":100,\"cached_tokens\": 100, \\\"input_tokens\":1"'
 LINES = [
-    (Route.COMPLETION, b'{%b,"tokens_cached":104,%b}' % (LOOKALIKE, TIMINGS), TRUE_TIMINGS),
+    (Shape.COMPLETION, b'{%b,"tokens_cached":104,%b}' % (LOOKALIKE, TIMINGS), TRUE_TIMINGS),
     (
-        Route.COMPLETION,
+        Shape.COMPLETION,
         b'{"timings/cache_n":100,"timings/prompt_n":1,"cache_n_":100}',
         b'"timings/cache_n":10,"timings/prompt_n":91,"cache_n_":100',
     ),
-    (Route.INFILL, b'{"timings/prompt_n":1}', b'"timings/prompt_n":91'),
-    (Route.CHAT, b"{%b,%b}" % (PROGRESS, TIMINGS), b"%b,%b" % (TRUE_PROGRESS, TRUE_TIMINGS)),
+    (Shape.INFILL, b'{"timings/prompt_n":1}', b'"timings/prompt_n":91'),
+    (Shape.CHAT, b"{%b,%b}" % (PROGRESS, TIMINGS), b"%b,%b" % (TRUE_PROGRESS, TRUE_TIMINGS)),
     (
-        Route.CHAT,
+        Shape.CHAT,
         b'{"usage":{"prompt_tokens":101,"prompt_tokens_details":{"cached_tokens":100}}}',
         b'{"usage":{"prompt_tokens":101,"prompt_tokens_details":{"cached_tokens":10}}}',
     ),
     (
-        Route.RESPONSES,
+        Shape.RESPONSES,
         b'{"usage":{"input_tokens":101,"input_tokens_details":{"cached_tokens":100}}}',
         b'{"usage":{"input_tokens":101,"input_tokens_details":{"cached_tokens":10}}}',
     ),
     (
-        Route.MESSAGES,
+        Shape.MESSAGES,
         b'{%b,"usage":{"cache_read_input_tokens":100,"input_tokens":1,"output_tokens":0}}'
         % LOOKALIKE,
         b'"usage":{"cache_read_input_tokens":10,"input_tokens":91,"output_tokens":0}',
@@ -51,9 +51,9 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize(("route", "line", "part"), LINES)
-def test_what_the_router_computed_is_not_cached(route: Route, line: bytes, part: bytes) -> None:
-    told = AnswerCounts(route, OWN).whole(line)
+@pytest.mark.parametrize(("shape", "line", "part"), LINES)
+def test_what_the_router_computed_is_not_cached(shape: Shape, line: bytes, part: bytes) -> None:
+    told = AnswerCounts(shape, OWN).whole(line)
 
     assert part in told
     assert (LOOKALIKE in told) is (LOOKALIKE in line)
@@ -64,7 +64,7 @@ def test_arguments_of_a_tool_are_no_counts() -> None:
     usage = b'"usage":{"cache_read_input_tokens":%d,"input_tokens":%d}'
     line = b"{%b,%b}"
 
-    told = AnswerCounts(Route.MESSAGES, OWN).whole(line % (tool, usage % (100, 1)))
+    told = AnswerCounts(Shape.MESSAGES, OWN).whole(line % (tool, usage % (100, 1)))
 
     assert told == line % (tool, usage % (10, 91))
 
@@ -72,13 +72,13 @@ def test_arguments_of_a_tool_are_no_counts() -> None:
 def test_a_tool_of_a_stream_is_no_usage() -> None:
     line = b'data: {"type":"content_block_start","input":{"input_tokens":5}}\n'
 
-    assert AnswerCounts(Route.MESSAGES, OWN).part(line) == line
+    assert AnswerCounts(Shape.MESSAGES, OWN).part(line) == line
 
 
 def test_the_rest_of_an_answer_stays_as_it_is() -> None:
     line = b'{ "a" : 1.50, %b, "b":[1 ,2], "prompt":"\\u00e9" }\n' % TIMINGS
 
-    told = AnswerCounts(Route.COMPLETION, OWN).whole(line)
+    told = AnswerCounts(Shape.COMPLETION, OWN).whole(line)
 
     assert told == line.replace(TIMINGS, TRUE_TIMINGS)
 
@@ -89,14 +89,14 @@ def test_a_stream_is_corrected_however_it_is_cut(size: int) -> None:
         events = [b'{"choices":[{"delta":{%b}}]}' % LOOKALIKE, b"{%b}" % timings, b"[DONE]"]
         return b": a comment\n\n" + b"".join(b"data: %b\n\n" % event for event in events) + b"end"
 
-    came, counts = stream(TIMINGS), AnswerCounts(Route.CHAT, OWN)
+    came, counts = stream(TIMINGS), AnswerCounts(Shape.CHAT, OWN)
     parts = [counts.part(came[at : at + size]) for at in range(0, len(came), size)]
 
     assert b"".join(parts) + counts.rest() == stream(TRUE_TIMINGS)
 
 
 def test_a_whole_event_is_not_kept_back() -> None:
-    counts = AnswerCounts(Route.CHAT, OWN)
+    counts = AnswerCounts(Shape.CHAT, OWN)
 
     assert counts.part(b"data: {%b}\n\n" % TIMINGS) == b"data: {%b}\n\n" % TRUE_TIMINGS
 
@@ -104,7 +104,7 @@ def test_a_whole_event_is_not_kept_back() -> None:
 def test_each_event_is_corrected_by_its_own_counts() -> None:
     """The server lost a part of the own prefill: no more than it calls cached was computed."""
     line = b'data: {"timings":{"cache_n":%d,"prompt_n":%d}}\n'
-    counts = AnswerCounts(Route.COMPLETION, OWN)
+    counts = AnswerCounts(Shape.COMPLETION, OWN)
 
     told = counts.part(line % (100, 1) + line % (40, 61))
 

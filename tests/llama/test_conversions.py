@@ -20,13 +20,8 @@ from router.llama.anthropic import (
     normalize_billing_header,
 )
 from router.llama.replies import prompt_from, tokens_from
-from router.llama.wire import (
-    ChatPrompt,
-    Route,
-    UnknownPrompt,
-    parse_request,
-    tokenize_body,
-)
+from router.llama.routes import Shape
+from router.llama.wire import ChatPrompt, UnknownPrompt, parse_request, tokenize_body
 from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import CHAT_TEMPLATE, tiny_model
@@ -34,10 +29,10 @@ from tests.support.paths import TEMPLATES
 
 Json = dict[str, Any]
 COUNTERS = {
-    Route.MESSAGES: "/v1/messages/count_tokens",
-    Route.RESPONSES: "/v1/responses/input_tokens",
+    Shape.MESSAGES: "/v1/messages/count_tokens",
+    Shape.RESPONSES: "/v1/responses/input_tokens",
 }
-PATHS = {Route.MESSAGES: "/v1/messages", Route.RESPONSES: "/v1/responses"}
+PATHS = {Shape.MESSAGES: "/v1/messages", Shape.RESPONSES: "/v1/responses"}
 
 
 def user(content: Any = "Hello!") -> Json:
@@ -277,8 +272,8 @@ RESPONSES_REFUSED: dict[str, Json] = {
     "tools odd": {"input": "x", "tools": {}},
 }
 
-CORPORA = {Route.MESSAGES: ANTHROPIC, Route.RESPONSES: RESPONSES}
-REFUSED = {Route.MESSAGES: ANTHROPIC_REFUSED, Route.RESPONSES: RESPONSES_REFUSED}
+CORPORA = {Shape.MESSAGES: ANTHROPIC, Shape.RESPONSES: RESPONSES}
+REFUSED = {Shape.MESSAGES: ANTHROPIC_REFUSED, Shape.RESPONSES: RESPONSES_REFUSED}
 
 
 async def post(server: LlamaServer, path: str, raw: bytes) -> tuple[int, bytes]:
@@ -295,8 +290,8 @@ async def ask(server: LlamaServer, path: str, raw: bytes) -> bytes:
     return payload
 
 
-async def predicted_tokens(server: LlamaServer, route: Route, body: Json) -> Tokens:
-    source = parse_request(route, body).prompt_source
+async def predicted_tokens(server: LlamaServer, shape: Shape, body: Json) -> Tokens:
+    source = parse_request(shape, body).prompt_source
     assert isinstance(source, ChatPrompt), source
     rendered = prompt_from(await ask(server, "/apply-template", orjson.dumps(source.body)))
     return tokens_from(await ask(server, "/tokenize", tokenize_body(rendered, add_special=True)))
@@ -327,22 +322,22 @@ def model_with_template(template: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("template", ["everything.jinja", "Qwen-Qwen3-0.6B.jinja"])
-@pytest.mark.parametrize("route", CORPORA, ids=lambda route: route.value)
+@pytest.mark.parametrize("shape", CORPORA, ids=lambda shape: shape.value)
 async def test_prompt_is_known_to_the_token(
-    server_argv: list[str], tmp_path: Path, route: Route, template: str
+    server_argv: list[str], tmp_path: Path, shape: Shape, template: str
 ) -> None:
     """One generated token leaves exactly the prompt in the slot (llama-server.md section 2.3)."""
     model = model_with_template(template, tmp_path)
     wrong = []
     async with LlamaServer(model, kv_dir=tmp_path / "kv", argv=server_argv) as server:
-        for name, case in CORPORA[route].items():
-            body = {**case, "max_tokens" if route is Route.MESSAGES else "n_predict": 1}
+        for name, case in CORPORA[shape].items():
+            body = {**case, "max_tokens" if shape is Shape.MESSAGES else "n_predict": 1}
             raw = orjson.dumps(body)
-            predicted = await predicted_tokens(server, route, body)
+            predicted = await predicted_tokens(server, shape, body)
             assert orjson.dumps(body) == raw, "the conversion changed the client's body"
-            counted = orjson.loads(await ask(server, COUNTERS[route], raw))["input_tokens"]
+            counted = orjson.loads(await ask(server, COUNTERS[shape], raw))["input_tokens"]
             # Noise is no valid tool call: the answer may be an error, but the prompt is computed.
-            await post(server, PATHS[route], raw)
+            await post(server, PATHS[shape], raw)
             held = await slot_tokens(server, tmp_path / "kv")
             if (counted, held) != (count(predicted), predicted):
                 wrong.append(name)
@@ -350,19 +345,19 @@ async def test_prompt_is_known_to_the_token(
     assert wrong == []
 
 
-@pytest.mark.parametrize("route", REFUSED, ids=lambda route: route.value)
-async def test_unknown_is_what_the_server_refuses(llama_server: StartServer, route: Route) -> None:
+@pytest.mark.parametrize("shape", REFUSED, ids=lambda shape: shape.value)
+async def test_unknown_is_what_the_server_refuses(llama_server: StartServer, shape: Shape) -> None:
     """A body that the server would answer is never rated unknown."""
     server = await llama_server()
     known = [
         name
-        for name, body in REFUSED[route].items()
-        if not isinstance(parse_request(route, body).prompt_source, UnknownPrompt)
+        for name, body in REFUSED[shape].items()
+        if not isinstance(parse_request(shape, body).prompt_source, UnknownPrompt)
     ]
     answered = [
         name
-        for name, body in REFUSED[route].items()
-        if (await post(server, PATHS[route], orjson.dumps(body)))[0] == 200
+        for name, body in REFUSED[shape].items()
+        if (await post(server, PATHS[shape], orjson.dumps(body)))[0] == 200
     ]
 
     assert known == []

@@ -27,7 +27,7 @@ from router.llama.replies import (
     tokens_from,
     transfer_from,
 )
-from router.llama.wire import Route
+from router.llama.routes import Shape
 from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import N_CTX_TRAIN, N_VOCAB
@@ -35,14 +35,14 @@ from tests.support.models.tiny_models import N_CTX_TRAIN, N_VOCAB
 Json = dict[str, Any]
 N_NEW = 6
 MESSAGES = [{"role": "user", "content": "Is it raining in London?"}]
-PATHS: dict[Route, tuple[str, Json]] = {
-    Route.COMPLETION: ("/completion", {"prompt": "The quick brown fox", "n_predict": N_NEW}),
-    Route.OAI_COMPLETION: ("/v1/completions", {"prompt": "The quick", "max_tokens": N_NEW}),
-    Route.CHAT: ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": N_NEW}),
-    Route.MESSAGES: ("/v1/messages", {"messages": MESSAGES, "max_tokens": N_NEW}),
-    Route.RESPONSES: ("/v1/responses", {"input": "Is it raining?", "max_output_tokens": N_NEW}),
+PATHS: dict[Shape, tuple[str, Json]] = {
+    Shape.COMPLETION: ("/completion", {"prompt": "The quick brown fox", "n_predict": N_NEW}),
+    Shape.OAI_COMPLETION: ("/v1/completions", {"prompt": "The quick", "max_tokens": N_NEW}),
+    Shape.CHAT: ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": N_NEW}),
+    Shape.MESSAGES: ("/v1/messages", {"messages": MESSAGES, "max_tokens": N_NEW}),
+    Shape.RESPONSES: ("/v1/responses", {"input": "Is it raining?", "max_output_tokens": N_NEW}),
 }
-ROUTES = pytest.mark.parametrize("route", PATHS, ids=lambda route: route.value)
+ROUTES = pytest.mark.parametrize("shape", PATHS, ids=lambda shape: shape.value)
 STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
@@ -53,10 +53,10 @@ async def call(server: LlamaServer, path: str, body: Json | None = None) -> byte
             return await response.read()
 
 
-async def reply(server: LlamaServer, route: Route, stream: bool = False, **fields: Any) -> Reported:
-    path, body = PATHS[route]
+async def reply(server: LlamaServer, shape: Shape, stream: bool = False, **fields: Any) -> Reported:
+    path, body = PATHS[shape]
     raw = await call(server, path, {"temperature": 0, **body, "stream": stream, **fields})
-    return read_reply(route, stream, raw)
+    return read_reply(shape, stream, raw)
 
 
 async def held(server: LlamaServer, folder: Path) -> Tokens:
@@ -72,17 +72,17 @@ async def held(server: LlamaServer, folder: Path) -> Tokens:
 @STREAM
 @ROUTES
 async def test_totals_of_a_cold_and_a_warm_request(
-    llama_server: StartServer, tmp_path: Path, route: Route, stream: bool
+    llama_server: StartServer, tmp_path: Path, shape: Shape, stream: bool
 ) -> None:
     """A slot holds the prompt and the generated tokens, less the last one."""
     server = await llama_server(slots=1)
-    cold = await reply(server, route, stream)
+    cold = await reply(server, shape, stream)
     n_prompt = count(await held(server, tmp_path)) - (N_NEW - 1)
-    warm = await reply(server, route, stream)
+    warm = await reply(server, shape, stream)
 
     assert (cold.prompt_tokens, cold.cached_tokens, cold.generated_tokens) == (n_prompt, 0, N_NEW)
     assert (warm.prompt_tokens, warm.cached_tokens) == (n_prompt, n_prompt - 1)
-    silent = route is Route.MESSAGES or (route is Route.RESPONSES and not stream)
+    silent = shape is Shape.MESSAGES or (shape is Shape.RESPONSES and not stream)
     for seconds in (cold.prompt_s, cold.generated_s):
         assert seconds is None if silent else seconds is not None and 0 < seconds < 5
     assert cold.text
@@ -91,11 +91,11 @@ async def test_totals_of_a_cold_and_a_warm_request(
 @STREAM
 @ROUTES
 async def test_text_is_what_was_generated(
-    llama_server: StartServer, tmp_path: Path, route: Route, stream: bool
+    llama_server: StartServer, tmp_path: Path, shape: Shape, stream: bool
 ) -> None:
     """The tiny model's words are plain letters: they tokenize to the slot's tokens."""
     server = await llama_server(slots=1)
-    said = await reply(server, route, stream)
+    said = await reply(server, shape, stream)
     ids = await held(server, tmp_path)
     assert said.prompt_tokens is not None
     generated = orjson.dumps({"tokens": [*memoryview(ids).cast("i")][said.prompt_tokens :]})
@@ -107,23 +107,23 @@ async def test_text_is_what_was_generated(
 
 
 @pytest.mark.parametrize(
-    ("route", "stream", "fields"),
+    ("shape", "stream", "fields"),
     [
-        (Route.COMPLETION, True, {}),
-        (Route.COMPLETION, True, {"return_progress": True, "timings_per_token": True}),
-        (Route.COMPLETION, False, {"return_tokens": True}),
-        (Route.OAI_COMPLETION, True, {"verbose": True, "return_progress": True}),
-        (Route.OAI_COMPLETION, False, {"verbose": True, "return_tokens": True}),
-        (Route.CHAT, False, {"verbose": True, "return_tokens": True}),
-        (Route.COMPLETION, True, {"grammar": 'root ::= "fox"'}),  # ends by itself
+        (Shape.COMPLETION, True, {}),
+        (Shape.COMPLETION, True, {"return_progress": True, "timings_per_token": True}),
+        (Shape.COMPLETION, False, {"return_tokens": True}),
+        (Shape.OAI_COMPLETION, True, {"verbose": True, "return_progress": True}),
+        (Shape.OAI_COMPLETION, False, {"verbose": True, "return_tokens": True}),
+        (Shape.CHAT, False, {"verbose": True, "return_tokens": True}),
+        (Shape.COMPLETION, True, {"grammar": 'root ::= "fox"'}),  # ends by itself
     ],
 )
 async def test_ids_where_the_answer_carries_them(
-    llama_server: StartServer, tmp_path: Path, route: Route, stream: bool, fields: Json
+    llama_server: StartServer, tmp_path: Path, shape: Shape, stream: bool, fields: Json
 ) -> None:
     """Prompt and ids equal the slot's tokens, less the last id: it was never computed."""
     server = await llama_server(slots=1)
-    said = await reply(server, route, stream, **fields)
+    said = await reply(server, shape, stream, **fields)
     in_slot = await held(server, tmp_path)
 
     assert said.generated is not None
@@ -136,8 +136,8 @@ async def test_ids_that_a_stream_swallows_are_not_made_up(llama_server: StartSer
     """Only the last of the three tokens of one character is sent."""
     server = await llama_server(slots=1)
     fields = {"grammar": 'root ::= "日本"'}
-    streamed = await reply(server, Route.COMPLETION, True, **fields)
-    whole = await reply(server, Route.COMPLETION, False, return_tokens=True, **fields)
+    streamed = await reply(server, Shape.COMPLETION, True, **fields)
+    whole = await reply(server, Shape.COMPLETION, False, return_tokens=True, **fields)
 
     assert (streamed.generated, streamed.text) == (None, "日本")
     assert streamed.generated_tokens == whole.generated_tokens == count(whole.generated or pack([]))
@@ -148,9 +148,9 @@ async def test_chat_stream_says_it_with_or_without_usage(
     llama_server: StartServer, include_usage: bool
 ) -> None:
     server = await llama_server(slots=1)
-    whole = await reply(server, Route.CHAT)
+    whole = await reply(server, Shape.CHAT)
     options = {"include_usage": include_usage}
-    said = await reply(server, Route.CHAT, True, stream_options=options)
+    said = await reply(server, Shape.CHAT, True, stream_options=options)
 
     assert said.prompt_tokens == whole.prompt_tokens
     assert (said.cached_tokens, said.generated_tokens) == ((whole.prompt_tokens or 0) - 1, N_NEW)
@@ -158,32 +158,32 @@ async def test_chat_stream_says_it_with_or_without_usage(
 
 @STREAM
 @pytest.mark.parametrize(
-    ("route", "fields"),
+    ("shape", "fields"),
     [
-        (Route.COMPLETION, {"n": 2}),
-        (Route.COMPLETION, {"prompt": ["a", "b"]}),
-        (Route.OAI_COMPLETION, {"n": 2}),
-        (Route.CHAT, {"n": 2}),
-        (Route.RESPONSES, {"n": 2}),
+        (Shape.COMPLETION, {"n": 2}),
+        (Shape.COMPLETION, {"prompt": ["a", "b"]}),
+        (Shape.OAI_COMPLETION, {"n": 2}),
+        (Shape.CHAT, {"n": 2}),
+        (Shape.RESPONSES, {"n": 2}),
     ],
 )
 async def test_several_choices_say_nothing(
-    llama_server: StartServer, route: Route, fields: Json, stream: bool
+    llama_server: StartServer, shape: Shape, fields: Json, stream: bool
 ) -> None:
     """Numbers of several choices cannot be assigned to slots."""
     server = await llama_server(slots=2)
-    assert await reply(server, route, stream, **fields) == Reported()
+    assert await reply(server, shape, stream, **fields) == Reported()
 
 
 @STREAM
 @ROUTES
-async def test_errors_say_nothing(llama_server: StartServer, route: Route, stream: bool) -> None:
+async def test_errors_say_nothing(llama_server: StartServer, shape: Shape, stream: bool) -> None:
     """Errors report nothing; the first error of a stream is a plain object."""
     server = await llama_server(slots=1, ctx=512)
     long = "again " * 2000
     message = [{"role": "user", "content": long}]
-    fields = {"prompt": long} if "prompt" in PATHS[route][1] else {"messages": message}
-    said = await reply(server, route, stream, **fields, input=long)
+    fields = {"prompt": long} if "prompt" in PATHS[shape][1] else {"messages": message}
+    said = await reply(server, shape, stream, **fields, input=long)
 
     assert said == Reported()
 
@@ -200,7 +200,7 @@ WHOLE = Reported(9, 4, 0.25, 2, 0.5, pack([5, 6]), "ab")
 
 
 def native(chunks: list[bytes] | bytes, **options: Any) -> Reported:
-    return read_reply(Route.COMPLETION, True, chunks, **options)
+    return read_reply(Shape.COMPLETION, True, chunks, **options)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_missing_timings() -> None:
 
 
 def test_infill_is_read_like_a_completion() -> None:
-    assert read_reply(Route.INFILL, True, CHUNKS) == WHOLE
+    assert read_reply(Shape.INFILL, True, CHUNKS) == WHOLE
 
 
 CALL = [{"index": 0, "id": "x", "function": {"name": "f", "arguments": "{}"}}]
@@ -263,20 +263,20 @@ REASONING_ITEM = {"type": "reasoning", "content": [{"type": "reasoning_text", "t
 
 
 @pytest.mark.parametrize(
-    ("route", "events"),
+    ("shape", "events"),
     [
-        (Route.CHAT, [{"choices": [{"message": {"content": "a", "reasoning_content": "b"}}]}]),
-        (Route.CHAT, [{"choices": [{"message": {"content": None, "tool_calls": CALL}}]}]),
-        (Route.CHAT, [{"choices": [{"delta": {"reasoning_content": "b"}}]}]),
+        (Shape.CHAT, [{"choices": [{"message": {"content": "a", "reasoning_content": "b"}}]}]),
+        (Shape.CHAT, [{"choices": [{"message": {"content": None, "tool_calls": CALL}}]}]),
+        (Shape.CHAT, [{"choices": [{"delta": {"reasoning_content": "b"}}]}]),
         (
-            Route.CHAT,
+            Shape.CHAT,
             [
                 {"choices": [{"delta": {"content": "a"}}]},
                 {"choices": [{"delta": {"tool_calls": CALL}}]},
             ],
         ),
         (
-            Route.MESSAGES,
+            Shape.MESSAGES,
             [
                 {
                     "type": "message",
@@ -287,11 +287,11 @@ REASONING_ITEM = {"type": "reasoning", "content": [{"type": "reasoning_text", "t
                 }
             ],
         ),
-        (Route.MESSAGES, [{"type": "content_block_start", "content_block": {"type": "tool_use"}}]),
-        (Route.MESSAGES, [{"type": "content_block_delta", "delta": {"type": "thinking_delta"}}]),
-        (Route.RESPONSES, [{"object": "response", "output": [REASONING_ITEM]}]),
+        (Shape.MESSAGES, [{"type": "content_block_start", "content_block": {"type": "tool_use"}}]),
+        (Shape.MESSAGES, [{"type": "content_block_delta", "delta": {"type": "thinking_delta"}}]),
+        (Shape.RESPONSES, [{"object": "response", "output": [REASONING_ITEM]}]),
         (
-            Route.RESPONSES,
+            Shape.RESPONSES,
             [
                 {"type": "response.output_text.delta", "delta": "a"},
                 {"type": "response.output_item.added", "item": {"type": "function_call"}},
@@ -299,12 +299,12 @@ REASONING_ITEM = {"type": "reasoning", "content": [{"type": "reasoning_text", "t
         ),
     ],
 )
-def test_text_that_cannot_be_rebuilt_is_none(route: Route, events: list[Json]) -> None:
+def test_text_that_cannot_be_rebuilt_is_none(shape: Shape, events: list[Json]) -> None:
     """Templates write reasoning and calls in their own ways, which the answer does not show."""
     raw = b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events)
-    assert read_reply(route, True, raw).text is None
+    assert read_reply(shape, True, raw).text is None
     if len(events) == 1:
-        assert read_reply(route, False, orjson.dumps(events[0])).text is None
+        assert read_reply(shape, False, orjson.dumps(events[0])).text is None
 
 
 NAMES = """index content tokens tokens_predicted timings cache_n prompt_n prompt_ms prompt_progress
@@ -322,12 +322,12 @@ odd_values = st.recursive(
 )
 
 
-@given(st.sampled_from(Route), st.booleans(), st.lists(odd_values, max_size=4), st.binary())
-def test_never_raises(route: Route, stream: bool, events: list[Any], noise: bytes) -> None:
+@given(st.sampled_from(Shape), st.booleans(), st.lists(odd_values, max_size=4), st.binary())
+def test_never_raises(shape: Shape, stream: bool, events: list[Any], noise: bytes) -> None:
     lines = [b"data: " + orjson.dumps(event) + b"\n\n" for event in events]
     for raw in (b"".join(lines), noise, b"".join(lines) + noise, *map(orjson.dumps, events)):
-        assert isinstance(read_reply(route, stream, raw), Reported)
-        assert read_reply(route, stream, raw, complete=False).text is None
+        assert isinstance(read_reply(shape, stream, raw), Reported)
+        assert read_reply(shape, stream, raw, complete=False).text is None
 
 
 # --- Control calls ----------------------------------------------------------------------------
@@ -348,7 +348,7 @@ async def test_control_answers_of_a_real_server(llama_server: StartServer) -> No
     idle = SlotStatus(0, is_processing=False, n_tokens=None, n_ctx=1024)
     assert slots_from(await call(server, "/slots"))[0] == idle
 
-    await reply(server, Route.COMPLETION, id_slot=1, prompt=list(range(30, 60)), n_predict=1)
+    await reply(server, Shape.COMPLETION, id_slot=1, prompt=list(range(30, 60)), n_predict=1)
     assert slots_from(await call(server, "/slots"))[1].n_tokens == 30
     saved = await call(server, "/slots/1?action=save", {"filename": "a"})
     restored = await call(server, "/slots/0?action=restore", {"filename": "a"})

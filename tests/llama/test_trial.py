@@ -6,7 +6,8 @@ import orjson
 import pytest
 
 from router.llama import trial
-from router.llama.wire import Route, parse_request
+from router.llama.routes import Shape
+from router.llama.wire import parse_request
 
 GOOD: dict[str, Any] = {
     "prompt": "a",
@@ -44,7 +45,7 @@ GOOD: dict[str, Any] = {
     ],
 )
 def test_fields_that_may_be_refused(fields: dict[str, Any], found: list[str]) -> None:
-    parsed = parse_request(Route.OAI_COMPLETION, GOOD | fields)
+    parsed = parse_request(Shape.OAI_COMPLETION, GOOD | fields)
     assert sorted(trial.unproven(parsed)) == found
 
 
@@ -60,7 +61,7 @@ def test_fields_that_may_be_refused(fields: dict[str, Any], found: list[str]) ->
 )
 def test_a_wrong_field_is_sent_as_it_is(fields: dict[str, Any], sent: dict[str, Any]) -> None:
     body = {"prompt": "a", "grammar": "root ::= a"} | fields
-    parsed = parse_request(Route.COMPLETION, body)
+    parsed = parse_request(Shape.COMPLETION, body)
     path, raw = trial.request(parsed, "/completion", orjson.dumps(body), 3)
 
     made = orjson.loads(raw)
@@ -71,7 +72,7 @@ def test_a_wrong_field_is_sent_as_it_is(fields: dict[str, Any], sent: dict[str, 
 
 def test_routes_without_slots_are_tried_as_chats() -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "top_k": "x"}
-    parsed = parse_request(Route.MESSAGES, body)
+    parsed = parse_request(Shape.MESSAGES, body)
     path, raw = trial.request(parsed, "/v1/messages", orjson.dumps(body), 1)
 
     assert path == "/v1/chat/completions"
@@ -82,7 +83,7 @@ def test_routes_without_slots_are_tried_as_chats() -> None:
 @pytest.mark.parametrize(("stream", "kept"), [(False, False), (True, True)])
 def test_what_no_stream_may_have_is_left_out(stream: bool, kept: bool) -> None:
     chat = {"messages": [], "tools": [{}], "logprobs": True, "top_logprobs": 5, "stream": stream}
-    parsed = parse_request(Route.CHAT, chat)
+    parsed = parse_request(Shape.CHAT, chat)
     _, raw = trial.request(parsed, trial.CHAT_PATH, orjson.dumps(chat), 1)
 
     made = orjson.loads(raw)

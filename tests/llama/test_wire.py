@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from router.base.errors import BadRequestError
 from router.base.tokens import Tokens, pack
 from router.llama.replies import tokens_from
+from router.llama.routes import Shape, shape_of
 from router.llama.wire import (
-    ROUTES,
     ChatPrompt,
     InfillPrompt,
     MixedPrompt,
     PromptSource,
-    Route,
     TextPrompt,
     TokenPrompt,
     UnknownPrompt,
@@ -29,7 +28,6 @@ from router.llama.wire import (
     parse_request,
     pin_slot,
     prefill_body,
-    route_of,
     strip_slot,
     tokenize_body,
 )
@@ -58,27 +56,16 @@ odd_values = st.recursive(
 )
 
 
-def source(body: Json, route: Route = Route.COMPLETION) -> PromptSource:
-    return parse_request(route, body).prompt_source
+def source(body: Json, shape: Shape = Shape.COMPLETION) -> PromptSource:
+    return parse_request(shape, body).prompt_source
 
 
 # --- Routes and bodies ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/completions/", "/slots", "/v1/messages/count_tokens", ""]
-)
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/slots", "/v1/messages/count_tokens", ""])
 def test_other_paths_are_no_completions(path: str) -> None:
-    assert route_of(path) is None
-
-
-async def test_every_route_is_one_of_the_server(llama_server: StartServer) -> None:
-    """llama-server answers 404 to an unknown path."""
-    server = await llama_server()
-    statuses = {path: (await post(server, path, b"{"))[0] for path in ROUTES}
-
-    assert 404 not in statuses.values(), statuses
-    assert set(ROUTES.values()) == set(Route)
+    assert shape_of(path) is None
 
 
 @pytest.mark.parametrize(
@@ -109,8 +96,8 @@ def test_body_as_the_server_reads_it(raw: bytes) -> None:
     assert parse_body(raw) == {"a": [1]}
 
 
-@given(odd_values, st.sampled_from(list(Route)))
-def test_no_field_type_is_an_error(value: Any, route: Route) -> None:
+@given(odd_values, st.sampled_from(list(Shape)))
+def test_no_field_type_is_an_error(value: Any, shape: Shape) -> None:
     """A field of a wrong type raises no error here: the server answers the request."""
     shapes: list[Json] = [
         value if isinstance(value, dict) else {"prompt": value},
@@ -122,7 +109,7 @@ def test_no_field_type_is_an_error(value: Any, route: Route) -> None:
         {"input": [{"role": "assistant", "type": "message", "content": [value]}], "stream": value},
     ]
     for body in shapes:
-        parsed = parse_request(route, body)
+        parsed = parse_request(shape, body)
         assert parsed.body is body
 
 
@@ -148,8 +135,8 @@ def test_no_field_type_is_an_error(value: Any, route: Route) -> None:
 )
 def test_prompt(prompt: Any, expected: PromptSource) -> None:
     """Prompts are read as by `tokenize_input_prompts`; a batch of one is a single prompt."""
-    for route in (Route.COMPLETION, Route.OAI_COMPLETION):
-        parsed = parse_request(route, {"prompt": prompt})
+    for shape in (Shape.COMPLETION, Shape.OAI_COMPLETION):
+        parsed = parse_request(shape, {"prompt": prompt})
         assert expected == parsed.prompt_source
         assert not parsed.whole_backend
 
@@ -164,7 +151,7 @@ def test_prompt(prompt: Any, expected: PromptSource) -> None:
     ],
 )
 def test_unknown_prompt(prompt: Any) -> None:
-    parsed = parse_request(Route.COMPLETION, {"prompt": prompt})
+    parsed = parse_request(Shape.COMPLETION, {"prompt": prompt})
     assert isinstance(parsed.prompt_source, UnknownPrompt)
     assert not parsed.whole_backend
 
@@ -172,7 +159,7 @@ def test_unknown_prompt(prompt: Any) -> None:
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [{"prompt_string": "a"}, "b"]])
 def test_batch_takes_the_whole_backend(prompt: Any) -> None:
     """A batch is an array without numbers; the server chooses the slots of its prompts."""
-    parsed = parse_request(Route.COMPLETION, {"prompt": prompt})
+    parsed = parse_request(Shape.COMPLETION, {"prompt": prompt})
     assert parsed.whole_backend
     assert isinstance(parsed.prompt_source, UnknownPrompt)
 
@@ -181,10 +168,10 @@ INFILL: Json = {"input_prefix": "a", "input_suffix": "b"}
 
 
 def test_an_infill_body_is_read_in_parts() -> None:
-    assert source(INFILL, Route.INFILL) == InfillPrompt("a", "b")
+    assert source(INFILL, Shape.INFILL) == InfillPrompt("a", "b")
     more = {"prompt": "c", "input_extra": [{"text": "t"}, {"text": "u", "filename": "f"}]}
     extra = (("tmp", "t"), ("f", "u"))
-    assert source(INFILL | more, Route.INFILL) == InfillPrompt("a", "b", "c", extra)
+    assert source(INFILL | more, Shape.INFILL) == InfillPrompt("a", "b", "c", extra)
 
 
 @pytest.mark.parametrize(
@@ -200,25 +187,25 @@ def test_an_infill_body_is_read_in_parts() -> None:
     ],
 )
 def test_an_infill_body_that_the_server_refuses_is_not_left_to_it(body: Json) -> None:
-    found = source(body, Route.INFILL)
+    found = source(body, Shape.INFILL)
     assert isinstance(found, UnknownPrompt)
     assert not found.legal
 
 
 @pytest.mark.parametrize("prompt", [None, 5, [1], ["a"], {}])
 def test_an_infill_prompt_of_another_type_counts_as_empty(prompt: object) -> None:
-    assert source(INFILL | {"prompt": prompt}, Route.INFILL) == InfillPrompt("a", "b")
+    assert source(INFILL | {"prompt": prompt}, Shape.INFILL) == InfillPrompt("a", "b")
 
 
 def test_an_infill_body_with_ids_is_left_to_the_server() -> None:
-    found = source(INFILL | {"input_prefix": [1, 2]}, Route.INFILL)
+    found = source(INFILL | {"input_prefix": [1, 2]}, Shape.INFILL)
     assert isinstance(found, UnknownPrompt)
     assert found.legal
 
 
 def test_chat_body_goes_to_the_template_as_it_is() -> None:
     body: Json = {"messages": [{"role": "user", "content": "Hi"}], "tools": []}
-    parsed = source(body, Route.CHAT)
+    parsed = source(body, Shape.CHAT)
     assert parsed == ChatPrompt(body)
     assert isinstance(parsed, ChatPrompt)
     assert parsed.body is body
@@ -242,7 +229,7 @@ def test_media_keeps_its_place_but_not_its_payload(part: Json, payload: str) -> 
     text = {"type": "text", "text": "What is this?"}
     body: Json = {"messages": [{"role": "user", "content": [text, part, text]}]}
     before = orjson.dumps(body)
-    parsed = source(body, Route.CHAT)
+    parsed = source(body, Shape.CHAT)
 
     assert isinstance(parsed, ChatPrompt)
     assert parsed.media == (fingerprint(payload),)
@@ -259,9 +246,9 @@ def test_media_of_converted_bodies_in_order_of_appearance() -> None:
     image = {"type": "image", "source": anthropic}
     result = {"type": "tool_result", "tool_use_id": "x", "content": [image]}
     url = {"type": "image", "source": {"type": "url", "url": "http://e.org"}}
-    messages = source({"messages": [{"role": "user", "content": [url, result]}]}, Route.MESSAGES)
+    messages = source({"messages": [{"role": "user", "content": [url, result]}]}, Shape.MESSAGES)
     given = [{"type": "input_image", "image_url": "data:image/png;base64,QQ=="}]
-    responses = source({"input": [{"role": "user", "content": given}]}, Route.RESPONSES)
+    responses = source({"input": [{"role": "user", "content": given}]}, Shape.RESPONSES)
 
     assert isinstance(messages, ChatPrompt)
     assert isinstance(responses, ChatPrompt)
@@ -272,7 +259,7 @@ def test_media_of_converted_bodies_in_order_of_appearance() -> None:
 def test_media_without_payload_is_left_to_the_server() -> None:
     part = {"type": "image_url", "image_url": {"url": 3}}
     body: Json = {"messages": [{"role": "user", "content": [part]}]}
-    assert source(body, Route.CHAT) == ChatPrompt(body)
+    assert source(body, Shape.CHAT) == ChatPrompt(body)
 
 
 # --- Fields -----------------------------------------------------------------------------------
@@ -293,15 +280,15 @@ def test_media_without_payload_is_left_to_the_server() -> None:
     ],
 )
 def test_max_new_tokens(fields: Json, expected: int | None) -> None:
-    assert expected == parse_request(Route.CHAT, {"messages": [], **fields}).max_new_tokens
+    assert expected == parse_request(Shape.CHAT, {"messages": [], **fields}).max_new_tokens
 
 
 def test_fields_of_converted_bodies() -> None:
     """/v1/messages forwards almost no field, /v1/responses forwards every field."""
     fields = {"id_slot": 1, "n": 2, "n_predict": 7, "cache_prompt": False, "lora": [{"id": 0}]}
     fields |= {"n_cache_reuse": 8}
-    messages = parse_request(Route.MESSAGES, {"messages": [], **fields})
-    responses = parse_request(Route.RESPONSES, {"input": "x", "max_output_tokens": 9, **fields})
+    messages = parse_request(Shape.MESSAGES, {"messages": [], **fields})
+    responses = parse_request(Shape.RESPONSES, {"input": "x", "max_output_tokens": 9, **fields})
 
     assert (messages.slot_hint, messages.pinnable, messages.max_new_tokens) == (None, False, 4096)
     assert (messages.whole_backend, messages.cache_prompt, messages.lora) == (False, True, False)
@@ -334,7 +321,7 @@ def test_fields_of_converted_bodies() -> None:
     ],
 )
 def test_field(fields: Json, attribute: str, expected: object) -> None:
-    parsed = parse_request(Route.COMPLETION, {"prompt": "x", **fields})
+    parsed = parse_request(Shape.COMPLETION, {"prompt": "x", **fields})
     assert expected == getattr(parsed, attribute)
 
 
@@ -453,5 +440,5 @@ async def test_limits_are_read_as_the_server_reads_them(llama_server: StartServe
         answer = orjson.loads((await post(server, "/completion", raw))[1])
 
         assert answer["id_slot"] == 1
-        expected = parse_request(Route.COMPLETION, body).max_new_tokens
+        expected = parse_request(Shape.COMPLETION, body).max_new_tokens
         assert expected == answer["tokens_predicted"]

@@ -11,8 +11,9 @@ from router.base.tasks import Tasks
 from router.base.tokens import EMPTY, common_prefix, unpack
 from router.base.types import NO_TENANT, BackendId, Prompt, Tenant
 from router.llama.client import LlamaClient
+from router.llama.routes import Shape
 from router.llama.server_client import Connections, Timeouts
-from router.llama.wire import Route, parse_request
+from router.llama.wire import parse_request
 from router.prompts.chat_template import LocalTemplate, prove
 from router.prompts.local_tokenizer import LocalTokenizer
 from router.prompts.reader import PromptReader, Vocabulary, fingerprint_id, is_left_to_server
@@ -62,23 +63,23 @@ async def reader(fake: FakeLlama, connections: Connections, tasks: Tasks) -> Pro
     return await reader_of(fake.url, connections, tasks)
 
 
-async def ids(reader: PromptReader, route: Route, body: Json) -> list[int]:
-    prompt = await reader.read(parse_request(route, body))
+async def ids(reader: PromptReader, shape: Shape, body: Json) -> list[int]:
+    prompt = await reader.read(parse_request(shape, body))
     assert prompt.unknown is None
     return unpack(prompt.tokens)
 
 
 async def test_ids_are_taken_as_they_are(reader: PromptReader, fake: FakeLlama) -> None:
     seen = len(fake.seen)
-    assert await ids(reader, Route.COMPLETION, {"prompt": [5, 6, 7]}) == [5, 6, 7]
+    assert await ids(reader, Shape.COMPLETION, {"prompt": [5, 6, 7]}) == [5, 6, 7]
     assert len(fake.seen) == seen  # no request was sent
 
 
 async def test_text_and_chat(reader: PromptReader) -> None:
-    assert await ids(reader, Route.COMPLETION, {"prompt": "abc"}) == list(b"abc")
+    assert await ids(reader, Shape.COMPLETION, {"prompt": "abc"}) == list(b"abc")
     rendered = list(render_chat([USER]).encode())
-    assert await ids(reader, Route.CHAT, {"messages": [USER]}) == rendered
-    assert await ids(reader, Route.MESSAGES, {"messages": [USER]}) == rendered
+    assert await ids(reader, Shape.CHAT, {"messages": [USER]}) == rendered
+    assert await ids(reader, Shape.MESSAGES, {"messages": [USER]}) == rendered
 
 
 async def test_a_text_that_cannot_fit_is_not_counted(reader: PromptReader, fake: FakeLlama) -> None:
@@ -94,27 +95,27 @@ async def test_a_text_that_cannot_fit_is_not_counted(reader: PromptReader, fake:
     encoded.clear()
     long = "a" * (LONG_TEXT + 1)
     for body in ({"prompt": long}, {"messages": [{"role": "user", "content": long}]}):
-        route = Route.COMPLETION if "prompt" in body else Route.CHAT
-        prompt = await reader.read(parse_request(route, body), n_ctx=LONG_TEXT)
+        shape = Shape.COMPLETION if "prompt" in body else Shape.CHAT
+        prompt = await reader.read(parse_request(shape, body), n_ctx=LONG_TEXT)
         assert "more tokens than" in (prompt.unknown or "")
         assert not encoded
-        assert not (await reader.read(parse_request(route, body), n_ctx=2 * LONG_TEXT)).unknown
+        assert not (await reader.read(parse_request(shape, body), n_ctx=2 * LONG_TEXT)).unknown
         assert encoded.pop() >= len(long)
 
 
 @pytest.mark.parametrize(
-    ("route", "body", "reason"),
+    ("shape", "body", "reason"),
     [
-        (Route.INFILL, {"input_prefix": "a"}, "'input_suffix' are required"),
-        (Route.INFILL, {"input_prefix": "a", "input_suffix": "b"}, "an infill prompt"),
-        (Route.CHAT, {}, "must be an array"),
-        (Route.MESSAGES, {}, "'messages' is required"),
+        (Shape.INFILL, {"input_prefix": "a"}, "'input_suffix' are required"),
+        (Shape.INFILL, {"input_prefix": "a", "input_suffix": "b"}, "an infill prompt"),
+        (Shape.CHAT, {}, "must be an array"),
+        (Shape.MESSAGES, {}, "'messages' is required"),
     ],
 )
 async def test_what_cannot_be_known(
-    reader: PromptReader, route: Route, body: Json, reason: str
+    reader: PromptReader, shape: Shape, body: Json, reason: str
 ) -> None:
-    prompt = await reader.read(parse_request(route, body))
+    prompt = await reader.read(parse_request(shape, body))
 
     assert reason in (prompt.unknown or "")
     assert len(prompt) == 0
@@ -130,60 +131,60 @@ INFILL: Json = {"input_prefix": "a", "input_suffix": "b"}
     ids=lambda more: next(iter(more)),
 )
 def test_what_only_the_server_can_read_is_left_to_it(reader: PromptReader, more: Json) -> None:
-    infill = parse_request(Route.INFILL, INFILL)
+    infill = parse_request(Shape.INFILL, INFILL)
     assert is_left_to_server(infill, UNREAD, reader, NO_TENANT)
     assert not is_left_to_server(infill, UNREAD, reader, Tenant("alice"))
     assert not is_left_to_server(
-        parse_request(Route.INFILL, INFILL | more), UNREAD, reader, NO_TENANT
+        parse_request(Shape.INFILL, INFILL | more), UNREAD, reader, NO_TENANT
     )
 
 
 def test_without_a_tokenizer_that_is_all_but_what_will_be_refused(reader: PromptReader) -> None:
-    chat = parse_request(Route.CHAT, {"messages": [USER]})
+    chat = parse_request(Shape.CHAT, {"messages": [USER]})
     assert is_left_to_server(chat, UNREAD, None, NO_TENANT)
     assert not is_left_to_server(chat, Prompt(EMPTY), reader, NO_TENANT)
-    for route, body in ((Route.CHAT, {}), (Route.INFILL, {"input_prefix": "a"})):
-        assert not is_left_to_server(parse_request(route, body), UNREAD, None, NO_TENANT)
+    for shape, body in ((Shape.CHAT, {}), (Shape.INFILL, {"input_prefix": "a"})):
+        assert not is_left_to_server(parse_request(shape, body), UNREAD, None, NO_TENANT)
 
 
 async def test_backend_that_is_gone(reader: PromptReader, fake: FakeLlama) -> None:
     """The failure says nothing of the prompt: another backend may read it."""
     await fake.go_down()
     with pytest.raises(BackendError, match="went down with the request"):
-        await reader.read(parse_request(Route.CHAT, {"messages": [USER]}))
+        await reader.read(parse_request(Shape.CHAT, {"messages": [USER]}))
 
 
 async def test_what_the_backend_refuses_is_unknown(reader: PromptReader) -> None:
-    prompt = await reader.read(parse_request(Route.CHAT, {"messages": [{"content": "no role"}]}))
+    prompt = await reader.read(parse_request(Shape.CHAT, {"messages": [{"content": "no role"}]}))
     assert prompt.unknown == "the backend does not render or tokenize the prompt: HTTP 500"
 
 
 async def test_boundaries_are_read_on_demand(reader: PromptReader) -> None:
     """Chats of every dialect have boundaries; chats with media, texts and ids have none."""
     system = {"role": "system", "content": "kind"}
-    chat = parse_request(Route.CHAT, {"messages": [system, USER]})
+    chat = parse_request(Shape.CHAT, {"messages": [system, USER]})
     assert (await reader.read(chat)).boundaries == ()
     prompt = await reader.read(chat, boundaries=True)
     assert len(prompt.boundaries) == 2
     assert prompt == replace(await reader.read(chat), boundaries=prompt.boundaries)
 
     messages = {"system": "kind", "messages": [USER], "max_tokens": 1}
-    anthropic = await reader.read(parse_request(Route.MESSAGES, messages), boundaries=True)
+    anthropic = await reader.read(parse_request(Shape.MESSAGES, messages), boundaries=True)
     assert anthropic.boundaries == prompt.boundaries
 
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     marker = {"type": "text", "text": reader._vocabulary.media_marker}  # the fake writes no marker
-    for route, body in (
-        (Route.COMPLETION, {"prompt": "abc"}),
-        (Route.COMPLETION, {"prompt": [5, 6, 7]}),
-        (Route.INFILL, {"input_prefix": "a"}),
-        (Route.CHAT, {"messages": [{"role": "user", "content": [marker, picture]}]}),
+    for shape, body in (
+        (Shape.COMPLETION, {"prompt": "abc"}),
+        (Shape.COMPLETION, {"prompt": [5, 6, 7]}),
+        (Shape.INFILL, {"input_prefix": "a"}),
+        (Shape.CHAT, {"messages": [{"role": "user", "content": [marker, picture]}]}),
     ):
-        assert (await reader.read(parse_request(route, body), boundaries=True)).boundaries == ()
+        assert (await reader.read(parse_request(shape, body), boundaries=True)).boundaries == ()
 
 
 async def test_a_prompt_that_is_unknown_has_no_boundaries(reader: PromptReader) -> None:
-    refused = parse_request(Route.CHAT, {"messages": [{"content": "no role"}]})
+    refused = parse_request(Shape.CHAT, {"messages": [{"content": "no role"}]})
     prompt = await reader.read(refused, boundaries=True)
     assert prompt.unknown
     assert prompt.boundaries == ()
@@ -213,7 +214,7 @@ async def test_boundaries_are_the_same_with_a_local_template(
     last = 0
     for turn in ("What is the time?", "  And now?", "Z", ""):
         said.append({"role": "user", "content": turn})
-        chat = parse_request(Route.CHAT, {"messages": said})
+        chat = parse_request(Shape.CHAT, {"messages": said})
         prompt = await local.read(chat, boundaries=True)
         assert prompt == await remote.read(chat, boundaries=True)
         assert len(prompt.boundaries) >= 2
@@ -221,7 +222,7 @@ async def test_boundaries_are_the_same_with_a_local_template(
         last = prompt.boundaries[-1]
         said.append({"role": "assistant", "content": f"<think>\nhm\n</think>\n\nLate: {turn}"})
         after = [*said, {"role": "user", "content": "go on"}]
-        later = await remote.read(parse_request(Route.CHAT, {"messages": after}))
+        later = await remote.read(parse_request(Shape.CHAT, {"messages": after}))
         assert last <= common_prefix(prompt.tokens, later.tokens)
         assert len(prompt) - last < 24
 
@@ -238,14 +239,14 @@ def test_pictures_have_ids_that_no_vocabulary_has() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize(
-    ("path", "route", "body"),
+    ("path", "shape", "body"),
     [
-        ("/completion", Route.COMPLETION, {"prompt": "hello <|im_end|> there"}),
-        ("/completion", Route.COMPLETION, {"prompt": ["hello", 7, " there"]}),
-        ("/v1/chat/completions", Route.CHAT, {"messages": [USER] * 1}),
+        ("/completion", Shape.COMPLETION, {"prompt": "hello <|im_end|> there"}),
+        ("/completion", Shape.COMPLETION, {"prompt": ["hello", 7, " there"]}),
+        ("/v1/chat/completions", Shape.CHAT, {"messages": [USER] * 1}),
         (
             "/v1/chat/completions",
-            Route.CHAT,
+            Shape.CHAT,
             {
                 "messages": [
                     {"role": "system", "content": "<|im_start|>é\n\n  ünï 1234"},
@@ -256,8 +257,8 @@ def test_pictures_have_ids_that_no_vocabulary_has() -> None:
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
             },
         ),
-        ("/v1/messages", Route.MESSAGES, {"system": "kind", "messages": [USER], "max_tokens": 1}),
-        ("/v1/responses", Route.RESPONSES, {"instructions": "kind", "input": "hi"}),
+        ("/v1/messages", Shape.MESSAGES, {"system": "kind", "messages": [USER], "max_tokens": 1}),
+        ("/v1/responses", Shape.RESPONSES, {"instructions": "kind", "input": "hi"}),
     ],
     ids=["special", "mixed", "chat", "long chat", "messages", "responses"],
 )
@@ -267,12 +268,12 @@ async def test_as_many_as_a_real_server_counts(
     tasks: Tasks,
     kind: str,
     path: str,
-    route: Route,
+    shape: Shape,
     body: Json,
 ) -> None:
     server = await llama_server(kind, slots=1)
     reader = await reader_of(server.url, connections, tasks)
-    n = len(await ids(reader, route, body))
+    n = len(await ids(reader, shape, body))
     url = server.url + path
     limits = {"n_predict": 1, "max_tokens": 1, "max_output_tokens": 1}
     async with (
@@ -283,12 +284,12 @@ async def test_as_many_as_a_real_server_counts(
 
     usage = answer.get("usage", {})
     reported = {
-        Route.COMPLETION: lambda: answer["tokens_evaluated"],
-        Route.CHAT: lambda: usage["prompt_tokens"],
-        Route.MESSAGES: lambda: usage["input_tokens"] + usage["cache_read_input_tokens"],
-        Route.RESPONSES: lambda: usage["input_tokens"],
+        Shape.COMPLETION: lambda: answer["tokens_evaluated"],
+        Shape.CHAT: lambda: usage["prompt_tokens"],
+        Shape.MESSAGES: lambda: usage["input_tokens"] + usage["cache_read_input_tokens"],
+        Shape.RESPONSES: lambda: usage["input_tokens"],
     }
-    assert n == reported[route]()
+    assert n == reported[shape]()
 
 
 async def test_a_content_that_is_rendered_otherwise_costs_only_itself(
@@ -301,11 +302,11 @@ async def test_a_content_that_is_rendered_otherwise_costs_only_itself(
     reader._vocabulary.template = local
     asked = {"messages": [USER, {"role": "assistant", "content": "odd"}, USER]}
     right = list(render_chat(asked["messages"]).encode())
-    assert await ids(reader, Route.CHAT, asked) != right
+    assert await ids(reader, Shape.CHAT, asked) != right
 
-    await reader.compare(parse_request(Route.CHAT, asked), 1, 2)
+    await reader.compare(parse_request(Shape.CHAT, asked), 1, 2)
 
-    assert await ids(reader, Route.CHAT, asked) == right
+    assert await ids(reader, Shape.CHAT, asked) == right
     assert local.render({"messages": [USER]}) is not None
     assert reader._vocabulary.template is local
 
@@ -318,6 +319,6 @@ async def test_a_template_that_is_often_wrong_is_dropped(
     reader._vocabulary.template = LocalTemplate(lambda told, _: wrong(render_chat(told)), "")
     for n in range(40):
         body = {"messages": [{"role": "user", "content": f"a{n}"}]}
-        await reader.compare(parse_request(Route.CHAT, body), 1, 2)
+        await reader.compare(parse_request(Shape.CHAT, body), 1, 2)
 
     assert reader._vocabulary.template is None

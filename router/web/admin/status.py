@@ -13,7 +13,8 @@ from router.base.errors import BadRequestError
 from router.base.types import RequestId, Standing, Tenant
 from router.engine.engine import Engine
 from router.llama import json_offload
-from router.llama.wire import parse_body, parse_request, route_of
+from router.llama.routes import shape_of
+from router.llama.wire import parse_body, parse_request
 from router.telemetry.backend_metrics import BackendMetrics
 from router.web.admin.hosts import HostsView, hosts_row
 from router.web.admin.plan_json import plan_json
@@ -141,13 +142,13 @@ class StatusRoutes:
         apart.
         """
         path = request.query.get("path", "/v1/chat/completions")
-        route = route_of(path)
-        if route is None:
+        shape = shape_of(path)
+        if shape is None:
             return error_response(
                 BadRequestError(f"path: {path!r} is not a completion route"), name
             )
         body = await json_offload.read(raw, parse_body, raw)
-        parsed = await json_offload.read(raw, parse_request, route, body)
+        parsed = await json_offload.read(raw, parse_request, shape, body)
         described, _ = await self._completions.describe(request, parsed, name)
         if tenant := request.query.get("tenant"):
             described = replace(described, tenant=Tenant(tenant))

@@ -16,12 +16,12 @@ from router.base.api_keys import digest_of
 from router.base.errors import TenantBusyError, UnauthorizedError
 from router.base.ports import Telemetry
 from router.base.types import NO_TENANT, Caller, Tenant
+from router.llama.routes import PUBLIC
 from router.web.server.error_responses import sender_of
 from router.web.server.relay import CALLER, KEYED
 
-# Open on a llama-server with --api-key (server-http.cpp:237-258): these routes and its page. The
-# page's file names change with each build; no other route of llama-server has a dot in its name.
-_PUBLIC = frozenset({"/health", "/v1/health"})
+# The page of a llama-server with --api-key is open, as its public routes are. The names of its
+# files change with each build; no other route of llama-server has a dot in its name.
 _PAGE = re.compile(
     r"/(?:(?:_app/(?:[\w-][\w.-]*/)*)?[\w-][\w.-]*"
     r"\.(?:css|html|ico|js|json|png|svg|webp|woff2?|webmanifest))?"
@@ -103,7 +103,7 @@ def fair_to(request: web.BaseRequest) -> str | None:
 
 def _is_open(method: str, path: str) -> bool:
     reads = method in ("GET", "HEAD")
-    return method == "OPTIONS" or (reads and bool(path in _PUBLIC or _PAGE.fullmatch(path)))
+    return method == "OPTIONS" or (reads and bool(path in PUBLIC or _PAGE.fullmatch(path)))
 
 
 def _key_of(request: web.BaseRequest) -> str:

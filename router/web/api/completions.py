@@ -43,13 +43,9 @@ from router.hosts.choice import is_stale
 from router.llama import json_offload
 from router.llama.answer_counts import AnswerCounts
 from router.llama.replies import IDENTITY, read_reply
+from router.llama.routes import Route, Shape
 from router.llama.server_client import RelayedResponse
-from router.llama.wire import (
-    ChatPrompt,
-    ParsedRequest,
-    Route,
-    parse_completion,
-)
+from router.llama.wire import ChatPrompt, ParsedRequest, parse_completion
 from router.prompts.reader import PromptReader, is_left_to_server
 from router.telemetry.decision_log import DecisionLog
 from router.web.api import upstream_request
@@ -74,7 +70,6 @@ from router.web.server.stream_start import START, StreamStart, head_of
 
 # Times a request is sent at most; again only if its backend failed before the first byte.
 _ATTEMPTS = 3
-_STATELESS = ("/embedding", "/embeddings", "/rerank", "/reranking")
 
 
 class _From(TypedDict):
@@ -93,7 +88,7 @@ class _Exchange:
     http: web.BaseRequest
     raw: bytes
     request: Request
-    route: Route | None
+    shape: Shape | None
     parsed: ParsedRequest | None
     reader: PromptReader | None
     arrived: float
@@ -133,11 +128,11 @@ class Completions:
         self._preparations = Preparations(selection, suspects)
 
     async def completion(
-        self, http: web.BaseRequest, route: Route, raw: bytes, request_id: RequestId
+        self, http: web.BaseRequest, shape: Shape, raw: bytes, request_id: RequestId
     ) -> web.StreamResponse:
         """Serve a completion route. Raises RouterError."""
         arrived = perf_counter()
-        parsed = await json_offload.read(raw, _parsed, http, route, raw)
+        parsed = await json_offload.read(raw, _parsed, http, shape, raw)
         self._check(http, raw, parsed)
         if HOP_OF in http:
             parsed = replace(parsed, model=model_of(http, parsed.model))
@@ -157,7 +152,7 @@ class Completions:
                     continue
                 self._check_quote(http, read[0])
                 answer = await self._serve(
-                    _Exchange(http, raw, read[0], route, parsed, read[1], arrived)
+                    _Exchange(http, raw, read[0], shape, parsed, read[1], arrived)
                 )
         finally:
             self._selection.no_longer_waits(request_id)
@@ -238,7 +233,12 @@ class Completions:
         return request, reader
 
     async def other(
-        self, http: web.BaseRequest, raw: bytes, request_id: RequestId, asked: SlotsAsked
+        self,
+        http: web.BaseRequest,
+        raw: bytes,
+        request_id: RequestId,
+        asked: SlotsAsked,
+        route: Route,
     ) -> web.StreamResponse:
         """Serve a server-placed request that is no completion. Raises RouterError."""
         self._check(http, raw, None)
@@ -247,7 +247,7 @@ class Completions:
             answer = await there.away(http, raw, None, request_id, named)
             if answer is not None:
                 return answer
-        stateless = http.path.rstrip("/").endswith(_STATELESS)
+        stateless = route.stateless
         model = self._selection.resolve(named)
         request = Request(
             id=request_id,
@@ -256,7 +256,6 @@ class Completions:
             pinnable=False,
             whole_backend=asked.many or (asked.in_form and stateless),
             max_new_tokens=0,
-            # Stateless tasks start from nothing, whatever the slot holds (server-context.cpp:3440).
             reuse=not stateless,
             avoid=self._selection.avoided_for_embeddings(model)
             if stateless
@@ -485,13 +484,13 @@ class Completions:
         self, exchange: _Exchange, grant: Grant, upstream: RelayedResponse
     ) -> AnswerCounts | None:
         """Return the correction of an answer's counts. None: it is sent on as it comes."""
-        if exchange.route is None or grant.prefilled is None or not grant.prefilled.tokens:
+        if exchange.shape is None or grant.prefilled is None or not grant.prefilled.tokens:
             return None
         if not self._settings.corrects_counts or upstream.status != 200:
             return None
         if upstream.header("content-encoding") not in IDENTITY:
             return None
-        return AnswerCounts(exchange.route, grant.prefilled)
+        return AnswerCounts(exchange.shape, grant.prefilled)
 
     def _finish(
         self,
@@ -505,11 +504,11 @@ class Completions:
     ) -> None:
         """Report the end. Awaits nothing, so that a cancellation cannot skip it."""
         reported, whole = Reported(), True
-        if readable is not None and exchange.route is not None and exchange.parsed is not None:
+        if readable is not None and exchange.shape is not None and exchange.parsed is not None:
             one_object = capture.complete and not exchange.parsed.stream
             whole = one_object or capture.size_bytes <= INLINE_BYTES
             reported = read_reply(
-                exchange.route,
+                exchange.shape,
                 exchange.parsed.stream,
                 capture.chunks if whole else capture.ends(INLINE_BYTES // 2),
                 readable.header("content-encoding"),
@@ -556,7 +555,7 @@ class Completions:
             await reader.compare(parsed, len(prompt), reported.prompt_tokens)
         if capture is not None and capture.complete:
             reported = await asyncio.to_thread(
-                read_reply, parsed.route, parsed.stream, capture.chunks
+                read_reply, parsed.shape, parsed.stream, capture.chunks
             )
         answer = reported.generated
         if answer is None and reported.text:
@@ -585,13 +584,13 @@ def _attempt(
     )
 
 
-def _parsed(http: web.BaseRequest, route: Route, raw: bytes) -> ParsedRequest:
+def _parsed(http: web.BaseRequest, shape: Shape, raw: bytes) -> ParsedRequest:
     """Parse a body. Raises BadRequestError, which names a content type that explains the error.
 
     Any content type is accepted for JSON: llama-server does not check it either.
     """
     try:
-        return parse_completion(route, raw)
+        return parse_completion(shape, raw)
     except BadRequestError as error:
         if http.content_type in ("application/json", "application/octet-stream", "text/plain"):
             raise

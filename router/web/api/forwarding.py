@@ -562,7 +562,7 @@ def _first_token_s(
         return took_s
     if not capture.complete or capture.size_bytes > INLINE_BYTES:
         return None
-    reported = read_reply(parsed.route, False, capture.chunks, encoding)
+    reported = read_reply(parsed.shape, False, capture.chunks, encoding)
     return None if reported.generated_s is None else reported.first_token_s(took_s)
 
 

@@ -43,7 +43,8 @@ from router.hosts.messages import (
 )
 from router.llama import json_offload
 from router.llama.attach.namespace import is_same
-from router.llama.wire import parse_completion, route_of
+from router.llama.routes import shape_of
+from router.llama.wire import parse_completion
 from router.web.api.backend_selection import BackendSelection
 from router.web.server.error_responses import OWN_HEADERS
 
@@ -139,10 +140,10 @@ class PeerRoutes:
 
     async def _read(self, request: web.BaseRequest, raw: bytes) -> PromptRead:
         """Return the hashes of a client's prompt, read here for a host that cannot."""
-        route = route_of(request.headers.get(READ_PATH, ""))
-        if route is None:
+        shape = shape_of(request.headers.get(READ_PATH, ""))
+        if shape is None:
             raise NotFoundError("no prompt can be read for this path")
-        parsed = await json_offload.read(raw, parse_completion, route, raw)
+        parsed = await json_offload.read(raw, parse_completion, shape, raw)
         model = self._selection.resolve(request.headers.get(HOP_MODEL, parsed.model))
         tenant = Tenant(request.headers.get(READ_TENANT, ""))
         if parsed.lora:

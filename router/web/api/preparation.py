@@ -63,7 +63,7 @@ class Preparation:
         self._headers = names(self._http, self._request.id) | told
         if self._parsed is not None and (fields := trial.unproven(self._parsed)):
             namespace = self._known.selection.namespace_of(self._request.model) or ""
-            digest = trial.digest_of(fields, self._parsed.route, namespace)
+            digest = trial.digest_of(fields, self._parsed.shape, namespace)
             self._unproven = None if digest in self._known.accepted else digest
         if self._start is not None and self._unproven is None:
             self._start.head_due(None, self._headers)

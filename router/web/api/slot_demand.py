@@ -7,9 +7,8 @@ from msgspec import Struct
 
 from router.base.decoding import UndecodableError
 from router.llama import json_offload, multipart
+from router.llama.routes import Route
 from router.llama.wire import is_int
-
-_INPUTS = ("input", "content", "documents", "texts")
 
 
 class SlotsAsked(Struct, frozen=True):
@@ -26,14 +25,14 @@ async def model_asked(request: web.BaseRequest, raw: bytes) -> str | None:
     return await json_offload.read(raw, _model_of, raw, kind)
 
 
-async def slots_asked(request: web.BaseRequest, raw: bytes) -> SlotsAsked:
+async def slots_asked(request: web.BaseRequest, raw: bytes, route: Route) -> SlotsAsked:
     """Return the model and the slots that a body asks for.
 
     A body that cannot be read counts as one prompt: the server refuses it, or it is a form with
     a sound file.
     """
     kind = request.headers.get("Content-Type", "")
-    return await json_offload.read(raw, _slots_of, raw, kind)
+    return await json_offload.read(raw, _slots_of, raw, kind, route)
 
 
 def _model_of(raw: bytes, content_type: str) -> str | None:
@@ -42,15 +41,14 @@ def _model_of(raw: bytes, content_type: str) -> str | None:
     return _model_in(_json_object(raw))
 
 
-def _slots_of(raw: bytes, content_type: str) -> SlotsAsked:
+def _slots_of(raw: bytes, content_type: str, route: Route) -> SlotsAsked:
     if multipart.is_form(content_type):
         # A form field that occurs twice is an array: several inputs or prompts.
         many = multipart.is_array(raw, content_type, "prompt")
         return SlotsAsked(_model_of(raw, content_type), many, in_form=True)
     body = _json_object(raw)
-    return SlotsAsked(
-        _model_in(body), any(_is_many(body.get(key)) for key in _INPUTS), in_form=False
-    )
+    many = route.many_tasks or any(_is_many(body.get(key)) for key in route.inputs)
+    return SlotsAsked(_model_in(body), many, in_form=False)
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:

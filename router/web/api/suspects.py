@@ -115,5 +115,5 @@ def _keys(raw: bytes, parsed: ParsedRequest | None) -> list[bytes]:
     if parsed is not None:
         alike = {k: v for k, v in trial.unproven(parsed).items() if k in _ALIKE}
         if alike:
-            keys.append(trial.digest_of(alike, parsed.route, ""))
+            keys.append(trial.digest_of(alike, parsed.shape, ""))
     return keys

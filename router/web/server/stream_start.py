@@ -18,7 +18,8 @@ from aiohttp import web
 from router.base.tasks import spawn
 from router.llama.early_events import PING, EarlyEvents
 from router.llama.http1 import Header, ignored
-from router.llama.wire import ParsedRequest, Route
+from router.llama.routes import Shape
+from router.llama.wire import ParsedRequest
 from router.web.server.error_responses import OWN_HEADERS, origin_of
 from router.web.server.relayed_response import AnswerHead, RelayedAnswer
 from router.web.server.settings import Settings
@@ -56,7 +57,7 @@ class StreamStart:
     ) -> None:
         """Set up a start. `own`: the router's headers of a head that comes before any backend."""
         self._request, self._own, self._settings = request, own, settings
-        self._anthropic = parsed.route is Route.MESSAGES
+        self._anthropic = parsed.shape is Shape.MESSAGES
         self.events = EarlyEvents(parsed)
         self._ping_s = PING_S if self.events.ping_s is None else self.events.ping_s
         self._loop = asyncio.get_running_loop()

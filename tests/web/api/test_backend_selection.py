@@ -25,7 +25,8 @@ from router.base.types import (
 from router.engine.engine import Engine
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.attach.monitor import Monitor
-from router.llama.wire import ParsedRequest, Route, parse_request
+from router.llama.routes import Shape
+from router.llama.wire import ParsedRequest, parse_request
 from router.prompts.reader import PromptReader
 from router.telemetry.decision_log import DecisionLog
 from router.web.api.backend_selection import BackendSelection
@@ -36,7 +37,7 @@ from router.web.server.settings import Settings
 from tests.support.scheduler.build import backend
 
 PLACE = KvDir("/kv")
-CHAT = parse_request(Route.CHAT, {"messages": [], "model": "m"})
+CHAT = parse_request(Shape.CHAT, {"messages": [], "model": "m"})
 
 
 class Reader:

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from aiohttp.test_utils import make_mocked_request
 
-from router.web.app import forbidden
+from router.llama.routes import why_forbidden
 from router.web.server.framing_checks import check_head
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Fleet, running
@@ -176,6 +176,6 @@ async def test_file_names_and_urls_stay_inside(tmp_path: Path, fake: FakeLlama) 
 
 
 def test_reasons_say_what_to_do_instead() -> None:
-    assert forbidden("GET", "/slots") == "slots are managed by kvferry; see /kvferry/state"
-    assert forbidden("GET", "/props") is None
-    assert "on the server itself" in (forbidden("POST", "/props") or "")
+    assert why_forbidden("GET", "/slots") == "slots are managed by kvferry; see /kvferry/state"
+    assert why_forbidden("GET", "/props") is None
+    assert "on the server itself" in (why_forbidden("POST", "/props") or "")

@@ -9,8 +9,10 @@ import orjson
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
+from router.llama.routes import ROUTES
 from router.web.api.slot_demand import SlotsAsked, model_asked, slots_asked
 
+SOUND = ROUTES["/v1/audio/transcriptions"]
 FORM = "multipart/form-data; boundary=b"
 
 
@@ -38,8 +40,9 @@ def part(name: str, value: str) -> bytes:
     ],
 )
 async def test_of_json(raw: bytes, model: str | None, many: bool) -> None:
-    request = make_mocked_request("POST", "/v1/embeddings")
-    assert await slots_asked(request, raw) == SlotsAsked(model, many, in_form=False)
+    path = "/v1/rerank" if b"query" in raw else "/v1/embeddings"
+    request = make_mocked_request("POST", path)
+    assert await slots_asked(request, raw, ROUTES[path]) == SlotsAsked(model, many, in_form=False)
     assert await model_asked(request, raw) == model
 
 
@@ -53,7 +56,9 @@ async def test_of_json(raw: bytes, model: str | None, many: bool) -> None:
 )
 async def test_of_a_form(raw: bytes, model: str | None, many: bool) -> None:
     request = make_mocked_request("POST", "/v1/embeddings", headers={"Content-Type": FORM})
-    assert await slots_asked(request, raw + b"--b--\r\n") == SlotsAsked(model, many, in_form=True)
+    assert await slots_asked(request, raw + b"--b--\r\n", SOUND) == SlotsAsked(
+        model, many, in_form=True
+    )
     assert await model_asked(request, raw + b"--b--\r\n") == model
 
 
@@ -64,5 +69,5 @@ async def test_a_body_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda raw: read.append(raw) or function(raw)  # type: ignore[func-returns-value]
 
     monkeypatch.setattr("router.llama.json_offload.json_of", noted(orjson.loads))
-    await slots_asked(make_mocked_request("POST", "/v1/embeddings"), b'{"model": "m"}')
+    await slots_asked(make_mocked_request("POST", "/v1/embeddings"), b'{"model": "m"}', SOUND)
     assert read == [b'{"model": "m"}']

@@ -4,7 +4,8 @@ import pytest
 
 from router.base.errors import SuspectError
 from router.base.types import BackendId, RequestId
-from router.llama.wire import ParsedRequest, Route, parse_request
+from router.llama.routes import Shape
+from router.llama.wire import ParsedRequest, parse_request
 from router.web.api import suspects
 from router.web.api.suspects import Suspects
 
@@ -20,7 +21,7 @@ class Time:
 
 
 def parsed(**fields: object) -> ParsedRequest:
-    return parse_request(Route.COMPLETION, {"prompt": "a", **fields})
+    return parse_request(Shape.COMPLETION, {"prompt": "a", **fields})
 
 
 def test_the_one_that_was_sent_last_takes_the_blame() -> None:

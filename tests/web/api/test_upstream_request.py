@@ -9,7 +9,8 @@ from router.base.errors import BadRequestError
 from router.base.types import Lease, RequestId, Source
 from router.core.model.plan import Candidate, Plan, Price
 from router.engine.engine import Grant
-from router.llama.wire import Route, parse_body, parse_request
+from router.llama.routes import Shape
+from router.llama.wire import parse_body, parse_request
 from router.web.api import upstream_request
 from tests.support.scheduler.build import A1
 
@@ -38,7 +39,7 @@ def test_it_goes_to_the_slot_that_was_granted(
     asked: dict[str, object], pin: bool, sent: dict[str, object]
 ) -> None:
     raw = orjson.dumps(asked)
-    parsed = parse_request(Route.COMPLETION, parse_body(raw))
+    parsed = parse_request(Shape.COMPLETION, parse_body(raw))
 
     assert orjson.loads(upstream_request.body(grant(pin=pin), raw, parsed)) == sent
 
@@ -57,7 +58,7 @@ def test_a_server_moves_nothing_by_itself(
     asked: dict[str, object], expected: dict[str, object]
 ) -> None:
     given = orjson.dumps(asked)
-    parsed = parse_request(Route.COMPLETION, parse_body(given))
+    parsed = parse_request(Shape.COMPLETION, parse_body(given))
 
     assert parse_body(upstream_request.body(grant(pin=True), given, parsed, saved=True)) == expected
     del expected["id_slot"]
@@ -86,7 +87,7 @@ def test_all_fields_are_sent_as_they_came(fields: dict[str, object], pin: bool) 
     given_body = {"prompt": "a"} | fields
     raw = orjson.dumps(given_body)
     try:
-        parsed = parse_request(Route.COMPLETION, parse_body(raw))
+        parsed = parse_request(Shape.COMPLETION, parse_body(raw))
     except BadRequestError:
         return
     expected = given_body | ({"id_slot": 1} if pin else {})

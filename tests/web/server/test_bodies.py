@@ -13,8 +13,6 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from router.llama.wire import ROUTES
-from router.web import app
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Fleet, running
 
@@ -153,30 +151,3 @@ async def test_a_path_that_a_proxy_would_mend_takes_no_slot(fleet: Fleet, path: 
     writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
     assert (await reader.read()).startswith(b"HTTP/1.1 404")
     writer.close()
-
-
-# POST routes of llama-server b11434 (tools/server/server.cpp), without those of router mode.
-_PREFIXED = (
-    *("chat/completions", "responses", "audio/transcriptions", "embeddings", "rerank", "reranking"),
-    *("completions", "chat/completions/input_tokens", "responses/input_tokens"),
-)
-POSTS = [
-    *(f"/{name}" for name in _PREFIXED),
-    *(f"/v1/{name}" for name in _PREFIXED),
-    *("/props", "/completion", "/v1/chat/completions/control", "/v1/messages", "/infill"),
-    *("/embedding", "/v1/systemone", "/tokenize", "/detokenize", "/apply-template"),
-    *("/v1/messages/count_tokens", "/lora-adapters", "/slots/0", "/v1/streams/lookup"),
-]
-
-
-def test_each_route_of_the_server_is_in_one_table() -> None:
-    for path in POSTS:
-        tables = [
-            path in ROUTES,
-            path in app._TAKES_SLOTS,
-            path in app._READS,
-            path == app._CONTROL,
-            app.forbidden("POST", path) is not None,
-        ]
-        assert sum(tables) == 1, path
-    assert {*ROUTES, *app._TAKES_SLOTS, *app._READS, app._CONTROL} <= set(POSTS)
