@@ -80,11 +80,16 @@ from router.web.admin.servers import ServerRoutes
 from router.web.admin.snapshots import Snapshots
 from router.web.admin.state_json import picture_of, survey
 from router.web.admin.status import StatusRoutes
+from router.web.admin.table import own_routes
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
+from router.web.api.elsewhere import Elsewhere, Nowhere
 from router.web.api.forwarding import Forwarding
+from router.web.api.passing import Passing
 from router.web.api.peer_routes import PeerRoutes
+from router.web.api.reports import Reports
+from router.web.api.sending import Sender
 from router.web.api.suspects import Suspects
 from router.web.app import App, OtherHosts
 from router.web.server.settings import Settings
@@ -328,9 +333,10 @@ async def build(
             hosts_of(config, engine, selection, keys, registry, clock, drivers)
         )
         others, suspects = None, Suspects(clock.now)
+        elsewhere: Elsewhere = Nowhere()
         if hosts is not None:
             certificates.credentials = hosts.credentials
-            forwarding = Forwarding(
+            elsewhere = Forwarding(
                 hosts.name,
                 hosts.peers,
                 hosts.directory,
@@ -345,42 +351,36 @@ async def build(
                 suspects,
             )
             routes = PeerRoutes(hosts.hello, engine, selection, hosts.held)
-            others = OtherHosts(forwarding, routes, hosts.metrics)
+            others = OtherHosts(hosts.name, routes, hosts.metrics)
+        reports = Reports(engine, decision_log, tasks.spawn)
+        sender = Sender(engine, selection, suspects, settings, throttle, reports)
         completions = Completions(
+            engine, selection, sender, settings, keys, suspects, elsewhere, tracing
+        )
+        status = StatusRoutes(
             engine,
             selection,
-            decision_log,
-            tasks.spawn,
-            settings,
-            keys,
-            throttle,
-            suspects,
-            tracing,
-            None if others is None else others.forwarding,
+            completions,
+            registry,
+            BackendMetrics(clients, registry),
+            clock.now,
+            None if hosts is None else hosts.view,
         )
         app = App(
             keys=keys,
             completions=completions,
-            guard=guard,
-            live=live,
-            page=await asyncio.to_thread(load_page),
-            admin=StatusRoutes(
-                engine,
-                selection,
-                completions,
-                registry,
-                BackendMetrics(clients, registry),
-                clock.now,
-                None if hosts is None else hosts.view,
-            ),
-            snapshots=Snapshots(engine, guard, clock.now, wall_now, journal.erase),
-            requests=Requests(
-                decision_log, selection, show_content=config.diagnostics.show_content
+            passing=Passing(selection, settings, throttle, elsewhere),
+            own=own_routes(
+                guard,
+                status,
+                OperatorActions(guard, selection, backends, reload),
+                ServerRoutes(engine, guard, on_demand.supervisor, clock.now),
+                Snapshots(engine, guard, clock.now, wall_now, journal.erase),
+                Requests(decision_log, selection, show_content=config.diagnostics.show_content),
+                live,
+                await asyncio.to_thread(load_page),
             ),
             decision_log=decision_log,
-            operations=OperatorActions(guard, selection, backends, reload),
-            servers=ServerRoutes(engine, guard, on_demand.supervisor, clock.now),
-            selection=selection,
             telemetry=telemetry,
             settings=settings,
             throttle=throttle,

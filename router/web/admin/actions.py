@@ -6,9 +6,10 @@ from typing import Protocol
 from aiohttp import web
 
 from router.base.errors import NotFoundError
-from router.base.types import BackendId, RequestId
+from router.base.types import BackendId
 from router.web.admin.guard import Guard
 from router.web.api.backend_selection import BackendSelection
+from router.web.server.call import Call
 from router.web.server.error_responses import json_response
 
 BACKENDS = "/kvferry/backends/"
@@ -36,20 +37,20 @@ class OperatorActions:
         self._reload = reload
         self._actions = {"drain": backends.drain, "undrain": backends.undrain}
 
-    async def reload(self, request: web.BaseRequest, _: RequestId) -> web.Response:
+    async def reload(self, call: Call) -> web.Response:
         """Reload the configuration, and answer with the changes.
 
         Raises ForbiddenError, ConflictError, and InvalidConfigError with the problems of the file.
         """
-        self._guard.check(request)
+        self._guard.check(call.http)
         return json_response(await self._reload())
 
-    async def backend(self, request: web.BaseRequest, _: RequestId, path: str) -> web.Response:
+    async def backend(self, call: Call, path: str) -> web.Response:
         """Handle `NAME/drain` and `NAME/undrain`, and answer with the backend's new state.
 
         Returns before the backend is drained. Raises ForbiddenError, NotFoundError, ConflictError.
         """
-        self._guard.check(request)
+        self._guard.check(call.http)
         backend, _slash, action = path.partition("/")
         name = BackendId(backend)
         if action not in self._actions:

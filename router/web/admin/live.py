@@ -17,9 +17,9 @@ from aiohttp import web
 
 from router.base.errors import TooManyViewersError
 from router.base.ports import Spawn
-from router.base.types import RequestId
 from router.telemetry.decision_log import LoggedDecision
 from router.web.admin.state_json import Picture, Row, changes
+from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS, REQUEST_ID
 
 REFRESH_EVERY_S = 1.0
@@ -84,24 +84,24 @@ class Live:
         self._stopping = True
         self._tell()
 
-    async def events(self, request: web.BaseRequest, name: RequestId) -> web.StreamResponse:
+    async def events(self, call: Call) -> web.StreamResponse:
         """Send the stream until the viewer disconnects or loses access, or the router stops.
 
         Raises TooManyViewersError.
         """
-        response = web.StreamResponse(headers=_HEADERS | {REQUEST_ID: name})
-        if request.method == "HEAD":
-            await response.prepare(request)
+        response = web.StreamResponse(headers=_HEADERS | {REQUEST_ID: call.id})
+        if call.http.method == "HEAD":
+            await response.prepare(call.http)
             return response
         if self._viewers >= MAX_VIEWERS:
             raise TooManyViewersError(f"{MAX_VIEWERS} viewers watch already; try again later")
         self._viewers += 1
         try:
-            await response.prepare(request)
-            await self._show(response, partial(self._may_read, request))
+            await response.prepare(call.http)
+            await self._show(response, partial(self._may_read, call.http))
         except TimeoutError:
-            if request.transport is not None:
-                request.transport.abort()
+            if call.http.transport is not None:
+                call.http.transport.abort()
         finally:
             self._viewers -= 1
         return response

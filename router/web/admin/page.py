@@ -10,7 +10,7 @@ from importlib.resources import files
 from aiohttp import web
 from xxhash import xxh3_128_hexdigest
 
-from router.base.types import RequestId
+from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS
 
 PREFIX = "/kvferry/"
@@ -41,10 +41,10 @@ class StaticFile:
     content_type: str
     etag: str
 
-    def answer(self, request: web.BaseRequest) -> web.Response:
+    async def answer(self, call: Call) -> web.Response:
         """Answer with the file, or with 304 if the browser has it."""
         headers = _HEADERS | {"ETag": self.etag}
-        known = request.headers.get("If-None-Match", "")
+        known = call.http.headers.get("If-None-Match", "")
         if known == "*" or self.etag in (
             tag.strip().removeprefix("W/") for tag in known.split(",")
         ):
@@ -54,7 +54,7 @@ class StaticFile:
         )
 
 
-async def to_page(_request: web.BaseRequest, _name: RequestId) -> web.StreamResponse:
+async def to_page(_: Call) -> web.StreamResponse:
     """Redirect `/kvferry` to the page.
 
     The target is relative, since a proxy may have put a path before it.

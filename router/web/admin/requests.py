@@ -18,6 +18,7 @@ from router.prompts.reader import without_prompt
 from router.telemetry.decision_log import DecisionLog
 from router.web.admin.plan_json import plan_json
 from router.web.api.backend_selection import BackendSelection
+from router.web.server.call import Call
 from router.web.server.error_responses import error_response, json_response
 
 Json = dict[str, Any]
@@ -39,21 +40,21 @@ class Requests:
         self._selection = selection
         self._show_content = show_content
 
-    async def recent(self, request: web.BaseRequest, name: RequestId) -> web.Response:
+    async def recent(self, call: Call) -> web.Response:
         """List the newest requests first.
 
         At most `?limit=`, with the given `outcome`, `source` and `backend`.
         """
-        limit = request.query.get("limit", str(_LIMIT))
+        limit = call.http.query.get("limit", str(_LIMIT))
         if not (limit.isascii() and limit.isdecimal() and len(limit) < 10):
             problem = BadRequestError(f"limit: {limit!r} is not a number of requests")
-            return error_response(problem, name)
-        wanted = {key: value for key in _FILTERS if (value := request.query.get(key))}
+            return error_response(problem, call.id)
+        wanted = {key: value for key in _FILTERS if (value := call.http.query.get(key))}
         told = (entry.as_json() for entry in self._decision_log.recent(self._decision_log.limit))
         found = (one for one in told if wanted.items() <= one.items())
         return json_response({"requests": list(islice(found, int(limit)))})
 
-    async def one(self, _: web.BaseRequest, name: RequestId, wanted: str) -> web.Response:
+    async def one(self, call: Call, wanted: str) -> web.Response:
         """Show all that is known of one request, by its id or a prefix of it; 404 if unknown."""
         exact = self._decision_log.get(RequestId(wanted))
         alike = self._decision_log.find(wanted) if exact is None else [exact]
@@ -62,13 +63,13 @@ class Requests:
             problem = BadRequestError(
                 f"{len(alike)} requests begin with {wanted!r}: {first}; send more of the id"
             )
-            return error_response(problem, name)
+            return error_response(problem, call.id)
         if not alike:
             problem = NotFoundError(
                 f"no finished request has the id {wanted!r}; the last {self._decision_log.limit}"
                 " are kept (diagnostics.requests)"
             )
-            return error_response(problem, name)
+            return error_response(problem, call.id)
         (entry,) = alike
         plan, record = entry.plan, entry.record
         shown = entry.as_json() | {

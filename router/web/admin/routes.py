@@ -13,14 +13,14 @@ from functools import partial
 from aiohttp import web
 
 from router.base.errors import MethodError, NotFoundError
-from router.base.types import RequestId
 from router.web.admin.guard import Guard
+from router.web.server.call import Call
 
 METRICS = "/metrics"
 HEALTH = "/kvferry/health"
 
-Handler = Callable[[web.BaseRequest, RequestId], Awaitable[web.StreamResponse]]
-HandlerOfOne = Callable[[web.BaseRequest, RequestId, str], Awaitable[web.StreamResponse]]
+Handler = Callable[[Call], Awaitable[web.StreamResponse]]
+HandlerOfOne = Callable[[Call, str], Awaitable[web.StreamResponse]]
 
 
 class Audience(Enum):
@@ -103,10 +103,8 @@ class OwnRoutes:
         }
 
 
-async def _call(
-    handler: HandlerOfOne, one: str, request: web.BaseRequest, name: RequestId
-) -> web.StreamResponse:
-    return await handler(request, name, one)
+async def _call(handler: HandlerOfOne, one: str, call: Call) -> web.StreamResponse:
+    return await handler(call, one)
 
 
 def is_own(path: str) -> bool:

@@ -7,11 +7,12 @@ from typing import Protocol
 from aiohttp import web
 
 from router.base.errors import BadRequestError, NotFoundError
-from router.base.types import BackendId, RequestId
+from router.base.types import BackendId
 from router.core.model.servers import ServerPhase
 from router.engine.engine import Engine
 from router.engine.fleet_view import ServerView
 from router.web.admin.guard import Guard
+from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS, json_response
 
 PATH = "/kvferry/servers"
@@ -42,7 +43,7 @@ class ServerRoutes:
         self._processes = processes
         self._now = now
 
-    async def all(self, _: web.BaseRequest, __: RequestId) -> web.Response:
+    async def all(self, _: Call) -> web.Response:
         """List all servers in the order of the configuration."""
         now = self._now()
         rows = [
@@ -51,12 +52,12 @@ class ServerRoutes:
         ]
         return json_response({"swaps": self._engine.view.server_swaps, "servers": rows})
 
-    async def act(self, request: web.BaseRequest, _: RequestId, path: str) -> web.Response:
+    async def act(self, call: Call, path: str) -> web.Response:
         """Handle `NAME/start`, `NAME/stop` and `NAME/restart`; answer before it is done.
 
         Raises ForbiddenError, NotFoundError.
         """
-        self._guard.check(request)
+        self._guard.check(call.http)
         name, _slash, action = path.rpartition("/")
         if action not in _ACTIONS:
             raise NotFoundError("the action on a server must be start, stop or restart")
@@ -64,17 +65,17 @@ class ServerRoutes:
         self._engine.ask_server(BackendId(name), **_ACTIONS[action])
         return json_response(server_row(self._find(name), self._now()))
 
-    async def log(self, request: web.BaseRequest, _: RequestId, path: str) -> web.Response:
+    async def log(self, call: Call, path: str) -> web.Response:
         """Return the end of a server's log as text; `?bytes=` says how much.
 
         Its lines may name files and hold text of prompts, so it needs the right to change things.
         Raises ForbiddenError, NotFoundError, BadRequestError.
         """
-        self._guard.check(request)
+        self._guard.check(call.http)
         name, _slash, what = path.rpartition("/")
         if what != "log":
             raise NotFoundError("there is nothing at this path")
-        asked = request.query.get("bytes", str(_LOG_BYTES))
+        asked = call.http.query.get("bytes", str(_LOG_BYTES))
         if not asked.isdecimal() or not 0 < int(asked) <= _MOST_LOG_BYTES:
             raise BadRequestError(f"bytes: must be 1 to {_MOST_LOG_BYTES}")
         body = await self._processes.log_tail(self._find(name).name, int(asked))

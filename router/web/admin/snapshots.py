@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 
 from router.base.errors import BadRequestError, NotFoundError, UnsupportedMediaTypeError
 from router.base.tokens import head, unpack
-from router.base.types import RequestId, Snapshot, SnapshotId
+from router.base.types import Snapshot, SnapshotId
 from router.config import values as values
 from router.config.loader import ConfigSection, path_text, problems_of
 from router.engine.engine import Engine
@@ -27,6 +27,7 @@ from router.llama.wire import parse_body
 from router.store.files import final_name
 from router.web.admin.guard import Guard
 from router.web.admin.state_json import snapshot_row
+from router.web.server.call import Call
 from router.web.server.error_responses import json_response
 
 log = structlog.get_logger(__name__)
@@ -167,9 +168,9 @@ class Snapshots:
         self._wall_now = wall_now
         self._erase_journal = erase_journal
 
-    async def all(self, request: web.BaseRequest, _: RequestId) -> web.Response:
+    async def all(self, call: Call) -> web.Response:
         """List one page of the snapshots that match the query, with the totals of all matches."""
-        query = _parsed(Listing, _of_query(request.query))
+        query = _parsed(Listing, _of_query(call.http.query))
         rank = _RANKS[query.sort]
 
         def sort_key(item: Item) -> tuple[float, str]:
@@ -188,29 +189,29 @@ class Snapshots:
             asdict(sums) | {"snapshots": [item.row() for item in page], "next": cursor}
         )
 
-    async def one(self, request: web.BaseRequest, _: RequestId, number: str) -> web.Response:
+    async def one(self, call: Call, number: str) -> web.Response:
         """Show (GET) or purge (DELETE) one snapshot. Raises NotFoundError, ForbiddenError."""
         (wanted,) = self._named([number])
         item = next(item for item in self._items() if item.snapshot.id == wanted)
-        if request.method == "DELETE":
-            self._guard.check(request)
+        if call.http.method == "DELETE":
+            self._guard.check(call.http)
             sums = asdict(Sums().add([item]))
-            log.info("purged", by=request.remote, **sums)
+            log.info("purged", by=call.http.remote, **sums)
             await self._engine.purge([wanted])
             return json_response(sums)
         prefix = unpack(head(item.snapshot.tokens, _SHOWN_IDS))
         return json_response(item.row() | {"prefix_ids": prefix})
 
-    async def purge(self, request: web.BaseRequest, raw: bytes) -> web.Response:
+    async def purge(self, call: Call) -> web.Response:
         """Purge all snapshots that match the body; those in use go after their last use.
 
         Raises ForbiddenError, BadRequestError, UnsupportedMediaTypeError. The content type must be
         JSON, which no HTML form can send.
         """
-        self._guard.check(request)
-        if request.content_type != "application/json":
+        self._guard.check(call.http)
+        if call.http.content_type != "application/json":
             raise UnsupportedMediaTypeError("the body must be application/json")
-        wanted = _parsed(Purge, parse_body(raw))
+        wanted = _parsed(Purge, parse_body(call.raw))
         if wanted.all != wanted.takes_all:
             raise BadRequestError("give at least one filter, or `all` and no filter")
         sums, doomed = Sums(), list[SnapshotId]()
@@ -218,7 +219,7 @@ class Snapshots:
             sums.add(found)
             doomed += [item.snapshot.id for item in found]
         if not wanted.dry_run:
-            log.info("purged", by=request.remote, **asdict(sums))
+            log.info("purged", by=call.http.remote, **asdict(sums))
             await self._engine.purge(doomed)
             if wanted.all:
                 await self._erase_journal()

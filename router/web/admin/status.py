@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, ge
 from prometheus_client.registry import Collector
 
 from router.base.errors import BadRequestError
-from router.base.types import RequestId, Standing, Tenant
+from router.base.types import Standing, Tenant
 from router.engine.engine import Engine
 from router.llama import json_offload
 from router.llama.routes import shape_of
@@ -22,6 +22,7 @@ from router.web.admin.servers import server_row
 from router.web.admin.state_json import backend_row, slot_row, snapshot_row, store_row
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.completions import Completions
+from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS, error_response, json_response
 
 # Of a scrape, in one event-loop iteration.
@@ -60,7 +61,7 @@ class StatusRoutes:
         self._backend_metrics = backend_metrics
         self._now = now
 
-    async def metrics(self, request: web.BaseRequest) -> web.Response:
+    async def metrics(self, call: Call) -> web.Response:
         """Return Prometheus text; with `?backends=1` every backend's own metrics too."""
         body, began = b"", perf_counter()
         for metric in self._registry.collect():
@@ -68,17 +69,24 @@ class StatusRoutes:
             if perf_counter() - began > _LONG_S:  # all metrics together take many milliseconds
                 await asyncio.sleep(0)
                 began = perf_counter()
-        if request.query.get("backends") == "1":
+        if call.http.query.get("backends") == "1":
             body += await self._backend_metrics.text()
         return web.Response(body=body, headers=OWN_HEADERS | {"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def health(self, *, brief: bool) -> web.Response:
-        """Answer 200 if requests can be taken, else 503; unless `brief`, with each backend's state.
+    async def brief_health(self, _: Call) -> web.Response:
+        """Answer as `health` does, without the state of each backend."""
+        return self._health(brief=True)
+
+    async def health(self, _: Call) -> web.Response:
+        """Answer 200 if requests can be taken, else 503; with each backend's state.
 
         A router that is stopping says so at once, while other hosts may still serve its clients.
 
         A server on demand takes requests before it is started, unless it has failed too often.
         """
+        return self._health(brief=False)
+
+    def _health(self, *, brief: bool) -> web.Response:
         view = self._engine.view
         standing = {name: self._selection.standing(name) for name in self._selection.monitors}
         usable = Standing.UP in standing.values() or view.takes_requests(self._now())
@@ -100,7 +108,7 @@ class StatusRoutes:
                 told["peers"] = {peer.name: peer.problem or "up" for peer in peers}
         return json_response(told, status=200 if usable else 503)
 
-    async def state(self, _: web.BaseRequest) -> web.Response:
+    async def state(self, _: Call) -> web.Response:
         """Show backends, slots, snapshots and queue as the scheduler sees them."""
         view, now = self._engine.view, self._now()
         return json_response(
@@ -135,22 +143,24 @@ class StatusRoutes:
             }
         )
 
-    async def plan(self, request: web.BaseRequest, raw: bytes, name: RequestId) -> web.Response:
+    async def plan(self, call: Call) -> web.Response:
         """Run the planner without effect: candidates, prices, choice.
 
         `?path=` names the route, chat by default; `?tenant=` the tenant, where tenants are kept
         apart.
         """
-        path = request.query.get("path", "/v1/chat/completions")
+        path = call.http.query.get("path", "/v1/chat/completions")
         shape = shape_of(path)
         if shape is None:
             return error_response(
-                BadRequestError(f"path: {path!r} is not a completion route"), name
+                BadRequestError(f"path: {path!r} is not a completion route"), call.id
             )
-        body = await json_offload.read(raw, parse_body, raw)
-        parsed = await json_offload.read(raw, parse_request, shape, body)
-        described, _ = await self._completions.describe(request, parsed, name)
-        if tenant := request.query.get("tenant"):
+        body = await json_offload.read(call.raw, parse_body, call.raw)
+        call.parsed = await json_offload.read(call.raw, parse_request, shape, body)
+        call.name_model(call.parsed.model)
+        await self._completions.describe(call)
+        described = call.scheduled
+        if tenant := call.http.query.get("tenant"):
             described = replace(described, tenant=Tenant(tenant))
         made = self._engine.plan(described)
         return json_response(

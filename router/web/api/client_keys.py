@@ -17,8 +17,7 @@ from router.base.errors import TenantBusyError, UnauthorizedError
 from router.base.ports import Telemetry
 from router.base.types import NO_TENANT, Caller, Tenant
 from router.llama.routes import PUBLIC
-from router.web.server.error_responses import sender_of
-from router.web.server.relay import CALLER, KEYED
+from router.web.server.call import Call
 
 # The page of a llama-server with --api-key is open, as its public routes are. The names of its
 # files change with each build; no other route of llama-server has a dot in its name.
@@ -46,8 +45,8 @@ class Keys:
         self._telemetry = telemetry
         self._busy: Counter[str] = Counter()
 
-    def admit(self, request: web.BaseRequest) -> None:
-        """Note the caller of a request. Raises UnauthorizedError.
+    def admit(self, call: Call) -> None:
+        """Note the caller of a call. Raises UnauthorizedError.
 
         1. Without configured keys every request is accepted.
         2. Routes that a llama-server with a key leaves open, and OPTIONS, which browsers send
@@ -57,7 +56,7 @@ class Keys:
         """
         if not self.known.callers:  # (1)
             return
-        request[KEYED] = True
+        request, call.keyed = call.http, True
         if _is_open(request.method, request.path) and not request.body_exists:  # (2)
             return
         key = _key_of(request)
@@ -65,7 +64,7 @@ class Keys:
         if caller is None:  # (3)
             self._telemetry.refused_key("wrong" if key else "missing")
             raise UnauthorizedError("Invalid API Key")
-        request[CALLER] = caller
+        call.caller = caller
 
     def tenant(self, caller: Caller | None) -> Tenant:
         """Return the tenant that owns the tokens of a caller's prompts."""
@@ -93,12 +92,6 @@ class Keys:
             yield
         finally:
             self._busy[name] -= 1
-
-
-def fair_to(request: web.BaseRequest) -> str | None:
-    """Return what the queue counts a request for: its tenant, else its sender."""
-    caller = request.get(CALLER)
-    return sender_of(request) if caller is None else f"tenant {caller.tenant}"
 
 
 def _is_open(method: str, path: str) -> bool:

@@ -42,20 +42,12 @@ from router.llama.wire import ParsedRequest
 from router.telemetry.decision_log import DecisionLog, HostOffer, HostsAsked
 from router.telemetry.hosts_metrics import HostsMetrics
 from router.web.api.backend_selection import BackendSelection
-from router.web.api.client_keys import Keys, fair_to
+from router.web.api.client_keys import Keys
 from router.web.api.suspects import Suspects
-from router.web.server.error_responses import names
-from router.web.server.hop import ENDS, HOP_OF, Hop
-from router.web.server.relay import (
-    CALLER,
-    INLINE_BYTES,
-    Capture,
-    forward_headers,
-    forward_target,
-    relay,
-)
+from router.web.server.call import Call
+from router.web.server.hop import Hop
+from router.web.server.relay import INLINE_BYTES, Capture, relay
 from router.web.server.settings import Settings
-from router.web.server.stream_start import head_of
 
 # No answer within this time is no offer. A request that takes seconds here gives peers a
 # `_QUOTE_SHARE` of that instead: a busy peer that holds its prompt may need it.
@@ -75,11 +67,9 @@ _CONTROL_LIMIT_S = 10.0  # one peer after the other is asked
 class _Sought:
     """A request that looks for a host. `own` None: nothing here can serve it."""
 
-    http: web.BaseRequest
-    raw: bytes
+    call: Call
     request: Request
     model: str | None  # as hosts know it
-    parsed: ParsedRequest | None
     own: Quote | None
     namespace: str = ""
     hashes: Sequence[bytes] = ()
@@ -87,8 +77,8 @@ class _Sought:
 
     @property
     def first(self) -> bytes:
-        """Return what prompts that begin alike have in common."""
-        return self.hashes[0] if self.hashes else _beginning(self.raw)
+        """Return the first prefix hash, or a digest of the beginning of the body."""
+        return self.hashes[0] if self.hashes else _beginning(self.call.raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +134,14 @@ class Forwarding:
             return False
         return any(info.answers_to(model) for info in view.up()) or view.is_on_demand(model)
 
-    def must_leave(self, http: web.BaseRequest, model: str | None) -> bool:
-        """Return whether only a peer can serve a request. Raises ModelNotFoundError.
+    def _must_leave(self, call: Call) -> bool:
+        """Return whether only a peer can serve a call. Raises ModelNotFoundError.
 
-        A request that a peer has forwarded stays, and one for a model that is here: it waits here.
+        A call that a peer has forwarded stays, and one for a model that is here: it waits here.
         """
-        if HOP_OF in http:
+        if call.hop is not None:
             return False
-        name, own = self._name(model), self._selection.names()
+        name, own = self._name(call.model), self._selection.names()
         if self.serves_here(name):
             return False
         if self.peers.usable(name):
@@ -188,15 +178,14 @@ class Forwarding:
 
     # -- requests with a prompt ------------------------------------------------------------------
 
-    async def instead(
-        self, http: web.BaseRequest, raw: bytes, request: Request, parsed: ParsedRequest | None
-    ) -> web.StreamResponse | None:
-        """Serve a request on a host that is cheaper. None: serve it here.
+    async def if_sooner(self, call: Call) -> web.StreamResponse | None:
+        """Serve a call on a host that is cheaper. None: serve it here.
 
         Does not await where nothing is to be gained, which is the usual case.
         """
-        if HOP_OF in http:
+        if call.hop is not None:
             return None
+        request = call.scheduled
         name = self._name(request.model)
         peers = self.peers.usable(name)
         if not peers:
@@ -207,7 +196,7 @@ class Forwarding:
         own = self._engine.quote(request)
         if not is_worth_asking(own, len(request.prompt), cost_s):
             return None
-        sought = _Sought(http, raw, request, name, parsed, own)
+        sought = _Sought(call, request, name, own)
         if not request.prompt.unknown and (
             namespace := self._selection.namespace_of(request.model)
         ):
@@ -225,29 +214,17 @@ class Forwarding:
     def _n_servers(self, model: str | None) -> int:
         return max(sum(info.answers_to(model) for info in self._engine.view.up()), 1)
 
-    async def rather_than_load(
-        self,
-        http: web.BaseRequest,
-        raw: bytes,
-        parsed: ParsedRequest,
-        request_id: RequestId,
-    ) -> web.StreamResponse | None:
-        """Serve a request for a model that is not loaded here on the host that is soonest.
+    async def rather_than_load(self, call: Call) -> web.StreamResponse | None:
+        """Serve a completion for a model that is not loaded here on the host that is soonest.
 
         None: load it here. Peers that have it loaded read the prompt. If none has, and other models
         are in its way here, they say how soon they could load it.
         """
-        found = await self._instead_of_loading(http, raw, parsed, request_id)
+        found = await self._instead_of_loading(call)
         return None if found is None else await self._at_best(*found)
 
-    async def until_rather_elsewhere(
-        self,
-        http: web.BaseRequest,
-        raw: bytes,
-        parsed: ParsedRequest,
-        request_id: RequestId,
-    ) -> None:
-        """Wait until a peer would serve a request sooner that waits here for its model.
+    async def until_sooner(self, call: Call) -> None:
+        """Wait until a peer would serve a call sooner that waits here for its model.
 
         Peers that were too busy to answer, or to serve it, are asked again, less and less often.
         """
@@ -255,20 +232,17 @@ class Forwarding:
         while True:
             await asyncio.sleep(pause_s)
             pause_s *= 2
-            found = await self._instead_of_loading(http, raw, parsed, request_id)
+            found = await self._instead_of_loading(call)
             if found is not None and found[2].quoted:
                 return
 
-    async def _instead_of_loading(
-        self,
-        http: web.BaseRequest,
-        raw: bytes,
-        parsed: ParsedRequest,
-        request_id: RequestId,
-    ) -> tuple[_Sought, Usable, _Ways] | None:
-        view, model = self._engine.view, self._name(parsed.model)
+    async def _instead_of_loading(self, call: Call) -> tuple[_Sought, Usable, _Ways] | None:
+        parsed = call.parsed
+        if parsed is None or call.hop is not None:
+            return None
+        view, model = self._engine.view, self._name(call.model)
         here = any(info.answers_to(model) for info in view.up()) or not view.is_on_demand(model)
-        if HOP_OF in http or here:
+        if here:
             return None
         usable = self.peers.usable(model)
         loaded = [key for key, peer in usable.peers.items() if peer.has_loaded(model)]
@@ -276,50 +250,43 @@ class Forwarding:
             usable = usable.only(loaded)
         if not usable or not (loaded or self._engine.must_make_room(model)):
             return None
-        request = self._unread(http, parsed, request_id)
-        sought = _Sought(http, raw, request, model, parsed, None)
-        sought.own = self._engine.quote(replace(request, model=model))
+        request = self._unread(call)
+        own = self._engine.quote(replace(request, model=model))
+        sought = _Sought(call, request, model, own)
         if loaded and not parsed.lora:
             within_s = _READ_LIMIT_S if sought.own is None else sought.own.price_s
             await self._read_there(sought, usable, min(within_s, _READ_LIMIT_S))
         return sought, usable, await self._ways(sought, usable)
 
-    def _unread(
-        self, http: web.BaseRequest, parsed: ParsedRequest | None, request_id: RequestId
-    ) -> Request:
+    def _unread(self, call: Call) -> Request:
         """Return a request with a prompt that nothing here can read."""
-        caller = http.get(CALLER)
+        parsed = call.parsed
         return Request(
-            id=request_id,
+            id=call.id,
             prompt=_UNREAD,
-            tenant=self._keys.tenant(caller),
+            tenant=self._keys.tenant(call.caller),
             max_new_tokens=None if parsed is None else parsed.max_new_tokens,
             pinnable=parsed is not None and parsed.pinnable,
-            caller=caller,
+            caller=call.caller,
         )
 
-    async def away(
-        self,
-        http: web.BaseRequest,
-        raw: bytes,
-        parsed: ParsedRequest | None,
-        request_id: RequestId,
-        named: str | None,
-    ) -> web.StreamResponse | None:
-        """Serve a request that nothing here can serve. None: something here can by now.
+    async def if_only_there(self, call: Call) -> web.StreamResponse | None:
+        """Serve a call that nothing here can serve. None: something here can, maybe by now.
 
         Waits for a peer as long as a request may wait for a backend (`queue.no_backend_wait`). A
         request that all peers have refused three times is refused: it may be what breaks them.
         Raises RouterError.
         """
-        request = self._unread(http, parsed, request_id)
+        if not self._must_leave(call):
+            return None
+        request = self._unread(call)
         loop, refusals = asyncio.get_running_loop(), 0
         deadline = loop.time() + self._engine.view.queue_limits.no_backend_s
         while refusals < _MOST_REFUSALS:
-            model = self._name(named)  # a host may come up, and know another name
+            model = self._name(call.model)  # a host may come up, and know another name
             if usable := self.peers.usable(model):
-                sought = _Sought(http, raw, request, model, parsed, None)
-                if parsed is not None and not parsed.lora:
+                sought = _Sought(call, request, model, None)
+                if call.parsed is not None and not call.parsed.lora:
                     await self._read_there(sought, usable)
                 ways = await self._ways(sought, usable)
                 answer = await self._at_best(sought, usable, ways)
@@ -341,13 +308,12 @@ class Forwarding:
         self, sought: _Sought, usable: Usable, limit_s: float = _READ_LIMIT_S
     ) -> None:
         """Let a peer read the prompt: the same one for each turn of a conversation."""
-        path = sought.http.path.rstrip("/")
-        for key in to_ask(list(usable.peers), {}, {}, _beginning(sought.raw), 2):
+        call = sought.call
+        path = call.http.path.rstrip("/")
+        for key in to_ask(list(usable.peers), {}, {}, _beginning(call.raw), 2):
             peer = usable.peers[key]
             try:
-                told = await peer.read(
-                    path, sought.raw, sought.request.tenant, sought.model, limit_s
-                )
+                told = await peer.read(path, call.raw, sought.request.tenant, sought.model, limit_s)
             except BackendRefusedError:
                 return  # the body is wrong, or too long: that is no failure of the peer
             except BackendError:
@@ -383,42 +349,40 @@ class Forwarding:
                     return await upstream.read()
         return None
 
-    async def control(
-        self, http: web.BaseRequest, raw: bytes, name: RequestId, model: str | None
-    ) -> web.StreamResponse | None:
-        """Forward a request about an answer in progress to the host that writes it. None: none."""
-        if HOP_OF in http:
+    async def control(self, call: Call) -> web.StreamResponse | None:
+        """Forward a call about an answer in progress to the host that writes it. None: none."""
+        if call.hop is not None:
             return None
+        model = call.model
         if model is not None:  # a client that controls an answer names its id alone
             model = self._name(model)
         for peer in self.peers.usable(model).peers.values():
-            hop = Hop(self.name, RequestId(f"{name}.c"), client=fair_to(http), model=model)
+            hop = Hop(self.name, RequestId(f"{call.id}.c"), client=call.fair_to, model=model)
             with suppress(BackendError, TimeoutError):
                 async with (
                     asyncio.timeout(_CONTROL_LIMIT_S),
-                    _sent_on(http, raw, peer, hop, name) as upstream,
+                    _sent_on(call, peer, hop) as upstream,
                 ):
                     if _is_refusal(upstream) or knows_no_answer(await upstream.read()):
                         continue
                     response, _ = await self._relay(
-                        http, upstream, name, Capture(), on_first_byte=lambda: None
+                        call, upstream, Capture(), on_first_byte=lambda: None
                     )
                     return response
         return None
 
     async def _relay(
         self,
-        http: web.BaseRequest,
+        call: Call,
         upstream: RelayedResponse,
-        name: RequestId,
         capture: Capture,
         on_first_byte: Callable[[], None],
     ) -> tuple[web.StreamResponse, Outcome]:
         """Pass the answer of a peer to the client. Raises BackendError before the first byte."""
         return await relay(
-            http,
+            call,
             upstream,
-            names(http, name, here=False),
+            call.names(here=False),
             self._settings,
             capture,
             on_first_byte,
@@ -503,7 +467,7 @@ class Forwarding:
         self, sought: _Sought, peer: Peer, quoted_s: float | None, told: HostsAsked
     ) -> web.StreamResponse | None:
         """Forward a request. None: the peer refused it or failed before the first byte."""
-        http, request = sought.http, sought.request
+        call, request = sought.call, sought.request
         self._sent += 1
         hop = Hop(
             host=self.name,
@@ -511,10 +475,10 @@ class Forwarding:
             request=RequestId(f"{request.id}.h{self._sent}"),
             tenant=request.tenant,
             caller=request.caller,
-            client=fair_to(http),
+            client=call.fair_to,
             quoted_s=quoted_s or None,
             model=sought.model,
-            ends=http.get(ENDS, 0),
+            ends=call.ends,
         )
         begun = perf_counter()
         first: list[float] = []
@@ -522,15 +486,15 @@ class Forwarding:
         outcome = Outcome.BACKEND_ERROR
         status, encoding = 0, None
         try:
-            async with _sent_on(http, sought.raw, peer, hop, request.id) as upstream:
+            async with _sent_on(call, peer, hop) as upstream:
                 status, encoding = upstream.status, upstream.header("content-encoding")
                 if (ends := upstream.header(HOP_SUSPECT)) is not None and ends.isdecimal():
-                    self._suspects.told(sought.raw, sought.parsed, int(ends))
+                    self._suspects.told(call.raw, call.parsed, int(ends))
                 if _is_refusal(upstream):
                     outcome = Outcome.REFUSED
                     return None
                 response, outcome = await self._relay(
-                    http, upstream, request.id, capture, lambda: first.append(perf_counter())
+                    call, upstream, capture, lambda: first.append(perf_counter())
                 )
         except BackendError:
             peer.failure()
@@ -542,7 +506,7 @@ class Forwarding:
             self._metrics.forwarded(peer.name, outcome)
             if first or outcome is Outcome.CLIENT_GONE:
                 took_s = first[0] - begun if first else None
-                parsed = sought.parsed
+                parsed = call.parsed
                 is_good = outcome is Outcome.OK and status == HTTPStatus.OK
                 if took_s is not None and parsed is not None and is_good:
                     took_s = _first_token_s(parsed, took_s, capture, encoding)
@@ -574,11 +538,13 @@ def _beginning(raw: bytes) -> bytes:
 _UNREAD = Prompt(unknown="read by no backend here")
 
 
-def _sent_on(http: web.BaseRequest, raw: bytes, peer: Peer, hop: Hop, name: RequestId) -> Relaying:
+def _sent_on(call: Call, peer: Peer, hop: Hop) -> Relaying:
     """Send a client's request to a peer, as `ServerClient.relay` does."""
-    headers = [*forward_headers(http), *hop.headers()]
-    target, on_head = forward_target(http), head_of(http, names(http, name, here=False))
-    return peer.relay(http.method, target, headers, raw or None, yields=True, on_head=on_head)
+    headers = [*call.forwarded_headers(), *hop.headers()]
+    on_head = call.sink.on_head(call.names(here=False))
+    return peer.relay(
+        call.http.method, call.target, headers, call.raw or None, yields=True, on_head=on_head
+    )
 
 
 def _offer_of(offers: Sequence[Offer], key: str) -> Quote | None:

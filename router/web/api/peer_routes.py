@@ -46,6 +46,7 @@ from router.llama.attach.namespace import is_same
 from router.llama.routes import shape_of
 from router.llama.wire import parse_completion
 from router.web.api.backend_selection import BackendSelection
+from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS
 
 _ask_of = msgpack_decoder(QuoteAsk)
@@ -69,20 +70,19 @@ class PeerRoutes:
         self._selection = selection
         self._held = held
 
-    async def answer(
-        self, request: web.BaseRequest, path: str, raw: bytes, name: RequestId
-    ) -> web.Response:
+    async def answer(self, call: Call) -> web.Response:
         """Answer a call of a peer. Raises RouterError."""
+        path, raw = call.http.path, call.raw
         wanted = {HELLO: "GET", QUOTE: "POST", READ: "POST"}.get(path)
         if wanted is None:
             raise NotFoundError("there is nothing at this path")
-        if request.method != wanted:
+        if call.http.method != wanted:
             raise MethodError(f"this path is for {wanted}", [wanted])
         if path == HELLO:
             return _packed(msgspec.json.encode(self._hello()))
         if path == QUOTE:
-            return _packed(msgspec.msgpack.encode(self.quote(raw, name)))
-        return _packed(msgspec.json.encode(await self._read(request, raw)))
+            return _packed(msgspec.msgpack.encode(self.quote(raw, call.id)))
+        return _packed(msgspec.json.encode(await self._read(call.http, raw)))
 
     def quote(self, raw: bytes, name: RequestId) -> QuoteReply:
         """Return the offer for a request of which only hashes are known. Reserves nothing."""

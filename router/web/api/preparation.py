@@ -6,17 +6,13 @@ they are known to be good, a stream begins as at the server (docs/adr/0026).
 
 from collections.abc import Callable
 
-from aiohttp import web
-
-from router.base.types import PrefillProgress, Request, SlotId, Source
+from router.base.types import PrefillProgress, SlotId, Source
 from router.llama import trial
 from router.llama.early_events import Answerer
-from router.llama.wire import ParsedRequest
 from router.web.api import upstream_request
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.suspects import Suspects
-from router.web.server.error_responses import names
-from router.web.server.stream_start import START
+from router.web.server.call import Call
 
 
 class Preparations:
@@ -27,27 +23,18 @@ class Preparations:
         self.suspects = suspects
         self.accepted = trial.Accepted()
 
-    def of(
-        self, http: web.BaseRequest, raw: bytes, parsed: ParsedRequest | None, request: Request
-    ) -> "Preparation":
-        """Return the preparation of one attempt of a request, for `Engine.submit`."""
-        return Preparation(self, http, raw, parsed, request)
+    def of(self, call: Call) -> "Preparation":
+        """Return the preparation of one attempt of a call, for `Engine.submit`."""
+        return Preparation(self, call)
 
 
 class Preparation:
     """One attempt; implements `ports.Preparing`."""
 
-    def __init__(
-        self,
-        known: Preparations,
-        http: web.BaseRequest,
-        raw: bytes,
-        parsed: ParsedRequest | None,
-        request: Request,
-    ) -> None:
-        self._known, self._http, self._raw = known, http, raw
-        self._parsed, self._request = parsed, request
-        self._start = http.get(START)
+    def __init__(self, known: Preparations, call: Call) -> None:
+        self._known, self._call = known, call
+        self._request = call.scheduled  # a later attempt has another
+        self._start = call.sink.start
         self._headers: dict[str, str] = {}
         self._slot: SlotId | None = None
         self._unproven: bytes | None = None  # a digest of fields that no server has accepted
@@ -60,10 +47,11 @@ class Preparation:
             return
         self._slot = slot
         told = upstream_request.headers(slot, source, reused_tokens)
-        self._headers = names(self._http, self._request.id) | told
-        if self._parsed is not None and (fields := trial.unproven(self._parsed)):
+        self._headers = self._call.names() | told
+        parsed = self._call.parsed
+        if parsed is not None and (fields := trial.unproven(parsed)):
             namespace = self._known.selection.namespace_of(self._request.model) or ""
-            digest = trial.digest_of(fields, self._parsed.shape, namespace)
+            digest = trial.digest_of(fields, parsed.shape, namespace)
             self._unproven = None if digest in self._known.accepted else digest
         if self._start is not None and self._unproven is None:
             self._start.head_due(None, self._headers)
@@ -74,10 +62,10 @@ class Preparation:
         Raises BackendError; BackendRefusedError if a field is wrong.
         """
         self._known.suspects.sent(self._request.id, slot.backend)
-        monitor = self._known.selection.monitors.get(slot.backend)
-        if self._parsed is None or monitor is None or self._unproven is None:
+        monitor, parsed = self._known.selection.monitors.get(slot.backend), self._call.parsed
+        if parsed is None or monitor is None or self._unproven is None:
             return None
-        asked = trial.request(self._parsed, self._http.path, self._raw, slot.index)
+        asked = trial.request(parsed, self._call.http.path, self._call.raw, slot.index)
         self._cached = await monitor.client.trial(*asked)
         self.accepted()
         if self._start is not None:

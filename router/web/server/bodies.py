@@ -6,7 +6,6 @@ as tokens. So the bodies of all requests together have a limit, and a client may
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import HttpVersion11, web
@@ -19,6 +18,7 @@ from router.base.errors import (
     ExpectationError,
     UnsupportedMediaTypeError,
 )
+from router.web.server.call import Call
 from router.web.server.content_encodings import ENCODINGS, BrokenEncodingError, Decoding
 from router.web.server.settings import Settings
 
@@ -27,65 +27,61 @@ _NOT_ENCODED = frozenset({"", "identity"})
 _MOST_EXPANDED = 30
 _SMALL = 1024 * 1024  # bytes; a smaller body may expand more
 
-# The client that a body counts for, and its bytes.
-_HELD = web.RequestKey("held", tuple)
-
 
 class Bodies:
     """Reads bodies, and counts the bytes that are held for each client."""
 
-    def __init__(
-        self, settings: Settings, client_of: Callable[[web.BaseRequest], str | None]
-    ) -> None:
-        """Set up without bodies. `client_of`: the client that a request counts for."""
+    def __init__(self, settings: Settings) -> None:
+        """Set up without bodies."""
         self._settings = settings
-        self._client_of = client_of
         self._held: Counter[str | None] = Counter()
         self.held_bytes = 0
         # One thread, in which bodies take turns: many at once leave the other cores to others.
         self._decoder = ThreadPoolExecutor(1, "decode")
 
-    async def read(self, request: web.BaseRequest) -> bytes:
-        """Return the decoded body of a request. Raises RouterError. Call `release` at its end."""
+    async def read(self, call: Call) -> None:
+        """Set `raw` of a call to its decoded body. Raises RouterError. `release` it at its end."""
+        request = call.http
         if not request.can_read_body:
-            return b""
+            return
         encoding = request.headers.get("Content-Encoding", "").strip().lower()
         if encoding not in _NOT_ENCODED and encoding not in ENCODINGS:
             raise unsupported()
         length = _length(request)
         if length is not None:
-            self._take(request, length)  # before it is read
+            self._take(call, length)  # before it is read
         if expects(request):
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        raw = await self._arrived(request)
-        return raw if encoding in _NOT_ENCODED else await self._decoded(request, encoding, raw)
+        call.raw = await self._arrived(call)
+        if encoding not in _NOT_ENCODED:
+            call.raw = await self._decoded(call, encoding)
 
-    async def _arrived(self, request: web.BaseRequest) -> bytes:
-        if request.content.is_eof():  # the whole body has come: nothing to wait for
-            return await self._whole(request)
+    async def _arrived(self, call: Call) -> bytes:
+        if call.http.content.is_eof():  # the whole body has come: nothing to wait for
+            return await self._whole(call)
         limit_s = self._settings.body_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                return await self._whole(request)
+                return await self._whole(call)
         except TimeoutError as error:
             raise ClientTooSlowError(
                 f"the body did not arrive within {limit_s:g} s (limits.body_timeout)"
             ) from error
 
-    def release(self, request: web.BaseRequest) -> None:
-        """Stop counting the body of a request."""
-        found = request.get(_HELD)
-        if found is None:
+    def release(self, call: Call) -> None:
+        """Stop counting the body of a call."""
+        if not call.held_bytes:
             return
-        client, held = found
+        client, held = call.client, call.held_bytes
+        call.held_bytes = 0
         self.held_bytes -= held
         self._held[client] -= held
         if self._held[client] <= 0:
             del self._held[client]
 
-    def _take(self, request: web.BaseRequest, size: int) -> None:
+    def _take(self, call: Call, size: int) -> None:
         """Count a body as one of `size` bytes, or raise BodiesFullError."""
-        client, held = request.get(_HELD) or (self._client_of(request), 0)
+        client, held = call.client, call.held_bytes
         more, most = size - held, self._settings.body_memory_bytes
         if more <= 0:
             return
@@ -95,28 +91,28 @@ class Bodies:
                 f"the bodies of requests in progress take {self.held_bytes} bytes, and this one"
                 f" {size}; all may take {most}, those of one client half (limits.body_memory)"
             )
-        request[_HELD] = client, size
+        call.held_bytes = size
         self.held_bytes += more
         self._held[client] += more
 
-    async def _whole(self, request: web.BaseRequest) -> bytes:
+    async def _whole(self, call: Call) -> bytes:
         """Return the body as it was sent."""
         chunks: list[bytes] = []
         size = 0
         try:
-            while chunk := await request.content.readany():
+            while chunk := await call.http.content.readany():
                 chunks.append(chunk)
                 size += len(chunk)
                 self._check_size(size)
-                self._take(request, size)
+                self._take(call, size)
         except web.RequestPayloadError as error:
             raise BadRequestError("the body cannot be read: its chunks are broken") from error
         return b"".join(chunks)
 
-    async def _decoded(self, request: web.BaseRequest, encoding: str, raw: bytes) -> bytes:
+    async def _decoded(self, call: Call, encoding: str) -> bytes:
         """Return what a compressed body holds. Decoded in a thread: others do not wait for it."""
-        decoding, pieces, size = Decoding(encoding, raw), list[bytes](), 0
-        most = max(_SMALL, len(raw) * _MOST_EXPANDED)
+        decoding, pieces, size = Decoding(encoding, call.raw), list[bytes](), 0
+        most = max(_SMALL, len(call.raw) * _MOST_EXPANDED)
         try:
             loop = asyncio.get_running_loop()
             while piece := await loop.run_in_executor(self._decoder, decoding.piece):
@@ -127,7 +123,7 @@ class Bodies:
                     raise BodyTooLargeError(
                         f"the body expands more than {_MOST_EXPANDED} times; send it uncompressed"
                     )
-                self._take(request, size)
+                self._take(call, size)
         except BrokenEncodingError as error:
             raise BadRequestError(
                 f"the body cannot be read: its Content-Encoding is broken: {error}"

@@ -17,8 +17,7 @@ from router.base.errors import (
     SuspectError,
 )
 from router.base.types import RequestId
-from router.hosts.messages import HOP_REFUSED, HOP_SUSPECT, HOST
-from router.web.server.hop import HOST_NAME
+from router.hosts.messages import HOP_REFUSED, HOP_SUSPECT
 
 Response = TypeVar("Response", bound=web.StreamResponse)
 
@@ -42,18 +41,8 @@ def clients_id(request: web.BaseRequest) -> str | None:
     return found if found is not None and _ID.fullmatch(found) else None
 
 
-def names(request: web.BaseRequest, name: RequestId, *, here: bool = True) -> dict[str, str]:
-    """Return the response headers with the router's and the client's id of a request.
-
-    In a fleet also the host, if it is served `here`.
-    """
-    found = _names(name, clients_id(request))
-    if here and (host := request.get(HOST_NAME)) is not None:
-        found[HOST] = host
-    return found
-
-
-def _names(ours: RequestId, theirs: str | None) -> dict[str, str]:
+def id_headers(ours: RequestId, theirs: str | None) -> dict[str, str]:
+    """Return the headers of an answer with the router's and the client's id of a request."""
     return {REQUEST_ID: ours} if theirs is None else {REQUEST_ID: ours, CLIENTS_ID: theirs}
 
 
@@ -70,7 +59,7 @@ def error_response(
         fields |= {"n_prompt_tokens": error.n_prompt_tokens, "n_ctx": error.n_ctx}
     if isinstance(error, InvalidConfigError):
         fields["problems"] = error.problems
-    headers = _names(request, clients_id)
+    headers = id_headers(request, clients_id)
     if error.retry_after_s is not None:
         headers["Retry-After"] = f"{error.retry_after_s:.0f}"
     if isinstance(error, StaleQuoteError):
@@ -108,20 +97,3 @@ def origin_of(request: web.BaseRequest) -> str | None:
     """Return the origin of the web page that a request comes from, or None."""
     origin = request.headers.get("Origin")
     return origin if origin is not None and _ORIGIN.fullmatch(origin) else None
-
-
-def session_of(http: web.BaseRequest) -> str | None:
-    """Return the conversation that a client names in a header, or None."""
-    for name in ("x-session-id", "session-id", "x-session-affinity", "x-litellm-session-id"):
-        if value := http.headers.get(name):
-            return value[:256]
-    return None
-
-
-def sender_of(http: web.BaseRequest) -> str | None:
-    """Return the client that the queue is fair to: its key, or its address without a key.
-
-    The key is hashed: no key is kept as it is.
-    """
-    key = http.headers.get("authorization") or http.headers.get("x-api-key")
-    return http.remote if key is None else f"key {hash(key):x}"

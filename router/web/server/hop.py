@@ -60,13 +60,6 @@ class Hop:
         return [(name.encode(), value.encode()) for name, value in told.items() if value]
 
 
-# Servers that ended while they computed a request, here and on hosts before.
-ENDS = web.RequestKey("ends", int)
-HOP_OF = web.RequestKey("hop", Hop)
-# The name of this host, in a fleet: part of each answer.
-HOST_NAME = web.RequestKey("host_name", str)
-
-
 def hop_of(request: web.BaseRequest) -> Hop:
     """Return what the headers of a request on the peers' address say. Raises BadRequestError."""
     headers = request.headers
@@ -89,9 +82,3 @@ def hop_of(request: web.BaseRequest) -> Hop:
         headers.get(HOP_MODEL),
         ends,
     )
-
-
-def model_of(request: web.BaseRequest, named: str | None) -> str | None:
-    """Return the model of a request that names one: of a forwarded one, as hosts know it."""
-    hop = request.get(HOP_OF)
-    return named if hop is None or hop.model is None else hop.model

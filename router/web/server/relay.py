@@ -14,38 +14,18 @@ from http import HTTPStatus
 import aiohttp
 from aiohttp import web
 
-from router.base.errors import (
-    BackendError,
-    BackendLostError,
-    BackendTimeoutError,
-    BadRequestError,
-)
-from router.base.types import Caller, Outcome
+from router.base.errors import BackendError, BackendLostError, BackendTimeoutError
+from router.base.types import Outcome
 from router.engine.loop_throttle import LoopThrottle
-from router.hosts.messages import HOP_HEADERS
 from router.llama import json_offload
 from router.llama.answer_counts import AnswerCounts
 from router.llama.early_events import PING
-from router.llama.http1 import Header
 from router.llama.replies import error_of
 from router.llama.server_client import RelayedResponse
-from router.web.server.relayed_response import HOP_BY_HOP, RelayedAnswer, named_in_connection
+from router.web.server.call import Call
+from router.web.server.relayed_response import RelayedAnswer
 from router.web.server.settings import Settings
-from router.web.server.stream_start import START, StreamStart
-
-# A compressed body has been decoded.
-_NOT_FORWARDED = (
-    HOP_BY_HOP | {b"host", b"content-length", b"content-encoding", b"expect"} | HOP_HEADERS
-)
-# This header makes the server go on after its client disconnected (llama-server.md section 5.6).
-_RESUMABLE = {b"x-conversation-id"}
-
-_KEYS = frozenset({b"authorization", b"x-api-key"})
-
-# Set where clients have keys: a key in the request is for the router.
-KEYED = web.RequestKey("keyed", bool)
-# The owner of the key, if the request needed one.
-CALLER = web.RequestKey("caller", Caller)
+from router.web.server.sink import Sink
 
 # Bytes of a complete answer, and of answers before it that are not yet sent: up to this number the
 # router does not wait for the client.
@@ -57,37 +37,6 @@ INLINE_BYTES = 32 * 1024
 _HEAD_BYTES = 64 * 1024
 _TAIL_BYTES = 64 * 1024
 _WHOLE_BYTES = 1024 * 1024
-
-
-def forward_headers(request: web.BaseRequest, *, resumable: bool = False) -> list[Header]:
-    """Return the client's headers as the backend gets them.
-
-    Where clients have keys, they are for the router and left out. `resumable`: the client may ask
-    for a stream that goes on without it.
-    """
-    omitted = _NOT_FORWARDED if resumable else _NOT_FORWARDED | _RESUMABLE
-    if KEYED in request:
-        omitted = omitted | _KEYS
-    if "Connection" in request.headers:
-        omitted = omitted | named_in_connection(request.raw_headers)
-    return [header for header in request.raw_headers if header[0].lower() not in omitted]
-
-
-def forward_target(request: web.BaseRequest) -> str:
-    """Return path and query for the backend, as they came. Raises BadRequestError.
-
-    A target may also be a whole URL, as for a forward proxy; its host is ignored.
-    """
-    raw = request.raw_path
-    if not raw.startswith("/"):
-        raw = request.rel_url.raw_path_qs
-    if not raw.startswith("/"):
-        raise BadRequestError("the request target is not a path")
-    return raw
-
-
-# The response of a request, once its head is on its way to the client.
-STARTED = web.RequestKey("started", web.StreamResponse)
 
 
 class Capture:
@@ -196,7 +145,7 @@ async def _silence(
 
 
 async def relay(
-    request: web.BaseRequest,
+    call: Call,
     upstream: RelayedResponse,
     headers: Mapping[str, str],
     settings: Settings,
@@ -211,33 +160,29 @@ async def relay(
     so that another can be tried. A later failure aborts the client's connection: a partial answer
     must not look complete.
     """
-    start: StreamStart | None = request.get(START)
+    sink = call.sink
     try:
-        response = None if start is None else await start.hand_over()
+        response = await sink.take(upstream, headers)
     except ConnectionResetError:
-        _abort(request)
-        assert start is not None
-        assert start.stream is not None
-        return start.stream, Outcome.CLIENT_GONE
-    if response is None:
-        response = RelayedAnswer(upstream, headers)
+        sink.abort()
+        assert sink.begun is not None
+        return sink.begun, Outcome.CLIENT_GONE
     passage = _Passage(
-        request, upstream, response, settings, capture, on_first_byte, throttle, counts, start
+        call.http, upstream, response, settings, capture, on_first_byte, throttle, counts, sink
     )
     try:
         outcome = await passage.copy()
     except (ConnectionResetError, aiohttp.ClientConnectionResetError):
-        _abort(request)  # the client may be connected and take nothing
+        sink.abort()  # the client may be connected and take nothing
         return response, Outcome.CLIENT_GONE
     except (TimeoutError, BackendError) as error:
         failed = _kind(error)
     else:
         return response, outcome
     if passage.begun:
-        _abort(request)
+        sink.abort()
         return response, Outcome.BACKEND_ERROR
-    if start is not None:
-        start.resume(response if response.prepared else None)
+    sink.give_back(response)
     raise failed("the backend failed before it answered")
 
 
@@ -253,7 +198,7 @@ class _Passage:
     on_first_byte: Callable[[], None]
     throttle: LoopThrottle
     counts: AnswerCounts | None
-    start: StreamStart | None
+    sink: Sink
     begun: bool = False
 
     async def copy(self) -> Outcome:
@@ -291,7 +236,7 @@ class _Passage:
 
     async def _as_it_comes(self) -> None:
         loop, response = asyncio.get_running_loop(), self.response
-        counts, start = self.counts, self.start
+        counts, start = self.counts, self.sink.start
         async with _silence(self.request, self.settings, self.capture) as silence:
             async for chunk in self.upstream:
                 # A wait at the loop throttle or for a slow client is not the backend's silence.
@@ -316,15 +261,15 @@ class _Passage:
         self.begun = True
         self.on_first_byte()
         await self.response.prepare(self.request)
-        self.request[STARTED] = self.response
+        self.sink.answer = self.response
 
     async def _as_event(self) -> None:
         """Send an error into a stream that has begun."""
-        assert self.start is not None
+        assert self.sink.start is not None
         async with _silence(self.request, self.settings, self.capture) as silence:
             body = await self.upstream.read()
             silence.since = None
-            await self.start.fail(error_of(body, self.upstream.status))
+            await self.sink.start.fail(error_of(body, self.upstream.status))
 
 
 def _kind(error: TimeoutError | BackendError) -> type[BackendError]:
@@ -335,8 +280,3 @@ def _kind(error: TimeoutError | BackendError) -> type[BackendError]:
 
 def _unsent_bytes(request: web.BaseRequest) -> int:
     return 0 if request.transport is None else request.transport.get_write_buffer_size()
-
-
-def _abort(request: web.BaseRequest) -> None:
-    if request.transport is not None:
-        request.transport.abort()

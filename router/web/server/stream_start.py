@@ -8,16 +8,15 @@ error is an event of the stream (docs/adr/0026).
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
 
 import orjson
 from aiohttp import web
 
 from router.base.tasks import spawn
 from router.llama.early_events import PING, EarlyEvents
-from router.llama.http1 import Header, ignored
+from router.llama.http1 import Header
 from router.llama.routes import Shape
 from router.llama.wire import ParsedRequest
 from router.web.server.error_responses import OWN_HEADERS, origin_of
@@ -145,31 +144,6 @@ class StreamStart:
                 await self.stream.write(self._pending.popleft())
         except ConnectionError:
             self._pending.clear()  # the client is gone: its request is cancelled
-
-
-# The start of a streamed request.
-START = web.RequestKey("start", StreamStart)
-
-
-def head_of(request: web.BaseRequest, own: Mapping[str, str]) -> Callable[[AnswerHead], None]:
-    """Return what to do with the head of a server's answer that has no first byte yet."""
-    start = request.get(START)
-    if start is None:
-        return ignored
-
-    def came(head: AnswerHead) -> None:
-        if head.status == HTTPStatus.OK and _is_stream(head):
-            start.head_due(head, own)
-
-    return came
-
-
-def _is_stream(head: AnswerHead) -> bool:
-    """Return whether pings may follow a head: not in a body of a stated length."""
-    return any(
-        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
-        for name, value in head.headers
-    )
 
 
 def _head_like(server: str, request: web.BaseRequest) -> OwnHead:

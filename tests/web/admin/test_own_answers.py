@@ -13,8 +13,8 @@ import pytest
 import structlog
 from aiohttp import web
 
-from router.web import app
-from router.web.api import completions
+from router.web.api import passing, sending
+from router.web.server.call import Call
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Fleet, running
 
@@ -100,9 +100,9 @@ async def _broken(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("target", "name", "method", "path"),
     [
-        (completions, "relay", "POST", "/completion"),
-        (app, "relay", "GET", "/props"),
-        (app, "merge_models", "GET", "/v1/models"),
+        (sending, "relay", "POST", "/completion"),
+        (passing, "relay", "GET", "/props"),
+        (passing, "merge_models", "GET", "/v1/models"),
     ],
 )
 async def test_a_bug_before_the_answer(
@@ -163,13 +163,13 @@ async def test_a_bug_in_the_middle_of_an_answer(
 ) -> None:
     """A partial answer must not look complete."""
 
-    async def breaks(request: web.Request, *_: object) -> None:
+    async def breaks(call: Call, *_: object) -> None:
         response = web.StreamResponse()
-        await response.prepare(request)
+        await response.prepare(call.http)
         await response.write(b"half")
         raise RuntimeError(SECRET)
 
-    monkeypatch.setattr(completions, "relay", breaks)
+    monkeypatch.setattr(sending, "relay", breaks)
     with pytest.raises(aiohttp.ClientError):
         await fleet.complete("x")
 

@@ -6,9 +6,13 @@ from math import inf
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.base.types import RequestId
+from router.web.admin.routes import Audience
+from router.web.server.call import Call
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import render_chat
 from tests.support.servers.router_fleet import Fleet, running
@@ -106,8 +110,12 @@ async def test_a_scrape_lets_others_have_their_turn(
 
     async with asyncio.TaskGroup() as group:
         group.create_task(others())
-        request = make_mocked_request("GET", "/metrics")
-        text = (await fleet.router.app._admin.metrics(request)).body
+        call = Call(make_mocked_request("GET", "/metrics"), RequestId("r"))
+        handler = fleet.router.app.own.find(call.http, "/metrics", Audience.ALL)
+        assert handler is not None
+        answer = await handler(call)
+        assert isinstance(answer, web.Response)
+        text = answer.body
         over.set()
     assert isinstance(text, bytes)
     assert turns > text.count(b"# TYPE") // 2 > 20

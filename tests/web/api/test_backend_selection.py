@@ -9,7 +9,6 @@ from typing import cast
 import pytest
 from aiohttp import web
 
-from router.base.clock import MonotonicClock
 from router.base.errors import BackendError
 from router.base.ports import Telemetry
 from router.base.types import (
@@ -23,16 +22,17 @@ from router.base.types import (
     Tenant,
 )
 from router.engine.engine import Engine
-from router.engine.loop_throttle import LoopThrottle
 from router.llama.attach.monitor import Monitor
 from router.llama.routes import Shape
 from router.llama.wire import ParsedRequest, parse_request
 from router.prompts.reader import PromptReader
-from router.telemetry.decision_log import DecisionLog
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
+from router.web.api.elsewhere import Nowhere
+from router.web.api.sending import Sender
 from router.web.api.suspects import Suspects
+from router.web.server.call import Call
 from router.web.server.settings import Settings
 from tests.support.scheduler.build import backend
 
@@ -175,19 +175,16 @@ def test_one_backend_of_the_model_is_enough() -> None:
 async def test_a_completion_is_read_with_the_boundaries_that_are_wanted(kind: MemoryKind) -> None:
     reader = Reader()
     directory = directory_of(info_of("a", kind), reader=reader)
-    journal = DecisionLog(0, lambda: 0.0)
-    keys = Keys(cast(Telemetry, None))
     completions = Completions(
         cast(Engine, None),
         directory,
-        journal,
-        lambda coro, *, name: None,
+        cast(Sender, None),
         Settings(),
-        keys,
-        LoopThrottle(MonotonicClock()),
+        Keys(cast(Telemetry, None)),
         Suspects(lambda: 0.0),
+        Nowhere(),
     )
-    nobody = SimpleNamespace(headers={}, remote=None, get=lambda _: None)
-    http = cast(web.Request, nobody)
-    await completions.describe(http, CHAT, RequestId("r"))
+    nobody = SimpleNamespace(headers={}, remote=None, path="/v1/chat/completions")
+    call = Call(cast(web.Request, nobody), RequestId("r"), parsed=CHAT)
+    await completions.describe(call)
     assert reader.boundaries == [kind is MemoryKind.HYBRID]

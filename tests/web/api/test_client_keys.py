@@ -10,13 +10,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from router.assembly.router import build, listening
 from router.base.api_keys import digest_of, hash_text, new_key, read_hash
 from router.config.schema import parse
 from router.tools.cli import main
 from router.web.server.bodies import Bodies
+from router.web.server.call import Call
 from tests.config.test_auth import auth
 from tests.conftest import StartServer
 from tests.support.servers.fake_llama import FakeLlama
@@ -308,9 +308,9 @@ async def test_a_body_that_is_on_its_way_is_one_of_so_many(fake: FakeLlama, path
     )
     reading = asyncio.Event()
 
-    async def read(bodies: Bodies, request: web.BaseRequest) -> bytes:
+    async def read(bodies: Bodies, call: Call) -> None:
         reading.set()
-        return await plain_read(bodies, request)
+        await plain_read(bodies, call)
 
     plain_read = Bodies.read
     with pytest.MonkeyPatch.context() as patch:

@@ -121,7 +121,7 @@ async def test_the_models_of_a_server_that_hangs_are_left_out(
     a: Hanging, b: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the whole answer failed, after 10 s."""
-    monkeypatch.setattr("router.web.app._MODELS_WITHIN_S", 0.2)
+    monkeypatch.setattr("router.web.api.passing._MODELS_WITHIN_S", 0.2)
     b.model = "two"
     async with running([("a", a.url), ("b", b.url)], None, yaml=BLIND) as fleet:
         assert await models(fleet) == ["one", "two"]
@@ -134,7 +134,7 @@ async def test_the_models_of_a_server_that_hangs_are_left_out(
 async def test_a_model_is_there_while_one_of_its_servers_answers(
     a: Hanging, b: Hanging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.web.app._MODELS_WITHIN_S", 0.2)
+    monkeypatch.setattr("router.web.api.passing._MODELS_WITHIN_S", 0.2)
     async with Hanging(kv_dir=tmp_path, model="two") as c:
         backends = [("a", a.url), ("b", b.url), ("c", c.url)]
         async with running(backends, None, yaml=BLIND) as fleet:

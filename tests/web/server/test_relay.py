@@ -10,10 +10,11 @@ from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 
 from router.base.clock import MonotonicClock
-from router.base.types import Outcome
+from router.base.types import Outcome, RequestId
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.server_client import RelayedResponse
-from router.web.server.relay import Capture, forward_headers, relay
+from router.web.server.call import Call
+from router.web.server.relay import Capture, relay
 from router.web.server.settings import Settings
 
 MEGABYTE = 2**20
@@ -44,7 +45,7 @@ def test_headers_of_a_hop_stay_behind() -> None:
             ("X-Own", "2"),
         ]
     )
-    forwarded = forward_headers(make_mocked_request("POST", "/", headers))
+    forwarded = Call(make_mocked_request("POST", "/", headers), RequestId("r")).forwarded_headers()
 
     assert forwarded == [
         (b"Accept-Encoding", b"gzip"),
@@ -85,7 +86,7 @@ def test_of_a_huge_one_the_two_ends(chunk_bytes: int) -> None:
 class _Stuck(dict[object, object]):
     """A request; its client takes nothing of what is written."""
 
-    method, version, keep_alive = "POST", HttpVersion11, True
+    path, method, version, keep_alive = "/completion", "POST", HttpVersion11, True
 
     def __init__(self, unsent: int = 5) -> None:
         super().__init__()
@@ -115,8 +116,8 @@ class _Whole:
 async def test_of_a_whole_answer_a_client_must_take_something_too() -> None:
     request, settings = _Stuck(), Settings(idle_timeout_s=60.0, send_timeout_s=0.02)
     upstream = cast(RelayedResponse, _Whole())
-    http = cast(web.BaseRequest, request)
-    _, outcome = await relay(http, upstream, {}, settings, Capture(), lambda: None, TURNSTILE)
+    call = Call(cast(web.BaseRequest, request), RequestId("r"))
+    _, outcome = await relay(call, upstream, {}, settings, Capture(), lambda: None, TURNSTILE)
 
     assert outcome is Outcome.CLIENT_GONE
     assert request.aborted
@@ -152,8 +153,9 @@ async def test_what_one_client_has_not_taken_is_bounded(upstream: object) -> Non
     settings = Settings(idle_timeout_s=60.0, send_timeout_s=0.02)
 
     async def outcome(request: _Stuck) -> Outcome:
-        http, answer = cast(web.BaseRequest, request), cast(RelayedResponse, upstream)
-        return (await relay(http, answer, {}, settings, Capture(), lambda: None, TURNSTILE))[1]
+        call = Call(cast(web.BaseRequest, request), RequestId("r"))
+        answer = cast(RelayedResponse, upstream)
+        return (await relay(call, answer, {}, settings, Capture(), lambda: None, TURNSTILE))[1]
 
     assert await outcome(_Pipelining(unsent=2**15)) is Outcome.OK
     stuck = _Pipelining(unsent=2**16)

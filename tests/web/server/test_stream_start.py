@@ -7,7 +7,8 @@ from aiohttp import web
 
 from router.llama.http1 import Header
 from router.web.server.relayed_response import AnswerHead
-from router.web.server.stream_start import START, OwnHead, head_of
+from router.web.server.sink import Sink
+from router.web.server.stream_start import OwnHead, StreamStart
 
 
 class Due:
@@ -32,9 +33,11 @@ class Due:
 def test_only_the_head_of_a_stream(status: int, headers: tuple[Header, ...], is_due: bool) -> None:
     """Pings would end up in a body of a stated length."""
     start, head = Due(), OwnHead(headers, status)
-    head_of(cast(web.BaseRequest, {START: start}), {})(head)
+    sink = Sink(cast(web.BaseRequest, None))
+    sink.start = cast(StreamStart, start)
+    sink.on_head({})(head)
     assert start.heads == ([head] if is_due else [])
 
 
 def test_a_request_without_a_stream_has_no_start() -> None:
-    head_of(cast(web.BaseRequest, {}), {})(OwnHead(()))
+    Sink(cast(web.BaseRequest, None)).on_head({})(OwnHead(()))

@@ -1,0 +1,48 @@
+"""Other hosts, as places where a call can be served. Each answers None where it is not served."""
+
+import asyncio
+from typing import Protocol
+
+from aiohttp import web
+
+from router.web.server.call import Call
+
+
+class Elsewhere(Protocol):
+    """The other hosts of a fleet, as this host's routes need them."""
+
+    async def if_only_there(self, call: Call) -> web.StreamResponse | None:
+        """Serve a call that nothing here can serve. None: it can. Raises RouterError."""
+
+    async def rather_than_load(self, call: Call) -> web.StreamResponse | None:
+        """Serve a completion for a model that is not loaded here. None: load it here."""
+
+    async def until_sooner(self, call: Call) -> None:
+        """Wait until a peer would serve a call sooner that waits here for its model."""
+
+    async def if_sooner(self, call: Call) -> web.StreamResponse | None:
+        """Serve a call on a host that is sooner than this one. None: serve it here."""
+
+    async def control(self, call: Call) -> web.StreamResponse | None:
+        """Serve a call about an answer in progress where it is written. None: nowhere."""
+
+    async def models(self, within_s: float) -> list[bytes]:
+        """Return the lists of models of peers that have one which is not here."""
+
+
+class Nowhere:
+    """The other hosts of a host that has none."""
+
+    async def if_only_there(self, _: Call) -> web.StreamResponse | None:
+        """Return None."""
+        return None
+
+    rather_than_load = if_sooner = control = if_only_there
+
+    async def until_sooner(self, _: Call) -> None:
+        """Wait for ever."""
+        await asyncio.Event().wait()
+
+    async def models(self, _: float) -> list[bytes]:
+        """Return no list."""
+        return []

@@ -1,0 +1,122 @@
+"""The end of a call that was sent: what its answer says, to the engine, the trace and the log."""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+
+from router.base.errors import BackendError
+from router.base.ports import Attempt, Spawn
+from router.base.types import Outcome, Prompt, Reported, RequestId
+from router.engine.engine import Engine, Grant, Timing
+from router.llama.replies import read_reply
+from router.llama.wire import ChatPrompt, ParsedRequest
+from router.prompts.reader import PromptReader
+from router.telemetry.decision_log import DecisionLog
+from router.web.server.call import Call
+from router.web.server.relay import INLINE_BYTES, Capture
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of one attempt. `ok`: its answer is whole and has status 200."""
+
+    grant: Grant
+    outcome: Outcome
+    capture: Capture
+    ok: bool
+    encoding: str | None
+    ended: float  # by `perf_counter`
+
+
+class Reports:
+    """Tells of ends, and learns from answers."""
+
+    def __init__(self, engine: Engine, decision_log: DecisionLog, spawn: Spawn) -> None:
+        self._engine = engine
+        self._decision_log = decision_log
+        self._spawn = spawn
+
+    def finish(self, call: Call, end: End) -> None:
+        """Report an end. Awaits nothing, so that a cancellation cannot skip it."""
+        reported, whole, parsed = Reported(), True, call.parsed
+        if end.ok and parsed is not None:
+            one_object = end.capture.complete and not parsed.stream
+            whole = one_object or end.capture.size_bytes <= INLINE_BYTES
+            reported = read_reply(
+                parsed.shape,
+                parsed.stream,
+                end.capture.chunks if whole else end.capture.ends(INLINE_BYTES // 2),
+                end.encoding,
+                complete=whole,
+            )
+        ttft_s = None
+        if call.first_byte is not None:
+            ttft_s = call.first_byte - call.arrived
+            if parsed is not None and not parsed.stream:
+                ttft_s = reported.first_token_s(ttft_s)
+        if call.trace is not None:
+            call.trace.attempt(_attempt(call, end, reported))
+        timing = Timing(ttft_s, end.ended - call.arrived)
+        rest, request = None if whole else end.capture, call.scheduled.id
+        then = partial(self._over, call, request, end, reported, rest)
+        self._engine.finish(request, end.outcome, reported, timing, then)
+
+    def _over(
+        self, call: Call, request: RequestId, end: End, reported: Reported, rest: Capture | None
+    ) -> None:
+        parsed = call.parsed
+        if parsed is None:
+            return
+        source = parsed.prompt_source
+        if isinstance(source, ChatPrompt) and not source.media:
+            self._decision_log.keep_chat(request, source.body, len(call.raw))
+        if end.outcome is Outcome.OK and call.reader is not None:
+            prompt = call.scheduled.prompt
+            self._spawn(
+                self._learn(parsed, call.reader, prompt, end.grant, reported, rest),
+                name=f"learn {request}",
+            )
+
+    async def _learn(
+        self,
+        parsed: ParsedRequest,
+        reader: PromptReader,
+        prompt: Prompt,
+        grant: Grant,
+        reported: Reported,
+        rest: Capture | None,
+    ) -> None:
+        """Read the answer's token ids, and compare the tokenizer's count with the backend's.
+
+        `rest`: the answer, where only its two ends have been read.
+        """
+        if prompt.unknown or prompt.n_media:
+            return
+        if reported.prompt_tokens is not None and not parsed.whole_backend:
+            await reader.compare(parsed, len(prompt), reported.prompt_tokens)
+        if rest is not None and rest.complete:
+            reported = await asyncio.to_thread(read_reply, parsed.shape, parsed.stream, rest.chunks)
+        answer = reported.generated
+        if answer is None and reported.text:
+            with contextlib.suppress(BackendError):  # the backend is gone; a save reads the ids too
+                answer = await reader.answer(reported.text)
+        if answer:
+            self._engine.answer_read(grant.lease, prompt.tokens, answer)
+
+
+def _attempt(call: Call, end: End, reported: Reported) -> Attempt:
+    """Return one attempt for the trace. For an unstreamed answer the first byte is the last."""
+    arrived, first, chosen = call.arrived, call.first_byte, end.grant.plan.chosen
+    return Attempt(
+        slot=end.grant.lease.slot,
+        source=chosen.source,
+        planned_tokens=chosen.reused_tokens,
+        asked_s=call.asked - arrived,
+        waited_s=end.grant.waited_s,
+        granted_s=call.granted - arrived,
+        first_byte_s=None if first is None else first - arrived,
+        ended_s=end.ended - arrived,
+        outcome=end.outcome,
+        reported=reported.with_prefill(end.grant.prefilled),
+    )

@@ -1,0 +1,127 @@
+"""An admitted call is sent to its slot, and the answer relayed; its end is reported once."""
+
+import asyncio
+from functools import partial
+from time import perf_counter
+
+from aiohttp import web
+
+from router.base.errors import BackendError
+from router.base.types import BackendId, Outcome, Reported
+from router.engine.engine import Engine, Grant, Timing
+from router.engine.loop_throttle import LoopThrottle
+from router.llama.answer_counts import AnswerCounts
+from router.llama.replies import IDENTITY
+from router.llama.server_client import RelayedResponse
+from router.web.api import upstream_request
+from router.web.api.backend_selection import BackendSelection
+from router.web.api.reports import End, Reports
+from router.web.api.suspects import Suspects
+from router.web.server.call import Call
+from router.web.server.relay import Capture, relay
+from router.web.server.settings import Settings
+
+
+class Sender:
+    """Sends calls to backends of this host."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        selection: BackendSelection,
+        suspects: Suspects,
+        settings: Settings,
+        throttle: LoopThrottle,
+        reports: Reports,
+    ) -> None:
+        self._engine = engine
+        self._selection = selection
+        self._suspects = suspects
+        self._settings = settings
+        self._throttle = throttle
+        self._reports = reports
+
+    async def send(self, call: Call, grant: Grant) -> web.StreamResponse:
+        """Relay one admitted call; the grant is used up on return and on exception.
+
+        Raises BackendError before the first byte of the answer.
+        """
+        request, backend = call.scheduled, grant.lease.slot.backend
+        monitor = self._selection.monitors.get(backend)
+        if monitor is None:  # a server on demand that has ended since the grant
+            timing = Timing(None, 0.0)
+            self._engine.finish(request.id, Outcome.BACKEND_ERROR, Reported(), timing)
+            raise BackendError("the backend went down")
+        capture = Capture()
+        outcome = Outcome.BACKEND_ERROR
+        upstream: RelayedResponse | None = None
+
+        def first_byte() -> None:
+            call.first_byte = perf_counter()
+            if grant.plan.prefill_first and request.streams:
+                told = partial(self._engine.begun, request.id)
+                asyncio.get_running_loop().call_soon(self._throttle.call, told)
+
+        self._suspects.sent(request.id, backend)
+        try:
+            headers, target = call.forwarded_headers(), call.target
+            if call.trace is not None:
+                headers = call.trace.inject(headers)
+            body = upstream_request.body(
+                grant, call.raw, call.parsed, saved=monitor.saves, caches=monitor.caches
+            )
+            chosen, at = grant.plan.chosen, grant.lease.slot
+            own = call.names() | upstream_request.headers(at, chosen.source, chosen.reused_tokens)
+            method, on_head = call.http.method, call.sink.on_head(own)
+            async with monitor.client.relay(
+                method, target, headers, body, yields=True, on_head=on_head
+            ) as upstream:
+                answer, outcome = await relay(
+                    call,
+                    upstream,
+                    own,
+                    self._settings,
+                    capture,
+                    first_byte,
+                    self._throttle,
+                    self._counts(call, grant, upstream),
+                )
+                if outcome is Outcome.BACKEND_ERROR:  # in the middle of the answer
+                    self.is_to_blame(call, backend)
+                return answer
+        except asyncio.CancelledError:
+            outcome = Outcome.CLIENT_GONE
+            raise
+        finally:
+            if outcome is Outcome.BACKEND_ERROR:
+                self._selection.doubt(backend)
+            ok = outcome is Outcome.OK and upstream is not None and upstream.status == 200
+            encoding = upstream.header("content-encoding") if ok and upstream is not None else None
+            end = End(grant, outcome, capture, ok, encoding, perf_counter())
+            report = partial(self._reports.finish, call, end)
+            if call.trace is not None:
+                report()
+            elif outcome in (Outcome.OK, Outcome.REFUSED):
+                # uvloop sends what was written at the end of this event-loop iteration. The next
+                # iteration finishes the request, before anything that the client sends later.
+                asyncio.get_running_loop().call_soon(self._throttle.call, report)
+            else:
+                self._throttle.call(report)
+
+    def is_to_blame(self, call: Call, backend: BackendId) -> bool:
+        """Return whether a backend that ended did so with this call, and count it then."""
+        request = call.scheduled.id
+        ends = self._suspects.blame(request, backend, call.raw, call.parsed, call.ends)
+        if ends is not None:
+            call.ends = ends
+        return ends is not None
+
+    def _counts(self, call: Call, grant: Grant, upstream: RelayedResponse) -> AnswerCounts | None:
+        """Return the correction of an answer's counts. None: it is sent on as it comes."""
+        if call.parsed is None or grant.prefilled is None or not grant.prefilled.tokens:
+            return None
+        if not self._settings.corrects_counts or upstream.status != 200:
+            return None
+        if upstream.header("content-encoding") not in IDENTITY:
+            return None
+        return AnswerCounts(call.parsed.shape, grant.prefilled)
