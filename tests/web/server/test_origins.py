@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from router.llama.routes import ROUTES as ROUTES_OF_SERVER
 from tests.config.test_auth import auth
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Fleet, running
@@ -100,3 +101,24 @@ async def test_any_page_may_be_allowed(fake: FakeLlama) -> None:
     async with running([("a", fake.url)], None, yaml=yaml) as fleet:
         page = {"Host": "any.example", "Origin": "http://other.example"}
         assert await status(fleet, "POST", "/completion", **page) == 200
+
+
+async def test_every_route_of_every_listener_refuses_pages_of_the_web(fake: FakeLlama) -> None:
+    """Each route of llama-server and of the router, where clients and operators connect."""
+    async with running([("a", fake.url)], None, yaml="admin: {listen: '127.0.0.1:0'}") as fleet:
+        own = [(route.method, route.path) for route in fleet.router.app.own.routes]
+        theirs = [(method, path) for path in ROUTES_OF_SERVER for method in ("GET", "POST")]
+        assert len(own) > 15
+        assert fleet.router.admin_url is not None
+        for url in (fleet.url, fleet.router.admin_url):
+            for method, path in own + theirs:
+                for headers in (
+                    {"Host": "evil.example"},
+                    {"Origin": "https://evil.example"},
+                    {"Host": "evil.example", "Origin": "http://evil.example"},
+                ):
+                    async with fleet.session.request(
+                        method, url + path.replace("{", "").replace("}", ""), headers=headers
+                    ) as response:
+                        assert response.status == 403, (url, method, path, headers)
+                        assert "Access-Control-Allow-Origin" not in response.headers
