@@ -161,10 +161,10 @@ def make_fleet(snapshots: Sequence[Snapshot], tokens: int) -> Fleet:
     fleet = Fleet()
     random_ = random.Random(-1)
     for name in (BackendId("a"), BackendId("b")):
-        fleet.infos[name] = BackendInfo(
+        fleet.backends[name].info = BackendInfo(
             *(name, 4, 4 * tokens, SPACE), kv_dir=PLACE, memory_kind=MemoryKind.FULL
         )
-        fleet.rates[name] = Rates()
+        fleet.backends[name].rates = Rates()
         fleet.slots.add(name, 4)
         for slot in fleet.slots.of(name)[1:]:
             slot.resident = Resident(make_tokens(random_, tokens))

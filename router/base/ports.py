@@ -31,7 +31,7 @@ class Clock(Protocol):
     def now(self) -> float: ...
 
 
-class Backend(Protocol):
+class SlotServer(Protocol):
     """Control calls to one llama-server. Every method raises only BackendError.
 
     Slot actions must only be sent to a slot that is known to be idle: on a busy one they can

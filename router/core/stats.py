@@ -39,12 +39,12 @@ def waiting_for(state: State, server: Server) -> int:
 
 
 def _backend(state: State, backend: BackendId) -> BackendStats:
-    slots, rates = state.fleet.slots.of(backend), state.fleet.rates.get(backend)
+    slots, known = state.fleet.slots.of(backend), state.fleet.backends.get(backend)
     return BackendStats(
         backend,
-        backend in state.fleet.infos,
+        backend in state.fleet.up,
         {phase: sum(slot.phase is phase for slot in slots) for phase in Phase},
         resident_tokens=sum(len(slot.resident) for slot in slots),
-        speeds=rates.speeds if rates else None,
-        stalled_s=state.stalled_s.get(backend, {}),
+        speeds=known.rates.speeds if known else None,
+        stalled_s=known.stalled_s if known else {},
     )

@@ -15,7 +15,7 @@ import structlog
 from msgspec import Struct, structs
 
 from router.base.errors import BackendError, BackendRefusedError
-from router.base.ports import Backend, Clock, Preparing, ServerRunner, SnapshotStore, Telemetry
+from router.base.ports import Clock, Preparing, ServerRunner, SlotServer, SnapshotStore, Telemetry
 from router.base.tasks import Tasks, attempt
 from router.base.tokens import Tokens
 from router.base.types import (
@@ -91,7 +91,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        backends: Mapping[BackendId, Backend],
+        backends: Mapping[BackendId, SlotServer],
         store: SnapshotStore | None,
         clock: Clock,
         telemetry: Telemetry,
@@ -338,7 +338,7 @@ class Engine:
     @property
     def infos(self) -> Mapping[BackendId, BackendInfo]:
         """Return the backends that are up."""
-        return self._scheduler.state.fleet.infos
+        return {info.id: info for info in self._scheduler.state.fleet.infos()}
 
     @property
     def draining(self) -> Set[BackendId]:

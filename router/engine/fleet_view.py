@@ -265,7 +265,7 @@ class FleetView:
 
     def rates(self, backend: BackendId) -> RatesView:
         """Return the learned rates of a backend. Raises KeyError."""
-        rates = self._state.fleet.rates[backend]
+        rates = self._state.fleet.backends[backend].rates
         return RatesView(
             prefill_tokens_per_s=rates.speeds.prefill_tokens,
             output_tokens_per_s=rates.speeds.output_tokens,
@@ -277,24 +277,25 @@ class FleetView:
     def is_waited_for(self, backend: BackendId) -> bool:
         """Return whether a queued request could be served by a slot more of the backend."""
         fleet, queue = self._state.fleet, self._state.queue
-        if backend not in fleet.infos:
+        if backend not in fleet.up:
             return bool(queue)
         oldest = islice(queue, TUNING.checked_for_backend)
         return any(fleet.serves(backend, waiting.request) for waiting in oldest)
 
     def limit(self, backend: BackendId) -> str | None:
         """Return why a backend does less than its probe showed; None: it does not."""
-        fleet = self._state.fleet
-        backoff = fleet.backoffs.get(backend)
-        if backoff is not None and backoff.until is not None:
-            return f"no state is written for a while, after failures: {backoff.reason}"
-        return fleet.limited.get(backend)
+        known = self._state.fleet.backends.get(backend)
+        if known is None:
+            return None
+        if not known.may_write:
+            return f"no state is written for a while, after failures: {known.backoff.reason}"
+        return known.limited or None
 
     def learned_rates(self) -> dict[KvDir, dict[Namespace, LearnedRates]]:
         """Return the learned speeds of the models that are up, by their KV directories."""
         found: dict[KvDir, dict[Namespace, LearnedRates]] = {}
-        for info in self._state.fleet.infos.values():
-            learned = self._state.fleet.rates[info.id].learned
+        for backend in self._state.fleet.up.values():
+            info, learned = backend.info, backend.rates.learned
             if info.kv_dir is not None and learned is not None:
                 found.setdefault(info.kv_dir, {})[info.namespace] = learned
         return found
@@ -306,7 +307,7 @@ class FleetView:
     def up(self) -> list[BackendInfo]:
         """Return the backends that are up and not draining."""
         fleet = self._state.fleet
-        return [info for info in fleet.infos.values() if info.id not in fleet.draining]
+        return [info for info in fleet.infos() if info.id not in fleet.draining]
 
     def known_namespaces(self) -> set[Namespace]:
         """Return all namespaces that a backend could belong to."""

@@ -133,7 +133,7 @@ class HeldPrefixes:
         """Take in the slots that changed; return the number of tokens hashed."""
         done = 0
         fleet, here = self._fleet, set[SlotId]()
-        for backend, info in fleet.infos.items():
+        for backend, info in ((one.id, one) for one in fleet.infos()):
             if not info.is_managed:
                 continue
             facts = self._facts_of(info.namespace)

@@ -6,7 +6,7 @@ Reads the scheduler's state without changing it; the engine reports the findings
 import asyncio
 from collections.abc import Callable, Mapping
 
-from router.base.ports import Backend
+from router.base.ports import SlotServer
 from router.base.types import BackendId, RequestId
 from router.core.model.effects import Dispatch
 from router.core.model.slots import Phase
@@ -20,7 +20,7 @@ End = Callable[[int | None], None]
 class LaunchWatch:
     """Server-placed requests on their way, and the ends of those not seen at work."""
 
-    def __init__(self, scheduler: Scheduler, backends: Mapping[BackendId, Backend]) -> None:
+    def __init__(self, scheduler: Scheduler, backends: Mapping[BackendId, SlotServer]) -> None:
         self._scheduler = scheduler
         self._backends = backends
         self._unseen: dict[RequestId, asyncio.Future[End]] = {}
@@ -66,8 +66,8 @@ class LaunchWatch:
             return beside | self._at_work(effect, Phase.RUNNING, Phase.ABANDONED)
 
         def gated() -> bool:
-            gate = self._scheduler.state.fleet.gates.get(slot.backend)
-            return gate is not None and gate.holder == request
+            there = self._scheduler.state.fleet.up.get(slot.backend)
+            return there is not None and there.gate.holder == request
 
         earlier = await wait_started(backend, lambda: self._at_work(effect, Phase.RUNNING), gated)
         loop = asyncio.get_running_loop()
@@ -97,8 +97,9 @@ class LaunchWatch:
     def _at_gate(self, backend: BackendId) -> set[int]:
         """Return the slots of requests at the placement gate: nothing is under way in them."""
         state = self._scheduler.state
-        gate = state.fleet.gates.get(backend)
-        return {state.job_of(name).slot.index for name in gate.waiting} if gate else set()
+        there = state.fleet.up.get(backend)
+        waiting = there.gate.waiting if there is not None else ()
+        return {state.job_of(name).slot.index for name in waiting}
 
     def _is_no_matter(self, effect: Dispatch) -> bool:
         """Return whether a request's slot makes no difference until another request comes.

@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from router.base.errors import BackendError, BackendRefusedError
-from router.base.ports import Backend
+from router.base.ports import SlotServer
 from router.base.types import BackendId, RequestProgress, SlotId, SlotStatus, Tenant
 from router.core.model.slots import Resident, Slot
 
@@ -44,7 +44,7 @@ NO_TASKS: Mapping[int, int] = MappingProxyType({})
 class SlotPoller:
     """The shared polls of one backend. One event loop."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: SlotServer) -> None:
         self.watchers = 0  # tasks that wait for a slot to be idle
         self.disturbed = 0  # of these, for requests that a server drops only if polls are rare
         self.backend = backend
@@ -72,7 +72,7 @@ class SlotPoller:
 class SlotPollers:
     """The shared polls of all backends, which may come and go."""
 
-    def __init__(self, backends: Mapping[BackendId, Backend]) -> None:
+    def __init__(self, backends: Mapping[BackendId, SlotServer]) -> None:
         self._backends = backends
         self._by_backend: dict[BackendId, SlotPoller] = {}
 
@@ -186,7 +186,7 @@ async def _wait_quiet(
 
 
 async def wipe(
-    backend: Backend, slot: int, concerned: Callable[[], bool], *, flush: bool = False
+    backend: SlotServer, slot: int, concerned: Callable[[], bool], *, flush: bool = False
 ) -> None:
     """Empty an idle slot; retry until that succeeds or `concerned` is false.
 
@@ -205,7 +205,7 @@ async def wipe(
 
 
 async def wait_started(
-    backend: Backend, sent: Callable[[], set[int]], concerned: Callable[[], bool]
+    backend: SlotServer, sent: Callable[[], set[int]], concerned: Callable[[], bool]
 ) -> Mapping[int, int]:
     """Wait until all slots in `sent` are seen at work, for 40 polls at most; return their tasks.
 
@@ -226,7 +226,7 @@ async def wait_started(
 
 
 async def find_start(
-    backend: Backend,
+    backend: SlotServer,
     expected: int,
     taken: Callable[[], set[int]],
     concerned: Callable[[], bool],
@@ -274,7 +274,7 @@ def _tasks(statuses: Iterable[SlotStatus]) -> dict[int, int]:
     return {s.index: s.id_task for s in statuses if s.id_task is not None}
 
 
-async def _poll(backend: Backend) -> list[SlotStatus] | None:
+async def _poll(backend: SlotServer) -> list[SlotStatus] | None:
     """Return all slots; an empty list while the backend does not answer.
 
     None: the server was started with --no-slots.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from router.base.errors import BackendError, BackendRefusedError, KvError, KvFileError
-from router.base.ports import Backend, Clock, SnapshotStore, Telemetry
+from router.base.ports import Clock, SlotServer, SnapshotStore, Telemetry
 from router.base.types import BackendId, BackendInfo, KvDir, Snapshot
 from router.core.model import effects as ef
 from router.core.model import events as ev
@@ -26,7 +26,7 @@ Transferred = ef.Save | ef.Cut | ef.Restore | ef.Erase
 class Transfers:
     """Saves, restores, erases, cuts. `info`: facts about the backend now; None: it is down."""
 
-    backends: Mapping[BackendId, Backend]
+    backends: Mapping[BackendId, SlotServer]
     store: SnapshotStore | None
     clock: Clock
     telemetry: Telemetry

@@ -23,7 +23,7 @@ _MAX_METRICS_BYTES = 256 * 1024
 
 
 class LlamaClient(ServerClient):
-    """`ports.Backend` over HTTP, and all other calls to a llama-server."""
+    """`ports.SlotServer` over HTTP, and all other calls to a llama-server."""
 
     def __init__(
         self,

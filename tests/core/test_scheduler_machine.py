@@ -190,8 +190,8 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 1.0, 6.0]), name=st.sampled_from([A, B]))
     def ticks(self, seconds: float, name: BackendId) -> None:
         """Advance the clock; one backend becomes slow, so that its content is worth a copy."""
-        for backend_, prefill_s in ((A, 0.01), (B, 0.01), (name, 0.5)):
-            self.scheduler.state.fleet.rates[backend_] = rates(prefill_s)
+        for backend_ in self.scheduler.state.fleet.backends.values():
+            backend_.rates = rates(0.5 if backend_.id == name else 0.01)
         self.now += seconds
         self.feed(ev.Tick())
 
@@ -340,7 +340,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         fleet = self.scheduler.state.fleet
         # On a gated backend, a start that is not reported yet may have cleared a slot. A probe
         # may have cleared one, too, until the probe ends.
-        for name in fleet.infos.keys() - fleet.gated - self.probing:
+        for name in fleet.up.keys() - fleet.gated - self.probing:
             for slot in fleet.slots.of(name):
                 if slot.is_idle:
                     true = self.servers[name].slots[slot.id.index]
@@ -352,13 +352,13 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         state = self.scheduler.state
         idle = [
             name
-            for name in state.fleet.infos
+            for name in state.fleet.up
             if all(slot.is_idle for slot in state.fleet.slots.of(name))
         ]
         for waiting in state.queue:
             if not any(state.fleet.serves(name, waiting.request) for name in idle):
                 continue
-            asked = replace(waiting.request, avoid=frozenset(state.fleet.infos.keys() - idle))
+            asked = replace(waiting.request, avoid=frozenset(state.fleet.up.keys() - idle))
             if plan(asked, state.fleet, self.now, self.now - waiting.since) is None:
                 continue  # `sticky`, and its home is busy
             decision = plan(waiting.request, state.fleet, self.now, self.now - waiting.since)
@@ -371,7 +371,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     def nobody_waits_for_a_turn_that_nobody_has(self) -> None:
         state = self.scheduler.state
         waiting = [job for job in self.jobs() if isinstance(job.doing, InPrefillQueue)]
-        queues = state.fleet.prefill_queues
+        queues = {name: there.prefills for name, there in state.fleet.up.items()}
         assert {job.id for job in waiting} == {i for q in queues.values() for i in q.waiting}
         for job in waiting:
             assert not job.cancelled or job.steps  # others wait for its prefill
@@ -385,7 +385,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     def nobody_waits_at_the_gate_for_nothing(self) -> None:
         state = self.scheduler.state
         waiting = [job for job in self.jobs() if isinstance(job.doing, AtGate)]
-        gates = state.fleet.gates
+        gates = {name: there.gate for name, there in state.fleet.up.items()}
         assert {job.id for job in waiting} == {i for gate in gates.values() for i in gate.waiting}
         assert not any(placement_gate.is_free(state, job) or job.cancelled for job in waiting)
         assert not {job.id for job in waiting} & {gate.holder for gate in gates.values()}
@@ -410,7 +410,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
                 since[slot.id.backend] = min(first, slot.last_used)
         assert fleet.slots.unsaved() == since
         for slot in fleet.slots:
-            info = fleet.infos.get(slot.id.backend)
+            info = fleet.info(slot.id.backend)
             if info is not None:
                 namespace = namespace_of(info, slot.tenant)
                 held = slot.resident.tokens

@@ -17,7 +17,7 @@ import pytest
 
 from router.base.clock import MonotonicClock
 from router.base.errors import BackendError, BackendRefusedError, BackendTimeoutError
-from router.base.ports import Backend, Telemetry
+from router.base.ports import SlotServer, Telemetry
 from router.base.tokens import Tokens
 from router.base.types import BackendId, Outcome, Reported, Request, RequestId, SlotStatus
 from router.core.model import events as ev
@@ -336,7 +336,7 @@ async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin(
         begun.append(slot)
         return Reported()
 
-    server = cast(Backend, SimpleNamespace(prefill=prefill))
+    server = cast(SlotServer, SimpleNamespace(prefill=prefill))
     state = scheduler(backend("a", 1), idle_save_after_s=None)
     clock = MonotonicClock()
     engine = Engine(
@@ -361,7 +361,7 @@ async def test_an_exception_in_one_effect_costs_no_other() -> None:
     telemetry.request.side_effect = ZeroDivisionError
     clock = MonotonicClock()
     state = scheduler(backend("a", 1), idle_save_after_s=None)
-    server = cast(Backend, SimpleNamespace())
+    server = cast(SlotServer, SimpleNamespace())
     engine = Engine(
         *(state, {A: server}, None, clock, cast(Telemetry, telemetry)), LoopThrottle(clock)
     )
@@ -399,8 +399,8 @@ class Prefilling:
 
     def engine(self) -> Engine:
         state = scheduler(backend("a", 2, n_ctx=100_000), prefill_chunk_s=0.5)
-        state.state.fleet.rates[A].prefill = LinearFit(0.003, 0.0)
-        clock, server, telemetry = MonotonicClock(), cast(Backend, self), cast(Telemetry, Mock())
+        state.state.fleet.backends[A].rates.prefill = LinearFit(0.003, 0.0)
+        clock, server, telemetry = MonotonicClock(), cast(SlotServer, self), cast(Telemetry, Mock())
         return Engine(state, {A: server}, None, clock, telemetry, LoopThrottle(clock))
 
     async def until_looked(self) -> None:
@@ -530,7 +530,7 @@ async def test_who_leaves_between_the_turnstile_and_the_grant_keeps_no_slot() ->
         return [SlotStatus(n, n == 0, 0, 100) for n in range(2)]
 
     state = scheduler(backend("a", 2), idle_save_after_s=None)
-    server, throttle = cast(Backend, SimpleNamespace(slots=slots)), LoopThrottle(clock)
+    server, throttle = cast(SlotServer, SimpleNamespace(slots=slots)), LoopThrottle(clock)
     engine = Engine(state, {A: server}, None, clock, cast(Telemetry, Mock()), throttle)
     await engine.submit(request("chat", [1, 2, 3], slot_hint=0))
     unread = request("embedding", **UNREAD)

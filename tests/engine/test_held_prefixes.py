@@ -9,7 +9,7 @@ from router.base.types import NO_TENANT, BackendId, MemoryKind, Namespace, Snaps
 from router.core.fleet.fleet import Fleet
 from router.core.model.slots import Resident
 from router.engine.held_prefixes import HeldPrefixes
-from tests.support.scheduler.build import NS, backend, snapshot
+from tests.support.scheduler.build import NS, backend, rates, snapshot
 
 PROMPT = pack(range(10 * BLOCK + 100))
 NAMESPACE = Namespace(NS)
@@ -29,8 +29,7 @@ def made_anew(fleet: Fleet) -> HeldPrefixes:
 
 def with_slot(tokens: Tokens) -> Fleet:
     fleet = Fleet()
-    fleet.infos[BackendId("a")] = backend("a")
-    fleet.slots.add(BackendId("a"), 2)
+    fleet.take(backend("a", 2), rates())
     fleet.slots.of(BackendId("a"))[0].hold(Resident(tokens))
     return fleet
 
@@ -108,7 +107,7 @@ def test_a_snapshot_that_comes_later_is_followed() -> None:
 def test_a_backend_that_is_gone_holds_nothing() -> None:
     fleet = with_slot(PROMPT)
     index = drained(held_by(fleet))
-    del fleet.infos[BackendId("a")]
+    fleet.lose(BackendId("a"))
 
     assert longest(drained(index), PROMPT) == b""
 

@@ -64,7 +64,7 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
     longest = max(
         (
             info.n_ctx
-            for info in state.fleet.infos.values()
+            for info in state.fleet.infos()
             if info.answers_to(request.model)
             # A backend without KV is avoided as unfit; others are avoided because they failed.
             if info.generates or info.id not in request.avoid
@@ -271,7 +271,7 @@ def _to_reserve(state: State, request: Request) -> list[BackendId]:
     fleet = state.fleet
     shut = [
         backend
-        for backend in fleet.infos
+        for backend in fleet.up
         if fleet.serves(backend, request)
         and not fleet.is_open(backend, request)
         and fleet.claim(backend, request) is not SlotClaim.STEERED  # it takes one slot of any
@@ -328,7 +328,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     )
     state.fleet.jobs[job.id] = job
     state.unexplained.append(job)
-    needs_s = decision.ttft_s + fleet.rates[backend].generation_s(request.max_new_tokens)
+    needs_s = decision.ttft_s + fleet.backends[backend].rates.generation_s(request.max_new_tokens)
     # What the router computes first can be shared. A save or a restore before it does not matter to
     # requests that wait for it.
     tokens, shared = request.prompt.tokens, decision.prefill_first
@@ -347,7 +347,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         others = fleet.attracting(backend, request)
         job.hold_also([other.lease(request.id) for other in others])
     crowding: list[Slot] = []
-    if fleet.infos[backend].unified and fleet.manages(backend):
+    if fleet.backends[backend].info.unified and fleet.manages(backend):
         held = len(fleet.catalog[chosen.snapshot]) if chosen.snapshot is not None else 0
         crowding = fleet.in_the_way(slot, request, held)
         job.hold_also([other.lease(request.id) for other in crowding])
@@ -357,7 +357,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
             fleet.slots[lease.slot].own(request.tenant)
     fleet.has_tenants = fleet.has_tenants or bool(request.tenant)
     if claim in (SlotClaim.SERVER_PLACED, SlotClaim.WHOLE_BACKEND) and fleet.manages(backend):
-        fleet.gates[backend].take(job.id)
+        fleet.backends[backend].gate.take(job.id)
     if chosen.snapshot is not None:
         fleet.catalog.add_reference(chosen.snapshot, now)
         job.use(chosen.snapshot)
@@ -376,7 +376,7 @@ def _must_be_emptied(state: State, slot: Slot, chosen: Candidate) -> bool:
     Of an opaque state it is not known how far back it is right (a window with `--swa-full`), and
     the server goes back as far as it likes.
     """
-    opaque = state.fleet.infos[slot.id.backend].memory_kind is MemoryKind.OPAQUE
+    opaque = state.fleet.backends[slot.id.backend].info.memory_kind is MemoryKind.OPAQUE
     return opaque and chosen.source is Source.COLD and len(slot.resident) > 0
 
 

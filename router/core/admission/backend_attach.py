@@ -30,10 +30,7 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
     wipe.
     """
     info = event.info
-    state.fleet.infos[info.id] = info
-    state.fleet.forget_limits(info.id)
-    state.fleet.rates.setdefault(info.id, _rates_for(info, state.fleet.learned))
-    state.fleet.slots.add(info.id, info.n_slots)
+    state.fleet.take(info, _rates_for(info, state.fleet.learned))
     statuses = {status.index: status for status in event.slots}
     for slot in state.fleet.slots.of(info.id):
         slot.note_use(state.fleet.uses.get(info.namespace, 0))  # as far as is known
@@ -67,7 +64,7 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
     leaves = state.stopping or backend in state.fleet.draining
     if leaves or name in state.fleet.jobs or backend in state.fleet.gated:
         return
-    if backend in state.fleet.infos and not state.fleet.manages(backend):
+    if backend in state.fleet.up and not state.fleet.manages(backend):
         return  # the server may place a request in any of its slots
     idle = [slot for slot in state.fleet.slots.of(backend) if slot.is_idle]
     chosen = sorted(idle, key=lambda slot: len(slot.resident))[: TUNING.probe_slots]
@@ -97,9 +94,9 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     job = state.fleet.jobs.get(probe_name(info.id))
     if job is None:
         return  # it went down meanwhile
-    state.fleet.infos[info.id] = info
-    state.fleet.forget_limits(info.id)
-    _expect(state.fleet.rates[info.id], info, state.fleet.learned)
+    backend = state.fleet.backends[info.id]
+    backend.come_up(info)
+    _expect(backend.rates, info, state.fleet.learned)
     _value_anew(state, info)
     for slot in state.fleet.slots.of(info.id):
         slot.mark_saved(saved=False)  # nothing could be saved so far
@@ -123,7 +120,7 @@ def _value_anew(state: State, info: BackendInfo) -> None:
     Snapshots on disk were valued without them: by a laptop's rates, a GPU's states are worth twenty
     times their value, and would push out all that are saved from now on.
     """
-    if is_known(state.fleet.rates[info.id]):
+    if is_known(state.fleet.backends[info.id].rates):
         state.fleet.catalog.value_anew(lambda snapshot: worth_of(state.fleet, snapshot))
 
 

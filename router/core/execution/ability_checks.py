@@ -6,13 +6,13 @@ wrong answer; it should cost them once.
 """
 
 from bisect import bisect_right
-from math import inf
 
 from msgspec.structs import replace
 
 from router.base.tokens import Tokens, common_prefix, count
 from router.base.types import BackendInfo, Reported, Source
 from router.core.execution.state import State
+from router.core.fleet.backend import Backend
 from router.core.model.effects import Limited
 from router.core.model.jobs import RequestJob
 from router.core.model.memory_kinds import goes_back
@@ -42,52 +42,49 @@ def compare(
 
     Only for a pinned request: of another, the slot may be another one.
     """
-    info, cached = state.fleet.infos.get(job.slot.backend), reported.cached_tokens
-    if info is None or cached is None or job.claim is not SlotClaim.PINNED:
+    backend, cached = state.fleet.up.get(job.slot.backend), reported.cached_tokens
+    if backend is None or cached is None or job.claim is not SlotClaim.PINNED:
         return
-    if not info.extends and now >= state.fleet.extends_again_at.get(info.id, inf):
-        info = _believe(state, info)
+    info = backend.info
+    again_at = backend.extends_again_at
+    if not info.extends and again_at is not None and now >= again_at:
+        info = _believe(backend)
     held, common = count(before.tokens), common_prefix(before.tokens, tokens)
     if held < TUNING.compared_tokens or before.may_hold_more or not job.request.reuse:
         return
     extends = common == len(before) < count(tokens)
     if job.prefilled is not None:  # (1)
         if extends and info.extends and cached < held // 2:
-            _limit(state, replace(info, extends=False), NO_EXTENSION)
-            lost = state.fleet.lost_prefills[info.id] = (
-                state.fleet.lost_prefills.get(info.id, 0) + 1
-            )
-            wait_s = TUNING.extends_again_s * 2.0 ** min(lost - 1, 10)
-            state.fleet.extends_again_at[info.id] = now + wait_s
+            _limit(state, backend, replace(info, extends=False), NO_EXTENSION)
+            backend.lost_prefills += 1
+            wait_s = TUNING.extends_again_s * 2.0 ** min(backend.lost_prefills - 1, 10)
+            backend.extends_again_at = now + wait_s
     elif job.plan.chosen.source in (Source.SNAPSHOT, Source.COPY):  # (3)
-        _count_restore(state, info, used=cached >= job.plan.chosen.reused_tokens // 2)
+        _count_restore(state, backend, used=cached >= job.plan.chosen.reused_tokens // 2)
     elif extends:  # (2)
         if not info.extends and cached > held // 2:
-            _believe(state, info)
+            _believe(backend)
     elif not goes_back(info.memory_kind):  # (4)
         usable = min(common, count(tokens) - 1)
         n_usable = bisect_right(before.checkpoints, usable)
         if n_usable and cached < before.checkpoints[n_usable - 1] // 2:
             kept = len(before.checkpoints) - n_usable
-            fewer = replace(info, checkpoints=min(info.checkpoints, kept))
-            state.fleet.infos[info.id] = fewer
+            backend.info = replace(info, checkpoints=min(info.checkpoints, kept))
 
 
-def _believe(state: State, info: BackendInfo) -> BackendInfo:
-    state.fleet.limited.pop(info.id, None)
-    believed = state.fleet.infos[info.id] = replace(info, extends=True)
-    return believed
+def _believe(backend: Backend) -> BackendInfo:
+    backend.limited = ""
+    backend.info = replace(backend.info, extends=True)
+    return backend.info
 
 
-def _count_restore(state: State, info: BackendInfo, *, used: bool) -> None:
+def _count_restore(state: State, backend: Backend, *, used: bool) -> None:
     """Count restored states that were not used: one may be another client's doing."""
-    unused = state.fleet.unused_restores
-    unused[info.id] = 0 if used else unused.get(info.id, 0) + 1
-    if unused[info.id] >= TUNING.restore_strikes:
-        _limit(state, replace(info, kv_dir=None), NO_USE_OF_STATES)
+    backend.unused_restores = 0 if used else backend.unused_restores + 1
+    if backend.unused_restores >= TUNING.restore_strikes:
+        _limit(state, backend, replace(backend.info, kv_dir=None), NO_USE_OF_STATES)
 
 
-def _limit(state: State, info: BackendInfo, reason: str) -> None:
-    state.fleet.infos[info.id] = info
-    state.fleet.limited[info.id] = reason
+def _limit(state: State, backend: Backend, info: BackendInfo, reason: str) -> None:
+    backend.info, backend.limited = info, reason
     state.out.append(Limited(info.id, reason))

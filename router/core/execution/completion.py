@@ -49,14 +49,7 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
     Requests in preparation are rejected to the web layer, which may try another backend. Requests
     that run end by themselves: the connection breaks.
     """
-    if backend in state.fleet.infos:
-        for slot in state.fleet.slots.of(backend):
-            state.fleet.give_up(slot)
-    state.fleet.infos.pop(backend, None)
-    state.fleet.sent.pop(backend, None)
-    state.fleet.prefill_queues.pop(backend, None)
-    state.fleet.gates.pop(backend, None)
-    state.fleet.slots.lose(backend)
+    state.fleet.lose(backend)
     for job in list(state.fleet.jobs.values()):
         if job.slot.backend != backend:
             if isinstance(job, RequestJob):
@@ -119,7 +112,7 @@ def launched(state: State, request: RequestId, index: int, now: float) -> None:
     job = state.request_job(request)
     if job is None or not job.is_sent or not state.fleet.slots.holds(job.lease):
         return
-    state.fleet.gates[job.slot.backend].leave(job.id)
+    state.fleet.backends[job.slot.backend].gate.leave(job.id)
     slots = state.fleet.slots.of(job.slot.backend)
     actual = next((slot for slot in slots if slot.id.index == index), None)
     waits = placement_gate.waits_in(state, actual) if actual is not None else None
@@ -153,7 +146,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
         return
     if event.index is not None:
         launched(state, event.request, event.index, now)
-    state.fleet.gates[job.slot.backend].leave(job.id)
+    state.fleet.backends[job.slot.backend].gate.leave(job.id)
     state.out.append(
         Account(
             request=job.request,
@@ -165,7 +158,9 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
             prepared_s=job.prepared_s,
             prefill_queue_s=job.past_queue_s,
             prefilled=job.prefilled,
-            avoided_s=avoided_s(state.fleet.rates[job.slot.backend], event.reported, job.prefilled),
+            avoided_s=avoided_s(
+                state.fleet.backends[job.slot.backend].rates, event.reported, job.prefilled
+            ),
         )
     )
     _learn(state, job, event)
@@ -199,7 +194,7 @@ def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Residen
         return UNKNOWN
     if job.knows_slot:
         state.fleet.slots[job.slot].allow_save()  # what it held before is gone
-        limit = state.fleet.infos[job.slot.backend].checkpoints
+        limit = state.fleet.backends[job.slot.backend].info.checkpoints
         return after_finish(job.request.prompt, event.reported, job.resident_at_dispatch, limit)
     _doubt_watched(state, job)
     placement_gate.mix(state, job)
@@ -275,7 +270,7 @@ def _is_to_be_wiped(state: State, job: RequestJob, event: ev.Finished, now: floa
     """Return True if what the request left is not exactly what its tokens say."""
     if event.outcome not in _OVER and _may_have_outgrown(state, job, event, now):
         return True
-    n_ctx = state.fleet.infos[job.slot.backend].n_ctx
+    n_ctx = state.fleet.backends[job.slot.backend].info.n_ctx
     pinned = job.claim is SlotClaim.PINNED
     exact = is_exact(job.request, job.resident_at_dispatch, event.reported, n_ctx, pinned=pinned)
     return job.request.adapted or not exact or _shares_state(state, job)
@@ -288,12 +283,12 @@ def _may_have_outgrown(state: State, job: RequestJob, event: ev.Finished, now: f
     (llama-server.md section 2.3). Of an abandoned answer only its time is known.
     """
     request, backend = job.request, job.slot.backend
-    room = state.fleet.infos[backend].n_ctx - len(request.prompt)
+    room = state.fleet.backends[backend].info.n_ctx - len(request.prompt)
     if request.max_new_tokens is not None and request.max_new_tokens <= room:
         return False
     if request.streams and not event.begun:
         return False
-    rates = state.fleet.rates[backend]
+    rates = state.fleet.backends[backend].rates
     usual_s = rates.output_s_per_token.value / TUNING.output_fastest
     token_s = min(usual_s, rates.output_fastest_s / 2)  # never seen twice as fast
     prompt_s = 0.0 if job.prefilled is not None else job.plan.chosen.price.prefill_s
@@ -306,7 +301,7 @@ def _shares_state(state: State, job: RequestJob) -> bool:
     The server copies that state from slot to slot with the next batch that it computes, and not
     before: into whatever is restored there meanwhile (llama-server.md section 2.1).
     """
-    whole, info = job.claim is SlotClaim.WHOLE_BACKEND, state.fleet.infos[job.slot.backend]
+    whole, info = job.claim is SlotClaim.WHOLE_BACKEND, state.fleet.backends[job.slot.backend].info
     # How many streams an opaque state has is not known.
     return whole and (info.n_stream > 1 or info.memory_kind is MemoryKind.OPAQUE)
 
@@ -430,14 +425,14 @@ def _let_go(state: State, job: Job) -> None:
     """Take a job out of all that it waits for or keeps, but for its leases."""
     state.fleet.jobs.pop(job.id, None)
     if isinstance(job, RequestJob):
-        state.fleet.prefill_queues[job.slot.backend].leave(job.id)
-        state.fleet.gates[job.slot.backend].leave(job.id)
+        state.fleet.backends[job.slot.backend].prefills.leave(job.id)
+        state.fleet.backends[job.slot.backend].gate.leave(job.id)
         state.release_snapshot(job)
 
 
 def _learn(state: State, job: RequestJob, event: ev.Finished) -> None:
     """Learn the backend's rates from what was measured."""
-    rates = state.fleet.rates[job.slot.backend]
+    rates = state.fleet.backends[job.slot.backend].rates
     reported = event.reported
     rates.observe_prompt(reported)
     if reported.generated_tokens and reported.generated_s:
@@ -453,13 +448,13 @@ def _teach(state: State, backend: BackendId) -> None:
     slow probe would stay unused while another is idle, and states on the other would be displaced.
     """
     fleet = state.fleet
-    known = fleet.infos.get(backend)
+    known = fleet.up.get(backend)
     if known is None:
         return
-    for info in fleet.infos.values():
-        rates = fleet.rates[info.id]
-        if not rates.prefill.n and info.namespace == known.namespace and _alike(info, known):
-            rates.take_after(fleet.rates[backend])
+    for other in fleet.up.values():
+        is_like = other.info.namespace == known.info.namespace and _alike(other.info, known.info)
+        if not other.rates.prefill.n and is_like:
+            other.rates.take_after(known.rates)
 
 
 def _alike(one: BackendInfo, other: BackendInfo) -> bool:

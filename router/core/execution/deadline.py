@@ -50,8 +50,9 @@ def _waiting(state: State) -> list[RequestJob]:
     no request wants its result any more.
     """
     fleet = state.fleet
-    names = [name for queue in fleet.prefill_queues.values() for name in queue.waiting]
-    names += [name for gate in fleet.gates.values() for name in gate.waiting]
+    backends = fleet.up.values()
+    names = [name for backend in backends for name in backend.prefills.waiting]
+    names += [name for backend in backends for name in backend.gate.waiting]
     jobs = [state.job_of(name) for name in names]
     return [job for job in jobs if not job.cancelled]
 

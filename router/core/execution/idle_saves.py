@@ -22,7 +22,7 @@ def save_idle(state: State, now: float) -> None:
     unsaved = state.fleet.slots.unsaved()
     if not unsaved:
         return
-    for backend in state.fleet.infos:
+    for backend in state.fleet.up:
         if backend not in unsaved:
             continue
         leaves = state.stopping or backend in state.fleet.draining
@@ -49,10 +49,10 @@ def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0
 
 def end_backoffs(state: State, now: float) -> None:
     """End the write backoffs that are due, and reconsider all slots of their backends."""
-    for backend, backoff in state.fleet.backoffs.items():
-        if backoff.is_due(now):
-            backoff.end()
-            for slot in state.fleet.slots.of(backend):
+    for backend in state.fleet.backends.values():
+        if backend.backoff.is_due(now):
+            backend.backoff.end()
+            for slot in state.fleet.slots.of(backend.id):
                 slot.mark_saved(saved=False)
 
 
@@ -62,7 +62,7 @@ def wakeup(state: State) -> float:
     In clock seconds; inf: never.
     """
     fleet, after_s = state.fleet, state.fleet.policy.idle_save_after_s
-    backoffs = (backoff.until for backoff in fleet.backoffs.values())
+    backoffs = (backend.backoff.until for backend in fleet.backends.values())
     times = [until for until in backoffs if until is not None]
     if after_s is not None and not state.stopping and fleet.policy.moves_kv:
         unsaved, gated = fleet.slots.unsaved(), fleet.gated

@@ -73,7 +73,7 @@ def next_step(state: State, job: RequestJob, now: float) -> None:  # noqa: C901 
         case SaveStep():
             # A request for this very content can wait for the save.
             slot = state.fleet.slots[step.slot]
-            save_s = state.fleet.rates[step.slot.backend].save_s(len(slot.resident))
+            save_s = state.fleet.backends[step.slot.backend].rates.save_s(len(slot.resident))
             prefill_queue.save(state, job, save_s, now)
             save(state, job.id, slot, step.reason)
         case CutStep():
@@ -120,7 +120,7 @@ def _may_save_branch(state: State, job: RequestJob) -> bool:
     """
     if job.doing is not None and not isinstance(job.doing, PrefillStep | RestoreStep | EraseStep):
         return False
-    if goes_back(state.fleet.infos[job.slot.backend].memory_kind):
+    if goes_back(state.fleet.backends[job.slot.backend].info.memory_kind):
         return isinstance(job.steps[0], DispatchStep)
     return not isinstance(job.doing, PrefillStep) and isinstance(
         job.steps[0], PrefillStep | DispatchStep
@@ -129,7 +129,7 @@ def _may_save_branch(state: State, job: RequestJob) -> bool:
 
 def save(state: State, job: RequestId, slot: Slot, reason: SaveReason) -> None:
     """Begin to save a slot that the job holds."""
-    namespace = namespace_of(state.fleet.infos[slot.id.backend], slot.tenant)
+    namespace = namespace_of(state.fleet.backends[slot.id.backend].info, slot.tenant)
     slot.begin_save()
     state.out.append(Save(job, slot.id, namespace, reason))
 
@@ -177,35 +177,35 @@ def _dispatch(state: State, job: RequestJob, now: float) -> None:
     slot = state.fleet.slots[job.slot]
     for lease in (job.lease, *job.others):
         state.fleet.slots[lease.slot].start(lease)
-    answer_s = state.fleet.rates[job.slot.backend].generation_s(job.request.max_new_tokens)
+    answer_s = state.fleet.backends[job.slot.backend].rates.generation_s(job.request.max_new_tokens)
     slot.expect(job.request.prompt.tokens, shared=False, until=now + answer_s)
     prefill_queue.hand_over(state, job, now)
     job.dispatch(slot.resident, now)
     if not state.fleet.manages(job.slot.backend):
-        state.fleet.note_sent(job.slot.backend, job.request)
+        state.fleet.backends[job.slot.backend].note_sent(job.request)
     pin = job.claim is SlotClaim.PINNED
-    gated = state.fleet.gates[job.slot.backend].holder == job.id
+    gated = state.fleet.backends[job.slot.backend].gate.holder == job.id
     state.out.append(Dispatch(job.id, job.lease, job.plan, pin, gated, job.waited_s, job.prefilled))
 
 
 def saved(state: State, event: ev.Saved, now: float) -> None:
     """Note a new snapshot; its tokens are the truth about the slot."""
     snapshot = event.snapshot
-    info = state.fleet.infos.get(event.slot.backend)
+    info = state.fleet.info(event.slot.backend)
     if info is None or info.namespace != model_of(snapshot.namespace):
         # The backend went away during the save: nothing vouches for the file.
         state.delete([snapshot])
     else:
-        state.fleet.backoffs.pop(info.id, None)
+        state.fleet.backends[info.id].backoff.succeed()
         state.stalled(info.id, Stall.SAVE, event.seconds)
-        state.fleet.rates[info.id].observe_save(
+        state.fleet.backends[info.id].rates.observe_save(
             len(snapshot), snapshot.size_bytes, event.seconds, event.handling_s
         )
         state.keep(snapshot, info.memory_kind)
         if not snapshot.shape.useful:
             # Shorter than the window, which the probe has not seen to its end: save none so short.
             window = max(info.window, len(snapshot))
-            state.fleet.infos[info.id] = replace(info, window=window)
+            state.fleet.backends[info.id].info = replace(info, window=window)
     job = state.fleet.jobs.get(event.request)
     if job is not None and job.lease_of(event.slot) is not None:
         slot = state.fleet.slots[event.slot]
@@ -226,7 +226,9 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
     job = state.request_job(event.request)
     if job is None:
         return
-    state.fleet.rates[job.slot.backend].rewrite.observe(1.0, trunk.size_bytes, event.seconds)
+    state.fleet.backends[job.slot.backend].rates.rewrite.observe(
+        1.0, trunk.size_bytes, event.seconds
+    )
     if job.steps:
         usable = _find(state, trunk)
         if usable is None:
@@ -251,7 +253,7 @@ def cut_failed(state: State, event: ev.CutFailed, now: float) -> None:
 def _restore_the_whole(state: State, job: RequestJob, reason: str) -> None:
     """Go on to the restore as it is, or cold if the slot is too short for it."""
     assert job.using is not None
-    if len(state.fleet.catalog[job.using]) > state.fleet.infos[job.slot.backend].n_ctx:
+    if len(state.fleet.catalog[job.using]) > state.fleet.backends[job.slot.backend].info.n_ctx:
         state.restore_over(job.id)
         job.went_cold(reason)
         job.drop_next()
@@ -311,7 +313,7 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
         return
     snapshot = state.fleet.catalog[event.snapshot]
     state.stalled(job.slot.backend, Stall.RESTORE, event.seconds)
-    rates = state.fleet.rates[job.slot.backend]
+    rates = state.fleet.backends[job.slot.backend].rates
     rates.restore.observe(1.0, snapshot.size_bytes, event.seconds)
     if event.rewrite_s:
         rates.rewrite.observe(1.0, snapshot.size_bytes, event.rewrite_s)
@@ -416,10 +418,10 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     else:
         state.stalled(job.slot.backend, Stall.PREFILL, event.reported.prompt_s or 0.0)
         compare(state, job, slot.resident, job.doing.now, event.reported, now)
-        limit = state.fleet.infos[job.slot.backend].checkpoints
+        limit = state.fleet.backends[job.slot.backend].info.checkpoints
         slot.hold(after_prefill(slot.resident, job.doing.now, event.reported, limit), surely=True)
         job.note_prefill(event.reported)
-        state.fleet.rates[job.slot.backend].observe_prompt(event.reported)
+        state.fleet.backends[job.slot.backend].rates.observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
         if job.doing.upto is not None:
             if not job.cancelled or (job.steps and is_wanted(state, job, job.doing.tokens)):
@@ -436,7 +438,7 @@ def is_wanted(state: State, job: RequestJob, held: Tokens) -> bool:
 
     The shared prefix has to be long enough for a snapshot.
     """
-    info = state.fleet.infos[job.slot.backend]
+    info = state.fleet.backends[job.slot.backend].info
     if not can_save(state.fleet, info, count(held)):
         return False
     namespace, catalog = namespace_of(info, job.request.tenant), state.fleet.catalog

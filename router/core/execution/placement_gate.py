@@ -33,7 +33,7 @@ def needs_gate_now(job: RequestJob) -> bool:
 def is_free(state: State, job: RequestJob) -> bool:
     """Return whether no other job has the gate and the server will take the job's slot."""
     fleet, backend = state.fleet, job.slot.backend
-    if fleet.gates[backend].holder not in (None, job.id):
+    if fleet.backends[backend].gate.holder not in (None, job.id):
         return False
     computed = fleet.is_computed(job)
     others = (s for s in fleet.slots.of(backend) if job.lease_of(s.id) is None)
@@ -42,7 +42,7 @@ def is_free(state: State, job: RequestJob) -> bool:
 
 def take(state: State, job: RequestJob) -> None:
     """Give the gate to the job: nothing else is sent until its request is known to run."""
-    state.fleet.gates[job.slot.backend].take(job.id)
+    state.fleet.backends[job.slot.backend].gate.take(job.id)
 
 
 def wait(state: State, job: RequestJob, now: float) -> None:
@@ -50,15 +50,15 @@ def wait(state: State, job: RequestJob, now: float) -> None:
     slot = state.fleet.slots[job.slot]
     slot.stop_sharing()
     slot.expect_end(now)
-    state.fleet.prefill_queues[job.slot.backend].leave(job.id)
-    state.fleet.gates[job.slot.backend].wait(job.id)
+    state.fleet.backends[job.slot.backend].prefills.leave(job.id)
+    state.fleet.backends[job.slot.backend].gate.wait(job.id)
     job.do(AtGate(now))
 
 
 def next_through(state: State) -> RequestJob | None:
     """Return the first waiting job that may be sent. None: all keep waiting."""
-    gates = state.fleet.gates.values()
-    jobs = (state.job_of(name) for gate in gates for name in gate.waiting)
+    backends = state.fleet.up.values()
+    jobs = (state.job_of(name) for backend in backends for name in backend.gate.waiting)
     return next((job for job in jobs if is_free(state, job)), None)
 
 

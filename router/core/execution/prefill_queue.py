@@ -59,7 +59,8 @@ def wait(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
 def take_next(state: State, now: float) -> list[tuple[RequestJob, Tokens]]:
     """Give the permit to the next job where it is free; return these jobs and their tokens."""
     taken: list[tuple[RequestJob, Tokens]] = []
-    for queue in state.fleet.prefill_queues.values():
+    for backend in state.fleet.up.values():
+        queue = backend.prefills
         if queue.waiting and queue.permit_until <= now:
             job = _foretell(state, queue, now)
             queue.grant(job.id, now + TUNING.permit_longest_s)
@@ -121,12 +122,12 @@ def broke_off(state: State, job: RequestJob) -> None:
 
 def wakeup(state: State) -> float:
     """Return when the next permit that jobs wait for ends, in clock seconds; inf: never."""
-    queues = state.fleet.prefill_queues.values()
+    queues = [backend.prefills for backend in state.fleet.up.values()]
     return min((queue.permit_until for queue in queues if queue.waiting), default=inf)
 
 
 def _queue(fleet: Fleet, job: RequestJob) -> PrefillQueue:
-    return fleet.prefill_queues[job.slot.backend]
+    return fleet.backends[job.slot.backend].prefills
 
 
 def _is_long(fleet: Fleet, job: RequestJob, tokens: Tokens) -> bool:

@@ -14,7 +14,6 @@ from router.base.types import (
     Stall,
 )
 from router.core.fleet.fleet import Fleet
-from router.core.fleet.write_backoff import WriteBackoff
 from router.core.model.effects import Delete, Effect, Reject
 from router.core.model.jobs import RequestJob, RestoreStep
 from router.core.model.request_queue import Queue
@@ -39,12 +38,10 @@ class State:
     saves_on_stop: bool = True
     saves: int = 0  # idle saves so far; numbers their jobs
     out: list[Effect] = field(default_factory=list)
-    # Total so far, in seconds x streams.
-    stalled_s: dict[BackendId, dict[Stall, float]] = field(default_factory=dict)
 
     def stalled(self, backend: BackendId, stall: Stall, seconds: float) -> None:
         """Add `seconds` of stall for each stream that runs on the backend."""
-        total_s = self.stalled_s.setdefault(backend, {})
+        total_s = self.fleet.backends[backend].stalled_s
         total_s[stall] = total_s.get(stall, 0.0) + seconds * self.fleet.running(backend)
 
     def reject(self, request: RequestId, error: RouterError) -> None:
@@ -53,8 +50,8 @@ class State:
 
     def write_failed(self, backend: BackendId, now: float, reason: str) -> None:
         """Count a failed save or rewrite of state files for a backend."""
-        if backend in self.fleet.infos:  # else it failed because the backend went down
-            self.fleet.backoffs.setdefault(backend, WriteBackoff()).fail(now, reason)
+        if backend in self.fleet.up:  # else it failed because the backend went down
+            self.fleet.backends[backend].backoff.fail(now, reason)
 
     def delete(self, snapshots: list[Snapshot]) -> None:
         """Delete snapshots that the catalog dropped."""
@@ -71,7 +68,7 @@ class State:
 
     def is_served(self, request: Request) -> bool:
         """Return True if a backend that is up could serve the request, busy or not."""
-        return any(self.fleet.serves(backend, request) for backend in self.fleet.infos)
+        return any(self.fleet.serves(backend, request) for backend in self.fleet.up)
 
     def job_of(self, request: RequestId) -> RequestJob:
         """Return the job of a request that surely has one. Raises KeyError."""

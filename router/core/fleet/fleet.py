@@ -1,7 +1,6 @@
 """The fleet: the data that decisions depend on, and queries that decide nothing."""
 
-from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from router.base.tokens import count
@@ -14,12 +13,11 @@ from router.base.types import (
     RequestId,
     SlotId,
 )
-from router.core.fleet.backend_queues import PlacementGate, PrefillQueue
+from router.core.fleet.backend import Backend
 from router.core.fleet.catalog import Catalog
 from router.core.fleet.ghost_list import GhostList
 from router.core.fleet.servers import Servers
 from router.core.fleet.slot_index import Holdings
-from router.core.fleet.write_backoff import WriteBackoff
 from router.core.model.jobs import Job, RequestJob, SlotWatch
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.policy import Policy
@@ -36,20 +34,13 @@ class Fleet:
 
     policy: Policy = field(default_factory=Policy)
     catalog: Catalog = field(default_factory=Catalog)
-    infos: dict[BackendId, BackendInfo] = field(default_factory=dict)  # of backends that are up
-    rates: dict[BackendId, Rates] = field(default_factory=dict)
+    backends: dict[BackendId, Backend] = field(default_factory=dict)  # up, or to come back
+    up: dict[BackendId, Backend] = field(default_factory=dict)
     learned: dict[Namespace, LearnedRates] = field(default_factory=dict)  # by an earlier run
     slots: SlotTable = field(default_factory=SlotTable)
     jobs: dict[RequestId, Job] = field(default_factory=dict)  # the holders of leases
-    prefill_queues: defaultdict[BackendId, PrefillQueue] = field(
-        default_factory=lambda: defaultdict(PrefillQueue)
-    )
-    gates: defaultdict[BackendId, PlacementGate] = field(
-        default_factory=lambda: defaultdict(PlacementGate)
-    )
     # Backends that get no new requests: their jobs end, and their slots are saved.
     draining: set[BackendId] = field(default_factory=set)
-    backoffs: dict[BackendId, WriteBackoff] = field(default_factory=dict)
     sticky: dict[str, SlotId] = field(default_factory=dict)
     granted: int = 0  # admissions so far, for round robin
     # For each model: uses of its slots, and the number of its slots.
@@ -58,14 +49,6 @@ class Fleet:
     has_tenants: bool = False  # a slot may hold tokens of a tenant
     holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
     displaced: GhostList = field(default_factory=GhostList, repr=False, compare=False)
-    # Prompts sent to backends that are not managed: they may be in such a backend's own cache.
-    sent: dict[BackendId, GhostList] = field(default_factory=dict, repr=False, compare=False)
-    # Restores in a row that were not used, and why a backend does less than its probe showed.
-    unused_restores: dict[BackendId, int] = field(default_factory=dict)
-    limited: dict[BackendId, str] = field(default_factory=dict)
-    # Prefills of the router's own that were lost, and when another one is tried, in clock seconds.
-    lost_prefills: dict[BackendId, int] = field(default_factory=dict)
-    extends_again_at: dict[BackendId, float] = field(default_factory=dict)
     servers: Servers = field(default_factory=Servers)  # that the router starts and stops
 
     def serves(self, backend: BackendId, request: Request) -> bool:
@@ -74,8 +57,17 @@ class Fleet:
 
     def fits(self, backend: BackendId, request: Request) -> bool:
         """Return whether the backend is up, has the model, and the prompt fits into a slot."""
-        info = self.infos.get(backend)
-        return info is not None and _suits(info, request, len(request.prompt))
+        found = self.up.get(backend)
+        return found is not None and found.fits(request)
+
+    def info(self, backend: BackendId) -> BackendInfo | None:
+        """Return what a backend is; None: it is not up."""
+        found = self.up.get(backend)
+        return None if found is None else found.info
+
+    def infos(self) -> Iterator[BackendInfo]:
+        """Yield what each backend is that is up."""
+        return (backend.info for backend in self.up.values())
 
     def is_open(self, backend: BackendId, request: Request) -> bool:
         """Return whether the backend could take the request now, if one of its slots is idle.
@@ -85,7 +77,7 @@ class Fleet:
         until it is known to run (llama-server.md section 2.2). Any slot will do where slots hold
         nothing. A steered request needs the idle slots only when it is sent (`placement_gate.py`).
         """
-        if self.gates[backend].is_closed:
+        if self.backends[backend].gate.is_closed:
             return False
         if any(holds_up(request, first) for first in self._at_gate(backend)):
             return False
@@ -104,26 +96,26 @@ class Fleet:
     @property
     def gated(self) -> set[BackendId]:
         """Return the backends where a job holds the placement gate."""
-        return {backend for backend, gate in self.gates.items() if gate.is_closed}
+        return {name for name, backend in self.up.items() if backend.gate.is_closed}
 
     def room(self, request: Request) -> list[BackendId]:
         """Return the backends that could take the request now.
 
         If one of them has room for the whole answer, those that do not are left out.
         """
-        n_prompt, hinted = len(request.prompt), request.slot_hint is not None
+        hinted = request.slot_hint is not None
         found = [
-            backend
-            for backend, info in self.infos.items()
-            if self.slots.phases(backend)[Phase.IDLE]
-            and backend not in self.draining
-            and _suits(info, request, n_prompt)
-            and self.is_open(backend, request)
-            and not (hinted and not self.free(backend, request))
-            and (not info.unified or self.has_cells(backend, request))
+            name
+            for name, backend in self.up.items()
+            if self.slots.phases(name)[Phase.IDLE]
+            and name not in self.draining
+            and backend.fits(request)
+            and self.is_open(name, request)
+            and not (hinted and not self.free(name, request))
+            and (not backend.info.unified or self.has_cells(name, request))
         ]
-        whole = n_prompt + (request.max_new_tokens or 0)
-        return [name for name in found if self.infos[name].n_ctx >= whole] or found
+        whole = len(request.prompt) + (request.max_new_tokens or 0)
+        return [name for name in found if self.up[name].info.n_ctx >= whole] or found
 
     def has_cells(self, backend: BackendId, request: Request) -> bool:
         """Return whether unified KV has cells for a request beside those that run.
@@ -134,13 +126,13 @@ class Fleet:
         busy = [slot for slot in self.slots.of(backend) if slot.phase is not Phase.IDLE]
         taken = sum(self._cells_of(slot) for slot in busy)
         needed = len(request.prompt) + self._answer_cells(backend, request)
-        return not busy or taken + needed <= self.infos[backend].n_ctx
+        return not busy or taken + needed <= self.backends[backend].info.n_ctx
 
     def lacks_cells(self, request: Request) -> list[BackendId]:
         """Return the backends where a request waits for cells of unified KV alone."""
         return [
             backend
-            for backend, info in self.infos.items()
+            for backend, info in ((one.id, one) for one in self.infos())
             if info.unified
             and self.slots.phases(backend)[Phase.IDLE]
             and self.serves(backend, request)
@@ -161,7 +153,7 @@ class Fleet:
         left = sum(len(slot.resident) for slot in idle)
         found = [slot for slot in idle if slot.resident.may_hold_more]  # of unknown length
         for slot in idle:
-            if needed + left <= self.infos[backend].n_ctx:
+            if needed + left <= self.backends[backend].info.n_ctx:
                 break
             if len(slot.resident) and slot not in found:
                 found.append(slot)
@@ -178,7 +170,7 @@ class Fleet:
         """Return the cells that are kept for an answer: not the limit that few answers reach."""
         if request is None:
             return 0
-        usual = self.rates[backend].output_tokens.value
+        usual = self.backends[backend].rates.output_tokens.value
         most = max(TUNING.answer_cells * usual, TUNING.answer_cells_least)
         limit = request.max_new_tokens
         return round(most if limit is None else min(limit, most))
@@ -187,7 +179,7 @@ class Fleet:
         """Return whether a backend with the model has an idle slot and is not draining."""
         return any(
             self.slots.phases(backend)[Phase.IDLE]
-            for backend, info in self.infos.items()
+            for backend, info in ((one.id, one) for one in self.infos())
             if info.answers_to(model) and backend not in self.draining
         )
 
@@ -195,9 +187,9 @@ class Fleet:
         """Return the kind of a request: either all requests of a kind have `room`, or none."""
         prompt = request.prompt
         # Requests with the same number of too short contexts fit the same backends.
-        too_short = sum(len(prompt) >= info.n_ctx for info in self.infos.values())
+        too_short = sum(len(prompt) >= info.n_ctx for info in self.infos())
         # Those that need as many cells of unified KV find room in the same.
-        cells = any(info.unified for info in self.infos.values())
+        cells = any(info.unified for info in self.infos())
         # `attracts` compares the tokens of these requests: each is a kind of its own.
         own = self.has_tenants and not request.pinnable and prompt.is_exact
         return (
@@ -210,7 +202,9 @@ class Fleet:
             request.tenant,
             too_short,
             (len(prompt), request.max_new_tokens) if cells else None,
-            request.id if own or any(gate.waiting for gate in self.gates.values()) else None,
+            request.id
+            if own or any(backend.gate.waiting for backend in self.up.values())
+            else None,
         )
 
     def free(self, backend: BackendId, request: Request) -> list[Slot]:
@@ -222,20 +216,11 @@ class Fleet:
 
     def manages(self, backend: BackendId) -> bool:
         """Return whether the router decides what the backend's slots hold."""
-        return self.infos[backend].is_managed
-
-    def reuses(self, backend: BackendId, request: Request) -> bool:
-        """Return whether the request can go on from what a slot of the backend holds.
-
-        Not where slots do not extend, nor where the server caches by request only, and the request
-        cannot say so (/v1/messages drops the field).
-        """
-        info = self.infos[backend]
-        return info.extends and (info.caches_by_default or request.pinnable)
+        return self.backends[backend].info.is_managed
 
     def claim(self, backend: BackendId, request: Request) -> SlotClaim:
         """Return how a request takes slots of the backend."""
-        return slot_claim(request, self.infos[backend], computes_first=self.policy.moves_kv)
+        return slot_claim(request, self.backends[backend].info, computes_first=self.policy.moves_kv)
 
     def job_in(self, slot: Slot) -> Job | None:
         """Return the job that holds the slot. None: no job does."""
@@ -248,7 +233,7 @@ class Fleet:
 
     def _at_gate(self, backend: BackendId) -> list[Expected]:
         """Return the requests at the placement gate: one in their way gets no slot there."""
-        jobs = [self.jobs[name] for name in self.gates[backend].waiting]
+        jobs = [self.jobs[name] for name in self.backends[backend].gate.waiting]
         return [
             Expected(job.request, self.is_computed(job))
             for job in jobs
@@ -274,15 +259,10 @@ class Fleet:
             for slot in self.slots.of(backend)
         )
 
-    def may_write(self, backend: BackendId) -> bool:
-        """Return whether the backend has no write backoff, so state files can be made for it."""
-        backoff = self.backoffs.get(backend)
-        return backoff is None or backoff.until is None
-
     def is_loaded(self, model: str | None) -> bool:
         """Return whether a server on demand of the model can take requests now."""
         names = [server.name for server in self.servers.of(model)]
-        return any(name in self.infos and name not in self.draining for name in names)
+        return any(name in self.up and name not in self.draining for name in names)
 
     def running(self, backend: BackendId) -> int:
         """Count the running streams, which stop while a state file is written or read."""
@@ -307,7 +287,7 @@ class Fleet:
         """Return the prompt tokens that need no computing in a slot that shares `common`."""
         held = slot.resident
         return reusable_tokens(
-            self.infos[slot.id.backend].memory_kind,
+            self.backends[slot.id.backend].info.memory_kind,
             n_prompt,
             common,
             len(held),
@@ -319,7 +299,7 @@ class Fleet:
 
         The price of displacing any slot depends on this number, which seldom changes.
         """
-        resident, info = slot.resident, self.infos[slot.id.backend]
+        resident, info = slot.resident, self.backends[slot.id.backend].info
         tenant, changes = slot.tenant, self.catalog.changes
         known = slot.bench.reaches.get(slot.id.index)
         if known and known[0] is resident and known[1] is info and known[2:4] == (tenant, changes):
@@ -330,39 +310,46 @@ class Fleet:
 
     def note_use(self, slot: Slot) -> None:
         """Note that the content of a slot was used just now."""
-        model = self.infos[slot.id.backend].namespace
+        model = self.backends[slot.id.backend].info.namespace
         self.uses[model] = self.uses.get(model, 0) + 1
         slot.note_use(self.uses[model])
-        self.sizes[model] = sum(i.n_slots for i in self.infos.values() if i.namespace == model)
+        self.sizes[model] = sum(i.n_slots for i in self.infos() if i.namespace == model)
 
     def neglect(self, slot: Slot) -> float:
         """Return the uses of its model's slots since this slot's last use, per slot."""
-        model = self.infos[slot.id.backend].namespace
+        model = self.backends[slot.id.backend].info.namespace
         used, n = self.uses.get(model, 0), self.sizes.get(model, 1)
         return max(used - slot.used_no, 0) / max(n, 1)
 
     def known_namespaces(self) -> set[Namespace]:
         """Return all namespaces that a backend could belong to."""
         held = {model_of(namespace) for namespace in self.catalog.namespaces()}
-        return held | {info.namespace for info in self.infos.values()}
+        return held | {info.namespace for info in self.infos()}
 
-    def forget(self, backend: BackendId) -> None:
-        """Drop all data of a backend that is down for good."""
-        self.holdings.forget(backend)
-        self.slots.remove(backend)
-        self.prefill_queues.pop(backend, None)
-        self.gates.pop(backend, None)
-        self.rates.pop(backend, None)
-        self.backoffs.pop(backend, None)
-        self.forget_limits(backend)
-        self.sticky = {key: home for key, home in self.sticky.items() if home.backend != backend}
+    def take(self, info: BackendInfo, rates: Rates) -> Backend:
+        """Add a backend that has come up; `rates` are those of one that was never seen."""
+        backend = self.backends.setdefault(info.id, Backend(info, rates))
+        backend.come_up(info)
+        self.up[info.id] = backend
+        self.slots.add(info.id, info.n_slots)
+        return backend
 
-    def forget_limits(self, backend: BackendId) -> None:
-        """Forget what a backend was seen not to do."""
-        self.limited.pop(backend, None)
-        self.unused_restores.pop(backend, None)
-        self.lost_prefills.pop(backend, None)
-        self.extends_again_at.pop(backend, None)
+    def lose(self, name: BackendId) -> None:
+        """Note that a backend is down: nothing that belongs to its process is left."""
+        backend = self.up.pop(name, None)
+        if backend is not None:
+            for slot in self.slots.of(name):
+                self.give_up(slot)
+            backend.lose()
+        self.slots.lose(name)
+
+    def forget(self, name: BackendId) -> None:
+        """Drop all data of a backend that has left for good."""
+        self.holdings.forget(name)
+        self.slots.remove(name)
+        self.backends.pop(name, None)
+        self.up.pop(name, None)
+        self.sticky = {key: home for key, home in self.sticky.items() if home.backend != name}
 
     def give_up(self, slot: Slot, kept: int = 0) -> None:
         """Record the tokens of a slot that is about to lose all but `kept` of them.
@@ -371,33 +358,10 @@ class Fleet:
         """
         tokens = slot.resident.tokens
         if count(tokens) > kept and count(tokens) > self.reach(slot):
-            self.displaced.add(namespace_of(self.infos[slot.id.backend], slot.tenant), tokens)
-
-    def note_sent(self, backend: BackendId, request: Request) -> None:
-        """Record a prompt that is sent to a backend which keeps it as it likes."""
-        prompt = request.prompt
-        if self.infos[backend].generates and request.reuse and prompt.is_exact:
-            self.sent.setdefault(backend, GhostList()).add(Namespace(request.tenant), prompt.tokens)
-
-    def sent_before(self, backend: BackendId, request: Request) -> int:
-        """Return how many tokens a prompt could reuse of what was sent to a backend before.
-
-        The last token of a prompt is always computed.
-        """
-        known = self.sent.get(backend)
-        if known is None:
-            return 0
-        shared, _ = known.nearest(Namespace(request.tenant), request.prompt.tokens)
-        return min(shared, len(request.prompt) - 1)
+            self.displaced.add(
+                namespace_of(self.backends[slot.id.backend].info, slot.tenant), tokens
+            )
 
     def wants(self, slot: Slot, request: Request) -> bool:
-        """Return whether the slot meets the client's `id_slot`, if the backend has that slot."""
-        hint = request.slot_hint
-        if hint is None:
-            return True
-        return slot.id.index == hint or hint >= self.infos[slot.id.backend].n_slots
-
-
-def _suits(info: BackendInfo, request: Request, n_prompt: int) -> bool:
-    """Return whether a backend has the model, a long enough slot, and is not to be avoided."""
-    return n_prompt < info.n_ctx and info.answers_to(request.model) and info.id not in request.avoid
+        """Return whether the slot meets the client's `id_slot`, if its backend has that slot."""
+        return request.slot_hint is None or self.backends[slot.id.backend].wants(slot, request)

@@ -29,6 +29,10 @@ class WriteBackoff:
             backoff_s = TUNING.write_backoff_first_s * 2.0**doubled
             self.until = now + min(backoff_s, TUNING.write_backoff_most_s)
 
+    def succeed(self) -> None:
+        """Forget all failures."""
+        self.failures, self.until, self.reason = 0, None, ""
+
     def is_due(self, now: float) -> bool:
         """Return whether the backoff is over."""
         return self.until is not None and self.until <= now

@@ -26,13 +26,13 @@ def boundary_saves(
     2. where the prompt diverges from what a snapshot or a slot holds: another prompt has diverged
        there before.
     """
-    info, prompt = fleet.infos[chosen.slot.backend], request.prompt
+    info, prompt = fleet.backends[chosen.slot.backend].info, request.prompt
     kind = info.memory_kind
     if goes_back(kind) or not can_restore(kind) or prompt.n_media or request.whole_backend:
         return (), 0.0
-    if not fleet.reuses(info.id, request):
+    if not fleet.backends[info.id].reuses(request):
         return (), 0.0
-    rates, catalog = fleet.rates[info.id], fleet.catalog
+    rates, catalog = fleet.backends[info.id].rates, fleet.catalog
     chance, running = fleet.policy.reuse_probability, fleet.running(info.id)
     # Besides the save: one more request before it, and one more check of a file after it.
     handling_s = 2 * rates.handling_s.value

@@ -21,8 +21,8 @@ def branch_save_pays(fleet: Fleet, job: RequestJob) -> bool:
     The request and all running streams wait for the save. The other prompt would compute the
     beginning, or wait for the answer, whichever is shorter.
     """
-    info, slot = fleet.infos[job.slot.backend], fleet.slots[job.slot]
-    prompt, rates = job.request.prompt, fleet.rates[info.id]
+    info, slot = fleet.backends[job.slot.backend].info, fleet.slots[job.slot]
+    prompt, rates = job.request.prompt, fleet.backends[info.id].rates
     held = slot.resident.tokens
     cost_s = rates.save_s(count(held)) * (1 + fleet.running(info.id)) + 2 * rates.handling_s.value
     generation_s = rates.generation_s(job.request.max_new_tokens)

@@ -13,12 +13,12 @@ def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
 
     A state shorter than its sliding window cannot be extended (llama-server.md section 4.3).
     """
-    size_bytes = tokens * fleet.rates[info.id].bytes_per_token.value
+    size_bytes = tokens * fleet.backends[info.id].rates.bytes_per_token.value
     return (
         fleet.policy.moves_kv
         and info.is_managed
         and info.kv_dir is not None
-        and fleet.may_write(info.id)
+        and fleet.backends[info.id].may_write
         and can_restore(info.memory_kind)
         and info.extends
         and tokens > info.window
@@ -28,7 +28,7 @@ def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
 
 def keeps_snapshots(fleet: Fleet, backend: BackendId) -> bool:
     """Return True if this backend's slots can be saved and restored with effect."""
-    info = fleet.infos.get(backend)
+    info = fleet.info(backend)
     if info is None:
         return False
     return can_save(fleet, info, max(fleet.catalog.limits.min_tokens, info.window + 1))
@@ -46,8 +46,8 @@ class Displacing:
 
     def __init__(self, fleet: Fleet, backend: BackendId) -> None:
         self._fleet = fleet
-        self._info = fleet.infos[backend]
-        self._rates = fleet.rates[backend]
+        self._info = fleet.backends[backend].info
+        self._rates = fleet.backends[backend].rates
         self._chance = fleet.policy.reuse_probability
         self._apart = fleet.policy.keeps_apart
         self._stopped = 1 + fleet.running(backend)

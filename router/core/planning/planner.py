@@ -70,8 +70,10 @@ def _waits_for_room(context: PricingContext, room: list[BackendId]) -> bool:
     fleet, whole = context.fleet, context.n_prompt + (context.request.max_new_tokens or 0)
     waits_s = (
         slot.busy_until - context.now if slot.busy_until > context.now else TUNING.unknown_end_s
-        for backend, info in fleet.infos.items()
-        if backend not in room and info.n_ctx >= whole and fleet.serves(backend, context.request)
+        for backend, there in fleet.up.items()
+        if backend not in room
+        and there.info.n_ctx >= whole
+        and fleet.serves(backend, context.request)
         for slot in fleet.slots.of(backend)
     )
     return loss_s > min(waits_s, default=inf)
@@ -103,7 +105,11 @@ def _prefill_first(request: Request, chosen: Candidate, fleet: Fleet) -> bool:
     claim = fleet.claim(chosen.slot.backend, request)
     if claim in (SlotClaim.UNMANAGED, SlotClaim.WHOLE_BACKEND):
         return False
-    if not prompt.is_exact or not request.reuse or not fleet.reuses(chosen.slot.backend, request):
+    if (
+        not prompt.is_exact
+        or not request.reuse
+        or not fleet.backends[chosen.slot.backend].reuses(request)
+    ):
         return False
     if len(prompt) - chosen.reused_tokens < 2:
         return False  # only the last token is left, and the client's request computes that
@@ -111,7 +117,7 @@ def _prefill_first(request: Request, chosen: Candidate, fleet: Fleet) -> bool:
         return True
     if not fleet.policy.is_long(chosen.price.prefill_s):
         return False
-    return can_save(fleet, fleet.infos[chosen.slot.backend], len(prompt) - 1)
+    return can_save(fleet, fleet.backends[chosen.slot.backend].info, len(prompt) - 1)
 
 
 def _reason(request: Request, chosen: Candidate) -> str:

@@ -21,7 +21,7 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
        off. A slot of which nothing is known was usually never used.
     """
     limit_s = fleet.policy.prefill_chunk_s
-    info = fleet.infos[slot.backend]
+    info = fleet.backends[slot.backend].info
     if limit_s is None or not goes_back(info.memory_kind):
         return None
     if not _beside_others(fleet, slot):
@@ -33,7 +33,7 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
             return None
         held += resident.unread  # an unread answer must not be cut off
     remaining = count(wanted) - held
-    remaining_s = fleet.rates[slot.backend].prefill_s(remaining, held)
+    remaining_s = fleet.backends[slot.backend].rates.prefill_s(remaining, held)
     if remaining_s <= limit_s:
         return None
     most = (

@@ -40,7 +40,7 @@ def remaining_prefill_s(fleet: Fleet, slot: Slot, tokens: Tokens) -> float:
     """Return the seconds that computing `tokens` adds to what the slot holds."""
     n, common = count(tokens), common_prefix(slot.resident.tokens, tokens)
     there = fleet.reusable(slot, n, common)
-    return fleet.rates[slot.id.backend].prefill_s(n - there, there)
+    return fleet.backends[slot.id.backend].rates.prefill_s(n - there, there)
 
 
 def slot_ahead(fleet: Fleet, slot: Slot, now: float) -> list[Ahead]:

@@ -99,8 +99,8 @@ class PricingContext:
 
         The client asks again then. Lengths of answers are taken for exponential.
         """
-        rates = self.fleet.rates[backend]
-        room = self.fleet.infos[backend].n_ctx - self.n_prompt
+        rates = self.fleet.backends[backend].rates
+        room = self.fleet.backends[backend].info.n_ctx - self.n_prompt
         wanted = self.request.max_new_tokens
         usual = max(rates.output_tokens.value, 1.0)
         if room > TUNING.answer_longest * usual or (wanted is not None and wanted <= room):
@@ -111,12 +111,12 @@ class PricingContext:
 
     def least_s(self, backend: BackendId, reused: int) -> float:
         """Return a lower bound, in seconds, for a start there that reuses `reused` tokens."""
-        seconds = self.fleet.rates[backend].prefill_s(self.n_prompt - reused, reused)
+        seconds = self.fleet.backends[backend].rates.prefill_s(self.n_prompt - reused, reused)
         return seconds * (1 + self.running(backend))
 
     def least_of_s(self, backend: BackendId, files: Files) -> float:
         """Return a lower bound, in seconds, for a start there: cold or from one of `files`."""
-        rates, reused = self.fleet.rates[backend], files.most_reused
+        rates, reused = self.fleet.backends[backend].rates, files.most_reused
         seconds = rates.prefill_s(self.n_prompt)
         if reused:
             restore_s = rates.restore_s(files.least_bytes)
@@ -148,7 +148,7 @@ class PricingContext:
         request itself may lose nothing by it. All others lose those seconds of that server, if they
         need it.
         """
-        rates = self.fleet.rates[slot.backend]
+        rates = self.fleet.backends[slot.backend].rates
         displaced_s, loss_s, save = displaced
         prefill_s = rates.prefill_s(self.n_prompt - reused, reused)
         if reused < self.computing:

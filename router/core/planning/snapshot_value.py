@@ -17,12 +17,12 @@ def worth_of(fleet: Fleet, snapshot: Snapshot) -> tuple[float, Basis]:
     3. a prior.
     """
     n_tokens, model = len(snapshot), model_of(snapshot.namespace)
-    known = {name: rates for name, rates in fleet.rates.items() if is_known(rates)}
-    own = [known[i.id] for i in fleet.infos.values() if i.namespace == model and i.id in known]
+    known = [backend for backend in fleet.backends.values() if is_known(backend.rates)]
+    own = [b for b in known if b.info.namespace == model and b.id in fleet.up]
     if own:
-        return max(rates.prefill_s(n_tokens) for rates in own), Basis.OWN
+        return max(backend.rates.prefill_s(n_tokens) for backend in own), Basis.OWN
     if known:
-        return min(rates.prefill_s(n_tokens) for rates in known.values()), Basis.OTHERS
+        return min(backend.rates.prefill_s(n_tokens) for backend in known), Basis.OTHERS
     return PRIORS.prefill_s(n_tokens), Basis.GUESS
 
 

@@ -41,7 +41,7 @@ def starting_now(
         if not context.fleet.manages(backend):
             found.add(_in_its_cache(context, backend))
             continue
-        files = _files(context, context.fleet.infos[backend], owner)
+        files = _files(context, context.fleet.backends[backend].info, owner)
         leads.append((context.least_of_s(backend, files), backend))
     for least_s, backend in sorted(leads):
         if found.beat(least_s):
@@ -67,7 +67,7 @@ def _residents(context: PricingContext, room: list[BackendId], found: Cheapest) 
             continue
         if hinted and not fleet.wants(slot, context.request):
             continue
-        if not fleet.reuses(name.backend, context.request):
+        if not fleet.backends[name.backend].reuses(context.request):
             continue
         if reused := fleet.reusable(slot, context.n_prompt, common):
             leads.append((context.least_s(name.backend, reused), name, common, reused))
@@ -80,10 +80,10 @@ def _residents(context: PricingContext, room: list[BackendId], found: Cheapest) 
     if not owners:
         return None
     owner = min(owners)[2]
-    info, held = fleet.infos[owner.backend], fleet.slots[owner].resident
+    info, held = fleet.backends[owner.backend].info, fleet.slots[owner].resident
     if not can_save(fleet, info, len(held)):
         return None
-    size_bytes = round(len(held) * fleet.rates[info.id].bytes_per_token.value)
+    size_bytes = round(len(held) * fleet.backends[info.id].rates.bytes_per_token.value)
     return _Owner(owner, held, context.shared[owner], size_bytes)
 
 
@@ -103,7 +103,7 @@ def _in_its_cache(context: PricingContext, backend: BackendId) -> Candidate:
 
     It may have kept what was sent to it before, in a slot or in its own cache.
     """
-    reused = context.fleet.sent_before(backend, context.request)
+    reused = context.fleet.backends[backend].sent_before(context.request)
     displaced, target = _target(context, backend)
     return context.candidate(target.id, Source.NONE, displaced, reused=reused)
 
@@ -143,13 +143,15 @@ def _elsewhere(
     save_s, loss_s, _ = displaced
     if found.beat(least_s + save_s * (1 + context.running(backend)) + loss_s):
         return
-    info = fleet.infos[backend]
+    info = fleet.backends[backend].info
     found.add(context.candidate(target.id, Source.COLD, displaced))
-    if not fleet.reuses(backend, context.request):
+    if not fleet.backends[backend].reuses(context.request):
         return
     for file in _files(context, info, owner).files:
         # A longer file "does not fit in the slot context" (llama-server.md section 1.1).
-        if file.length <= info.n_ctx and (fleet.may_write(backend) or _is_there(info, file)):
+        if file.length <= info.n_ctx and (
+            fleet.backends[backend].may_write or _is_there(info, file)
+        ):
             found.add(_restore(context, target, displaced, info, file))
     if owner is not None and owner.slot.backend != backend:
         way = _copy(context, target, displaced, info, owner)
@@ -207,7 +209,7 @@ def _restore(
     file: RestoreOption,
 ) -> Candidate:
     """Return the way that restores a file into a slot, rewritten if need be."""
-    rates = context.fleet.rates[info.id]
+    rates = context.fleet.backends[info.id].rates
     n_rewrites = (file.cut is not None) + file.snapshot.shape.needs_restream(info.n_stream)
     return context.candidate(
         target.id,
@@ -229,15 +231,15 @@ def _copy(
 ) -> Candidate | None:
     """Return the way that saves the slot of `owner` and restores it into a slot elsewhere."""
     fleet, n_held = context.fleet, len(owner.held)
-    there = fleet.infos[owner.slot.backend]
+    there = fleet.backends[owner.slot.backend].info
     reused = reusable_tokens(here.memory_kind, context.n_prompt, owner.common, n_held)
     fits = here.kv_dir is not None and can_restore(here.memory_kind) and here.n_ctx >= n_held
     if not (reused and fits and there.namespace == here.namespace):
         return None
-    rates = fleet.rates[here.id]
-    save_s = fleet.rates[there.id].save_s(n_held)
+    rates = fleet.backends[here.id].rates
+    save_s = fleet.backends[there.id].rates.save_s(n_held)
     rewritten = StateShape(there.n_stream).needs_restream(here.n_stream)
-    rewrite_s = fleet.rates[there.id].rewrite_s(owner.size_bytes)
+    rewrite_s = fleet.backends[there.id].rates.rewrite_s(owner.size_bytes)
     return context.candidate(
         target.id,
         Source.COPY,

@@ -55,7 +55,7 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
         common = shared.get(slot.id, 0)
         if common < at_least:
             continue  # so little is not saved for others
-        info, rates = fleet.infos[slot.id.backend], fleet.rates[slot.id.backend]
+        info, rates = fleet.backends[slot.id.backend].info, fleet.backends[slot.id.backend].rates
         held = count(slot.pending)
         reused = reusable_tokens(info.memory_kind, context.n_prompt, common, held)
         if reused < at_least:
@@ -81,15 +81,19 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
 def _homes(context: PricingContext, at_least: int) -> Iterator[Candidate]:
     """Yield ways that wait for any slot of a backend that may have the prefix in its own cache."""
     fleet, request = context.fleet, context.request
-    for backend in fleet.sent:
-        if not fleet.serves(backend, request) or fleet.slots.phases(backend)[Phase.IDLE]:
+    for backend, there in fleet.up.items():
+        if (
+            not there.sent
+            or not fleet.serves(backend, request)
+            or fleet.slots.phases(backend)[Phase.IDLE]
+        ):
             continue
-        reused = fleet.sent_before(backend, request)
+        reused = there.sent_before(request)
         if reused < at_least:
             continue
         slot = min(fleet.slots.of(backend), key=lambda one: one.busy_until)
         wait_s = max(slot.busy_until - context.now, 0.0)
-        prefill_s = fleet.rates[backend].prefill_s(context.n_prompt - reused, reused)
+        prefill_s = there.rates.prefill_s(context.n_prompt - reused, reused)
         price = Price(wait_s=wait_s, prefill_s=prefill_s, loss_s=context.cut_off_s(backend))
         yield Candidate(slot.id, Source.NONE, reused, price, wait_for=slot.id)
 
@@ -119,7 +123,7 @@ def _busy(context: PricingContext) -> Iterator[Slot]:
         if not any(phases[phase] for phase in wanted):
             continue
         fits = fleet.fits(backend, context.request) and fleet.manages(backend)
-        if fits and fleet.reuses(backend, context.request):
+        if fits and fleet.backends[backend].reuses(context.request):
             for slot in fleet.slots.of(backend):
                 if slot.phase in wanted:
                     yield slot
@@ -137,7 +141,7 @@ def _once_saved(context: PricingContext, slot: Slot, at_least: int) -> Candidate
     Until the save is over no request can have that content. If the slot is another request's
     already, the content is nowhere else.
     """
-    info, held = context.fleet.infos[slot.id.backend], len(slot.resident)
+    info, held = context.fleet.backends[slot.id.backend].info, len(slot.resident)
     common = common_prefix(slot.saving, context.request.prompt.tokens)
     reused = reusable_tokens(info.memory_kind, context.n_prompt, common, held)
     if reused < at_least or not can_save(context.fleet, info, held):
@@ -150,7 +154,7 @@ def _from_file(
     context: PricingContext, slot: Slot, held: int, reused: int, wait_s: float
 ) -> Candidate:
     """Return the way that waits until the slot's content is saved, and restores it."""
-    rates = context.fleet.rates[slot.id.backend]
+    rates = context.fleet.backends[slot.id.backend].rates
     back_s = rates.save_s(held) + rates.restore_s(round(held * rates.bytes_per_token.value))
     remaining_s = rates.prefill_s(context.n_prompt - reused, reused)
     handling_s = rates.handling_s.value

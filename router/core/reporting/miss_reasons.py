@@ -35,7 +35,7 @@ def coverage_of(request: Request, made: Plan, fleet: Fleet) -> Coverage | None:
     if made.shared is None:
         return None
     chosen, tokens = made.chosen, request.prompt.tokens
-    info = fleet.infos[chosen.slot.backend]
+    info = fleet.backends[chosen.slot.backend].info
     most = _Most()
     usable, waiting = _in_slots(fleet, made.shared, chosen.slot, info, len(request.prompt), most)
     if fleet.policy.moves_kv and can_restore(info.memory_kind):
@@ -115,7 +115,7 @@ def _in_slots(
     for name, common in shared.items():
         if common < usable or (common == usable and most.goes_on):
             continue  # it would change nothing
-        there = fleet.infos.get(name.backend)
+        there = fleet.info(name.backend)
         if there is None or there.namespace != info.namespace:
             continue
         slot = fleet.slots[name]

@@ -56,7 +56,7 @@ class Losses:
                 idle = max(idle, common)
             else:
                 busy = max(busy, common, common_prefix(slot.pending, prompt))
-        info = fleet.infos[own.backend]
+        info = fleet.backends[own.backend].info
         kept = fleet.catalog.covered(info.namespace, prompt)
         self._known[job.id] = (idle, kept, busy, self._ever.longest(prompt))
         self._note_displaced(job.plan.chosen, state)
@@ -65,7 +65,7 @@ class Losses:
         """Count the tokens that the request displaces from its slot."""
         slot = state.fleet.slots[chosen.slot]
         kept = 0 if chosen.source is not Source.RESIDENT else chosen.reused_tokens
-        info = state.fleet.infos[chosen.slot.backend]
+        info = state.fleet.backends[chosen.slot.backend].info
         covered = state.fleet.catalog.covered(info.namespace, slot.resident.tokens)
         lost = len(slot.resident) - max(kept, covered)
         if lost > 0:

@@ -446,7 +446,7 @@ def test_a_request_that_failed_elsewhere_avoids_that_backend() -> None:
 
     assert restore == Restore(R, B0, snapshot("s", run_of(900)))
     assert replace(s.state.job_of(R).lease, generation=0) == Lease(B0, 0, R)
-    assert B in s.state.fleet.infos
+    assert B in s.state.fleet.up
 
 
 # -- a model without KV --------------------------------------------------------------------------

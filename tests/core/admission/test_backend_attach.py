@@ -92,12 +92,12 @@ def test_priors_come_from_the_probe_and_outlive_a_restart() -> None:
     s = scheduler()
     info = backend("b", 1, prefill_s_per_token=0.5, bytes_per_token=7.0)
     s.handle(ev.BackendUp(info), NOW)
-    rates = s.state.fleet.rates[B]
+    rates = s.state.fleet.backends[B].rates
     assert rates.bytes_per_token.value == 7.0
     assert rates.prefill_s(10) > 5.0
 
     s.handle(ev.BackendUp(backend("b", 2)), NOW)
-    assert s.state.fleet.rates[B] is rates
+    assert s.state.fleet.backends[B].rates is rates
     assert len(s.state.fleet.slots.of(B)) == 2
 
 
@@ -105,7 +105,7 @@ def test_a_backend_that_tells_nothing_gets_priors_all_the_same() -> None:
     s = scheduler()
     s.handle(ev.BackendUp(backend("b", 1)), NOW)
 
-    assert s.state.fleet.rates[B].prefill_s(10) > 0
+    assert s.state.fleet.backends[B].rates.prefill_s(10) > 0
 
 
 # -- a backend that is probed later ----------------------------------------------------------------
@@ -129,8 +129,8 @@ def test_two_slots_that_hold_least_are_lent_and_come_back_unknown() -> None:
 
     effects = s.handle(ev.Probed(TRIED), NOW)
     assert lent(s) == []
-    assert s.state.fleet.infos[A] == TRIED
-    assert s.state.fleet.rates[A].bytes_per_token.value == 7.0
+    assert s.state.fleet.backends[A].info == TRIED
+    assert s.state.fleet.backends[A].rates.bytes_per_token.value == 7.0
     assert [slot(s, x).resident for x in (A1, A2)] == [UNKNOWN, UNKNOWN]
     assert slot(s, A0).resident == Resident(unread=50)
     # Content that could not be saved so far is saved now.
@@ -147,7 +147,7 @@ def test_slots_of_a_probe_that_is_put_off_are_for_the_request_that_came() -> Non
 
     assert "Dispatch" in names(s.handle(ev.ProbePutOff(A), NOW))
     assert lent(s) == []
-    assert s.state.fleet.infos[A] == UNTRIED
+    assert s.state.fleet.backends[A].info == UNTRIED
     s.handle(ev.ProbePutOff(A), NOW)  # of a backend that went down meanwhile: nothing to do
 
 
@@ -198,7 +198,7 @@ def test_a_backend_that_goes_down_meanwhile_takes_the_loan_with_it() -> None:
     s.handle(ev.BackendDown(A), NOW)
     assert s.state.fleet.jobs == {}
     s.handle(ev.Probed(TRIED), NOW)
-    assert A not in s.state.fleet.infos
+    assert A not in s.state.fleet.up
     s.handle(ev.ProbeDue(A), NOW)
     assert s.state.fleet.jobs == {}
 
@@ -289,12 +289,12 @@ def test_where_all_were_busy_it_is_valued_when_one_was_tried_out() -> None:
 
 def test_what_was_learned_from_traffic_is_not_given_for_a_probe() -> None:
     s = scheduler(UNTRIED)
-    s.state.fleet.rates[A].observe_prefill(1000, 0, 3.0)
-    learned = s.state.fleet.rates[A].prefill_s(1000)
+    s.state.fleet.backends[A].rates.observe_prefill(1000, 0, 3.0)
+    learned = s.state.fleet.backends[A].rates.prefill_s(1000)
     s.handle(ev.ProbeDue(A), NOW)
     s.handle(ev.Probed(replace(TRIED, **GPU)), NOW)
 
-    assert s.state.fleet.rates[A].prefill_s(1000) == learned
+    assert s.state.fleet.backends[A].rates.prefill_s(1000) == learned
 
 
 def test_what_no_backend_fits_is_valued_by_the_fastest_of_the_others() -> None:
@@ -316,7 +316,7 @@ def test_what_is_found_later_is_valued_at_once() -> None:
     s = scheduler(backend("a", 1))
     s.handle(ev.SnapshotsFound((snapshot("s", run_of(100)),)), NOW)
 
-    assert values(s) == {"s": s.state.fleet.rates[A].prefill_s(100)}
+    assert values(s) == {"s": s.state.fleet.backends[A].rates.prefill_s(100)}
     s.handle(ev.BackendUp(backend("b", 1, **GPU)), NOW)
     assert s.next_wakeup(NOW) is None
 

@@ -38,7 +38,7 @@ def test_an_idle_backend_is_let_go_of_at_once() -> None:
     s = scheduler(backend("a"), backend("b"))
 
     assert s.handle(DRAINING, NOW) == [Detach(A)]
-    assert A not in s.state.fleet.infos
+    assert A not in s.state.fleet.up
     assert slot(s, A0).phase is Phase.LOST
     assert s.state.fleet.draining == set()
 
@@ -183,7 +183,7 @@ def test_of_one_that_is_removed_nothing_is_kept() -> None:
 
     fleet = s.state.fleet
     assert [one.id for one in fleet.slots] == [B0]
-    assert A not in fleet.rates
+    assert A not in fleet.backends
     assert set(fleet.sticky.values()) <= {B0}
     assert fleet.holdings.shared(fleet.slots, LONG) == {}
 
@@ -214,7 +214,7 @@ def test_another_policy_and_another_queue_are_in_force_at_once() -> None:
     (reject,) = s.handle(ev.Configured(policy, SnapshotLimits(), QueueLimits(max_requests=1)), NOW)
     assert isinstance(reject.error, QueueFullError)  # type: ignore[union-attr]
     assert s.state.fleet.policy is policy
-    assert B not in s.state.fleet.infos
+    assert B not in s.state.fleet.up
 
 
 def test_what_is_far_over_the_new_limits_goes_little_by_little() -> None:

@@ -379,7 +379,7 @@ def test_a_backend_that_is_attached_after_the_order_to_end_is_not_used() -> None
     w.run(2.0)
     w.feed(ev.ServerAsked(BackendId("a"), stop=True))
     w.feed(ev.BackendUp(backend("a", models=frozenset("a"))))
-    assert not w.s.state.fleet.infos
+    assert not w.s.state.fleet.up
 
 
 def test_a_start_that_is_asked_for_while_it_stops_is_not_lost() -> None:

@@ -34,7 +34,7 @@ def limits(effects: list[Effect]) -> list[Limited]:
 
 
 def info(s: Scheduler) -> BackendInfo:
-    return s.state.fleet.infos[A]
+    return s.state.fleet.backends[A].info
 
 
 def computed_ahead(s: Scheduler, cached: int) -> list[Effect]:
@@ -51,7 +51,7 @@ def test_a_prompt_computed_twice_is_not_computed_ahead_again() -> None:
     effects = computed_ahead(s, cached=0)
 
     assert limits(effects) == [Limited(A, NO_EXTENSION)]
-    assert s.state.fleet.limited == {A: NO_EXTENSION}
+    assert s.state.fleet.backends[A].limited == NO_EXTENSION
     again = arrive(s, "r2", run_of(700, 3))
     assert not [e for e in again if isinstance(e, Prefill)]
     assert [type(e) for e in again if isinstance(e, Dispatch)] == [Dispatch]
@@ -62,13 +62,13 @@ def test_a_prompt_is_computed_ahead_again_after_a_while() -> None:
     s = scheduler(backend(n_slots=1))
     computed_ahead(s, cached=0)
     for losses, wait_s in ((1, TUNING.extends_again_s), (2, 2 * TUNING.extends_again_s)):
-        assert s.state.fleet.lost_prefills[A] == losses
-        assert s.state.fleet.extends_again_at[A] == NOW + wait_s
-        s.state.fleet.extends_again_at[A] = NOW
+        assert s.state.fleet.backends[A].lost_prefills == losses
+        assert s.state.fleet.backends[A].extends_again_at == NOW + wait_s
+        s.state.fleet.backends[A].extends_again_at = NOW
         arrive(s, "r2", run_of(700, 3))
         finish(s, "r2", cached_tokens=0, prompt_tokens=700, generated_tokens=1)
         assert info(s).extends
-        assert s.state.fleet.limited == {}
+        assert s.state.fleet.backends[A].limited == ""
 
         s.state.fleet.slots[A0].hold(Resident())
         computed_ahead(s, cached=0)
@@ -101,14 +101,14 @@ def test_a_prompt_that_is_reused_changes_nothing(cached: int) -> None:
 def test_a_slot_that_extends_after_all_is_believed_again() -> None:
     s = scheduler(backend(n_slots=1, extends=False))
     s.state.fleet.slots[A0].hold(Resident(LONG))
-    s.state.fleet.limited[A] = NO_EXTENSION
+    s.state.fleet.backends[A].limited = NO_EXTENSION
 
     plan = plan_of(arrive(s, ids=NEXT))
     finish(s, cached_tokens=600, prompt_tokens=660, generated_tokens=1)
 
     assert (plan.chosen.source, plan.prefill_first) == (Source.COLD, False)
     assert info(s).extends
-    assert s.state.fleet.limited == {}
+    assert s.state.fleet.backends[A].limited == ""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def declined(*infos: Any, ids: Any = LONG, **more: Any) -> Scheduler:
     """Return a scheduler with an uncached prompt in a/0 that would be worth a snapshot."""
     s = scheduler(*(infos or (ONE,)), **({"coalesce_above_s": None} | more))
     arrive(s, ids=ids, reuse=False)
-    if not s.state.fleet.infos[A].keeps_idle_slots:
+    if not s.state.fleet.backends[A].info.keeps_idle_slots:
         launched(s, 0)
     effects = finish(s, prompt_tokens=1000, cached_tokens=0, **ANSWER)
     assert names(effects) == ["Account"]
@@ -98,7 +98,7 @@ def test_nor_when_the_router_stops_or_lets_go_of_the_backend() -> None:
 
 def test_nor_for_a_copy_elsewhere() -> None:
     s = declined(ONE, backend("b", 1), idle_save_after_s=None)
-    s.state.fleet.rates[A] = rates(prefill_s=1.0)
+    s.state.fleet.backends[A].rates = rates(prefill_s=1.0)
 
     effects = arrive(s, "r2", LONGER)
     assert plan_of(effects).chosen.copy_from is None
@@ -108,7 +108,7 @@ def test_nor_for_a_copy_elsewhere() -> None:
 def test_another_that_holds_the_same_can_be_copied() -> None:
     s = declined(backend("a", 2), backend("b", 1), idle_save_after_s=None)
     slot(s, A1).resident = slot(s, A0).resident
-    s.state.fleet.rates[A] = rates(prefill_s=1.0)
+    s.state.fleet.backends[A].rates = rates(prefill_s=1.0)
 
     assert arrive(s, "r2", LONGER)[0] == Save(RequestId("r2"), A1, NS, SaveReason.COPY)
     assert slot(s, B0).holder == RequestId("r2")

@@ -82,7 +82,7 @@ def test_a_good_end_is_accounted_for_and_frees_the_slot() -> None:
 
 def test_an_end_teaches_prefill_and_generation() -> None:
     s = running(ids=run_of(20))
-    rates = s.state.fleet.rates[A]
+    rates = s.state.fleet.backends[A].rates
     finish(
         s,
         prompt_tokens=20,
@@ -146,7 +146,7 @@ def test_who_comes_back_at_once_waits_for_the_slot_that_was_left(
     Computing 200 tokens again takes as long.
     """
     s = scheduler(backend("a", 2), **PLAIN)
-    s.state.fleet.rates[A] = Rates(prefill=LinearFit(2e-3, 0.0))
+    s.state.fleet.backends[A].rates = Rates(prefill=LinearFit(2e-3, 0.0))
     arrive(s, ids=run_of(n))
     finish(s, "r", GONE, begun=begun)
 
@@ -187,7 +187,7 @@ def test_what_is_to_be_wiped_is_not_waited_for() -> None:
 def test_the_rest_of_a_long_prefill_is_not_too_long_to_wait_for() -> None:
     """Abandoned prefills end early, and most of the prompt is computed by then."""
     s = scheduler(backend("a", 2, n_ctx=40_000), idle_save_after_s=None)
-    s.state.fleet.rates[A] = Rates(prefill=LinearFit(2e-3, 0.0))
+    s.state.fleet.backends[A].rates = Rates(prefill=LinearFit(2e-3, 0.0))
     arrive(s, ids=run_of(30_000))
     cancel(s)
     back = request("r2", run_of(30_000) + tokens(7))

@@ -290,14 +290,14 @@ def test_a_prefill_leaves_one_token_to_the_request() -> None:
 
     assert names(effects) == ["Dispatch"]
     assert held(s, A0) == run_of(999)
-    assert s.state.fleet.rates[A].prefill.n == 1
+    assert s.state.fleet.backends[A].rates.prefill.n == 1
 
 
 def test_a_prefill_that_says_nothing_teaches_nothing() -> None:
     s = prefilling()
     prefilled(s)
 
-    assert s.state.fleet.rates[A].prefill.n == 0
+    assert s.state.fleet.backends[A].rates.prefill.n == 0
 
 
 def test_after_a_failed_prefill_nothing_is_claimed() -> None:

@@ -43,7 +43,7 @@ ONE = backend("a", 1)
 def copying() -> Scheduler:
     """Return a scheduler that saves a/0 for R, which will run on b/0."""
     s = scheduler(ONE, backend("b", 1), holding={A0: run_of(500)}, coalesce_above_s=None)
-    s.state.fleet.rates[A] = rates(prefill_s=1.0)
+    s.state.fleet.backends[A].rates = rates(prefill_s=1.0)
     assert arrive(s, ids=LONG) == [Save(R, A0, NS, Why.COPY)]
     return s
 
@@ -119,7 +119,7 @@ def test_a_copy_whose_target_goes_away_keeps_its_source_until_the_save_is_over(o
 
 def test_a_copy_whose_source_goes_away_before_its_turn_is_a_cold_start() -> None:
     s = scheduler(ONE, backend("b", 1), holding={A0: run_of(500), B0: ELSE}, coalesce_above_s=None)
-    s.state.fleet.rates[A] = rates(prefill_s=1.0)
+    s.state.fleet.backends[A].rates = rates(prefill_s=1.0)
     assert arrive(s, ids=LONG) == [Save(R, B0, NS, Why.DISPLACED)]
     s.handle(ev.BackendDown(A), NOW)
 

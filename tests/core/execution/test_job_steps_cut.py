@@ -44,8 +44,8 @@ def by_size() -> LinearFit:
 
 def cutting(info: Any = CUTS, **more: Any) -> Scheduler:
     s = scheduler(info, snapshots=[LONG], coalesce_above_s=None, **more)
-    s.state.fleet.rates[A].restore = LinearFit(1e-3, 1e-8)
-    s.state.fleet.rates[A].rewrite = by_size()
+    s.state.fleet.backends[A].rates.restore = LinearFit(1e-3, 1e-8)
+    s.state.fleet.backends[A].rates.rewrite = by_size()
     return s
 
 
@@ -79,10 +79,10 @@ def test_the_trunk_serves_the_next_without_a_cut() -> None:
 
 def test_what_was_learned_prices_the_next_cut() -> None:
     s = begun()
-    before = s.state.fleet.rates[A].rewrite_s(500_000)
+    before = s.state.fleet.backends[A].rates.rewrite_s(500_000)
     s.handle(ev.WasCut(R, TRUNK, 5.0), NOW)
 
-    assert s.state.fleet.rates[A].rewrite_s(500_000) > before
+    assert s.state.fleet.backends[A].rates.rewrite_s(500_000) > before
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_what_was_learned_prices_the_next_cut() -> None:
 )
 def test_else_the_whole_is_restored(info: Any, rewrite: LinearFit) -> None:
     s = cutting(info)
-    s.state.fleet.rates[A].rewrite = rewrite
+    s.state.fleet.backends[A].rates.rewrite = rewrite
 
     assert arrive(s, ids=SHORT) == [Restore(R, A0, LONG)]
 
@@ -101,8 +101,8 @@ def test_a_state_with_media_is_restored_whole() -> None:
     """Regression: a cut was tried each time, and always failed."""
     seen = replace(LONG, shape=StateShape(media=True))
     s = scheduler(CUTS, snapshots=[seen], coalesce_above_s=None)
-    s.state.fleet.rates[A].restore = LinearFit(1e-3, 1e-8)
-    s.state.fleet.rates[A].rewrite = by_size()
+    s.state.fleet.backends[A].rates.restore = LinearFit(1e-3, 1e-8)
+    s.state.fleet.backends[A].rates.rewrite = by_size()
 
     assert arrive(s, ids=SHORT) == [Restore(R, A0, seen)]
 
@@ -207,23 +207,23 @@ def test_kinds_that_cannot_go_back_are_not_cut() -> None:
 def test_what_rewriting_for_a_restore_took_is_learned() -> None:
     s = cutting(backend())
     arrive(s, ids=SHORT)
-    before = s.state.fleet.rates[A].rewrite_s(8_000_000)
+    before = s.state.fleet.backends[A].rates.rewrite_s(8_000_000)
     s.handle(ev.Restored(R, LONG.id, 8000, 0.001, rewrite_s=5.0), NOW)
 
-    assert s.state.fleet.rates[A].rewrite_s(8_000_000) > before
+    assert s.state.fleet.backends[A].rates.rewrite_s(8_000_000) > before
 
 
 def test_a_file_with_other_streams_is_priced_for_its_rewriting() -> None:
     two = snapshot("s", run_of(900))
     two = type(two)(two.id, two.namespace, two.kv_dir, two.tokens, two.size_bytes, StateShape(2))
     made = fleet(backend(), snapshots=[two])
-    made.rates[A] = rates()
-    made.rates[A].rewrite = LinearFit(0.5, 0.0)
+    made.backends[A].rates = rates()
+    made.backends[A].rates.rewrite = LinearFit(0.5, 0.0)
     found = plan(request(ids=run_of(1000)), made, NOW)
 
     assert found is not None
     assert found.chosen.price.rewrite_s == 0.5
-    made.infos[A] = backend(n_stream=2)
+    made.backends[A].info = backend(n_stream=2)
     found = plan(request(ids=run_of(1000)), made, NOW)
     assert found is not None
     assert found.chosen.price.rewrite_s == 0.0

@@ -118,7 +118,7 @@ def test_one_after_the_other_is_sent() -> None:
     assert of(prefilled(s, "m2")) == []
     assert waits(s, "m2")
     assert of(launched(s, 0, "m")) == ["Dispatch m2"]
-    assert s.state.fleet.gates[A].waiting == []
+    assert s.state.fleet.backends[A].gate.waiting == []
 
 
 def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
@@ -143,7 +143,7 @@ def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
 
 def test_what_is_restored_beside_it_may_be_its_prompt() -> None:
     s = fresh(coalesce_above_s=None, snapshots=[snapshot("s", run_of(900))])
-    s.state.fleet.rates[A] = rates(prefill_s=1.0)
+    s.state.fleet.backends[A].rates = rates(prefill_s=1.0)
     longer = run_of(800)
     assert of(arrive(s, "r", longer)) == ["Restore r"]
     s.state.fleet.catalog.remove(s.state.fleet.catalog.snapshots()[0][0].id)
@@ -214,7 +214,7 @@ def test_who_leaves_at_the_gate_gives_back_the_slot() -> None:
 def test_who_waits_at_the_gate_is_told_when_the_backend_goes_away() -> None:
     s = at_gate()
     assert of(s.handle(ev.BackendDown(A), NOW)) == ["Reject m2"]
-    assert s.state.fleet.gates[A].waiting == []
+    assert s.state.fleet.backends[A].gate.waiting == []
     assert s.next_wakeup(NOW) is None
 
 

@@ -60,7 +60,7 @@ def two(n_slots: int = 3, **more: Any) -> Scheduler:
 
 
 def queue(s: Scheduler) -> PrefillQueue:
-    return s.state.fleet.prefill_queues[A0.backend]
+    return s.state.fleet.backends[A0.backend].prefills
 
 
 def of(effects: list[Effect]) -> list[str]:
@@ -361,7 +361,7 @@ def test_what_cannot_be_reused_is_computed() -> None:
 def test_nobody_begins_while_what_was_computed_is_saved_for_others() -> None:
     s = two(4)
     arrive(s, "r3", LONG)
-    s.state.fleet.rates[A0.backend] = rates(transfer_s=8.0)
+    s.state.fleet.backends[A0.backend].rates = rates(transfer_s=8.0)
     before = queue(s).permit_until
     assert names(prefilled(s, "r")) == ["Save"]
 

@@ -39,7 +39,7 @@ def test_a_restore_stops_every_running_stream_of_its_backend() -> None:
     arrive(s, ids=run_of(1000))
     s.handle(ev.Restored(R, SnapshotId("s"), 900, 0.25), NOW)
 
-    assert s.state.stalled_s == {A: {Stall.RESTORE: 0.5}}
+    assert s.state.fleet.backends[A].stalled_s == {Stall.RESTORE: 0.5}
 
 
 def test_a_save_stops_them_too_whoever_wanted_it() -> None:
@@ -47,7 +47,7 @@ def test_a_save_stops_them_too_whoever_wanted_it() -> None:
     for _ in range(2):
         s.handle(ev.Saved(RequestId("nobody"), A0, SNAP, 0.25), NOW)
 
-    assert s.state.stalled_s == {A: {Stall.SAVE: 1.0}}
+    assert s.state.fleet.backends[A].stalled_s == {Stall.SAVE: 1.0}
 
 
 @pytest.mark.parametrize(("prompt_s", "expected"), [(3.0, 6.0), (None, 0.0)])
@@ -58,7 +58,7 @@ def test_a_prefill_of_the_router_does_as_far_as_its_time_is_known(
     arrive(s, ids=run_of(1000))
     s.handle(ev.Prefilled(R, Reported(999, 0, prompt_s)), NOW)
 
-    assert s.state.stalled_s == {A: {Stall.PREFILL: expected}}
+    assert s.state.fleet.backends[A].stalled_s == {Stall.PREFILL: expected}
 
 
 def test_streams_of_other_backends_and_idle_slots_lose_nothing() -> None:
@@ -67,4 +67,4 @@ def test_streams_of_other_backends_and_idle_slots_lose_nothing() -> None:
     s.state.fleet.slots[A1].resident = Resident(run_of(5))
     s.handle(ev.Saved(RequestId("nobody"), A0, SNAP, 0.25), NOW)
 
-    assert s.state.stalled_s == {A: {Stall.SAVE: 0.0}}
+    assert s.state.fleet.backends[A].stalled_s == {Stall.SAVE: 0.0}

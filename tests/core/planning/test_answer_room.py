@@ -36,7 +36,7 @@ def test_a_short_answer_goes_to_what_is_cheapest() -> None:
 def test_a_busy_slot_with_room_has_a_price(until_s: float, waits: bool) -> None:
     s = scheduler(SMALL, LARGE, coalesce_above_s=None)
     busy(s.state.fleet, B0, until=NOW + until_s)
-    s.state.fleet.rates[A].output_tokens = Mean(1000.0)
+    s.state.fleet.backends[A].rates.output_tokens = Mean(1000.0)
 
     effects = arrive(s, ids=PROMPT, max_new_tokens=700)
 

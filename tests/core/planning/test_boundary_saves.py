@@ -121,27 +121,27 @@ def test_where_somebody_parted_before_there_is_a_snapshot_from_the_second_time_o
 
 def test_a_save_that_costs_more_than_it_can_spare_is_not_made() -> None:
     made = fleet(HYBRID)
-    made.rates[HYBRID.id] = rates(prefill_s=1e-6)
+    made.backends[HYBRID.id].rates = rates(prefill_s=1e-6)
     assert planned(made).boundary_saves == ()
 
     # At reuse probability 0.5: (600 tokens at 10 ms, less a 1 s restore) / 2 is 2.5 s; 300: 1 s.
     made = fleet(HYBRID)
-    made.rates[HYBRID.id] = rates(transfer_s=1.0)
+    made.backends[HYBRID.id].rates = rates(transfer_s=1.0)
     assert planned(made).boundary_saves == (600,)
     busy(made, A1)
     assert planned(made).boundary_saves == (600,)
-    made.rates[HYBRID.id] = rates(transfer_s=1.3)
+    made.backends[HYBRID.id].rates = rates(transfer_s=1.3)
     assert planned(made).boundary_saves == (900,)  # each save stops a stream
 
 
 def test_what_a_save_takes_beside_the_backend_is_learned_and_counts() -> None:
     made = fleet(HYBRID)
-    made.rates[HYBRID.id] = rates(prefill_s=0.0001)
+    made.backends[HYBRID.id].rates = rates(prefill_s=0.0001)
     assert planned(made).boundary_saves == (
         600,
         900,
     )  # spare 30 ms and 15 ms at reuse probability 0.5
-    made.rates[HYBRID.id].handling_s.value = 0.01
+    made.backends[HYBRID.id].rates.handling_s.value = 0.01
     found = planned(made)
     assert found.boundary_saves == (600,)
     assert found.boundary_saves_s == pytest.approx(0.021)
@@ -149,7 +149,7 @@ def test_what_a_save_takes_beside_the_backend_is_learned_and_counts() -> None:
     s = started()
     prefilled(s, prompt_tokens=600, cached_tokens=0)
     s.handle(ev.Saved(R, A0, snapshot("b1", run_of(600)), 0.001, handling_s=3.0), NOW)
-    assert s.state.fleet.rates[HYBRID.id].handling_s.value == pytest.approx(1.5)
+    assert s.state.fleet.backends[HYBRID.id].rates.handling_s.value == pytest.approx(1.5)
 
 
 def test_a_window_that_nobody_has_seen_is_learned_from_a_state_that_gives_nothing() -> None:
@@ -161,7 +161,7 @@ def test_a_window_that_nobody_has_seen_is_learned_from_a_state_that_gives_nothin
 
     assert saved(s, useless) == [Delete(useless), Prefill(R, A0, run_of(900))]
     assert held(s, A0) == run_of(600)
-    assert s.state.fleet.infos[swa.id].window == 600
+    assert s.state.fleet.backends[swa.id].info.window == 600
     other = Prompt(run_of(905, 3), boundaries=(600, 900))
     assert planned(s.state.fleet, other).boundary_saves == (900,)
 
@@ -174,7 +174,7 @@ def test_a_state_with_checkpoints_says_nothing_of_the_window() -> None:
     prefilled(s, prompt_tokens=600, cached_tokens=0)
     saved(s, replace(snapshot("b1", run_of(600)), shape=StateShape(1, (500,), extendable=False)))
 
-    assert s.state.fleet.infos[swa.id].window == 0
+    assert s.state.fleet.backends[swa.id].info.window == 0
     assert (
         planned(s.state.fleet, Prompt(run_of(905, 3), boundaries=(600, 900))).boundary_saves[0]
         == 600

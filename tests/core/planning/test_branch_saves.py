@@ -24,7 +24,7 @@ PICTURE = Prompt(QUESTION, n_media=1)
 
 def world(*infos: Any, save_s: float = 0.001, **more: Any) -> Scheduler:
     s = scheduler(*infos, **({"holding": {A0: HISTORY}} | more))
-    rates = s.state.fleet.rates[A0.backend]
+    rates = s.state.fleet.backends[A0.backend].rates
     rates.save = LinearFit(save_s, 0.0)
     rates.output_s_per_token = Mean(0.1, n=3)
     return s
@@ -77,7 +77,7 @@ def test_requests_that_are_not_saved_first(why: str, more: dict[str, Any]) -> No
 def test_the_first_answer_is_priced_by_the_probe() -> None:
     """The scene that kvferry exists for is as likely right after a start as later."""
     s = world()
-    s.state.fleet.rates[A0.backend].output_s_per_token = Mean(0.1, n=0)
+    s.state.fleet.backends[A0.backend].rates.output_s_per_token = Mean(0.1, n=0)
 
     assert names(arrive(s, R, QUESTION)) == ["Save"]
 
@@ -134,7 +134,7 @@ def test_a_save_that_costs_more_than_it_gains(
     """Each price alone is enough; the sibling is certain, as the other slot shows."""
     s = world(**more)
     busy(s.state.fleet, A1, until=100.0, pending=OTHER)
-    known = s.state.fleet.rates[A0.backend]
+    known = s.state.fleet.backends[A0.backend].rates
     known.save = LinearFit(rates.get("save_s", 0.001), 0.0)
     known.restore = LinearFit(rates.get("restore_s", 0.001), 0.0)
     known.handling_s = Mean(rates.get("handling_s", 0.0))

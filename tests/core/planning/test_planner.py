@@ -72,7 +72,7 @@ def test_a_snapshot_into_an_idle_slot() -> None:
 def test_a_copy_of_what_an_idle_slot_elsewhere_holds() -> None:
     """Copying pays because the owner computes the rest far slower than the other backend."""
     made = fleet(*TWO, holding={A0: run_of(500)})
-    made.rates[A] = rates(prefill_s=1.0)
+    made.backends[A].rates = rates(prefill_s=1.0)
 
     best = chosen(request(ids=LONG), made)
 
@@ -181,7 +181,7 @@ def test_only_idle_slots() -> None:
 
 def test_a_gated_backend_gets_nothing() -> None:
     made = fleet(*TWO)
-    made.gates[A].take(RequestId("other"))
+    made.backends[A].gate.take(RequestId("other"))
 
     assert chosen(request(), made).slot == B0
 
@@ -223,7 +223,7 @@ def test_a_slot_hint_is_obeyed_if_there_is_such_a_slot() -> None:
 def test_namespaces_never_mix() -> None:
     infos = (backend("a", 1, namespace=OTHER_NS), backend("b", 1))
     made = fleet(*infos, holding={A0: run_of(500)}, snapshots=[snapshot("s", LONG, ns=OTHER_NS)])
-    made.rates[A] = rates(prefill_s=1.0)
+    made.backends[A].rates = rates(prefill_s=1.0)
     made.slots[A0].resident = Resident(run_of(500))
 
     decision = plan(request(ids=LONG, avoid=frozenset({A})), made, 0.0)
@@ -256,7 +256,7 @@ def test_no_restore_where_it_could_not_be_used(change: dict[str, Any]) -> None:
 def test_no_copy_where_it_could_not_be_used(changes: tuple[dict[str, Any], ...]) -> None:
     infos = (backend("a", 1, **changes[0]), backend("b", 1, **changes[1]))
     made = fleet(*infos, holding={A0: join([run_of(900), run_of(300, 2)])})
-    made.rates[A] = rates(prefill_s=1.0)
+    made.backends[A].rates = rates(prefill_s=1.0)
 
     assert sources(plan(request(ids=LONG), made, 0.0)) == {Source.RESIDENT, Source.COLD}
 
@@ -279,7 +279,7 @@ def test_what_is_displaced_is_saved_if_that_pays() -> None:
 
 def test_what_the_router_does_with_what_it_saves_takes_time_but_stops_nobody() -> None:
     made = fleet(backend("a", 2), holding={A0: ELSE}, snapshots=[snapshot("s", run_of(900))])
-    made.rates[A].handling_s = Mean(0.5)
+    made.backends[A].rates.handling_s = Mean(0.5)
     busy(made, A1)
 
     best = chosen(request(ids=LONG), made)
@@ -325,7 +325,7 @@ def test_what_stays_useful_is_no_loss() -> None:
 def test_the_end_that_a_continued_conversation_leaves_is_not_worth_a_file() -> None:
     """30 tokens take 0.3 s, a save 10 ms; but a request with the whole prompt is its next turn."""
     made = fleet(backend("a", 1), holding={A0: ELSE})
-    made.rates[A] = rates(transfer_s=0.01)
+    made.backends[A].rates = rates(transfer_s=0.01)
     assert saving_pays(made, made.slots[A0], kept=970)[2]
 
     made.slots[A0].resident = Resident(ELSE, 0, (500, 966))
@@ -347,13 +347,13 @@ def test_a_part_of_a_hybrid_covers_nothing() -> None:
 def test_saving_does_not_pay_when_it_stops_too_much() -> None:
     """Expected loss: 0.5 x 10 s = 5 s; a save of 4 s and 0.5 x 4 s for the restore cost more."""
     made = fleet(backend("a", 2), holding={A0: ELSE})
-    made.rates[A] = rates(transfer_s=3.0)
+    made.backends[A].rates = rates(transfer_s=3.0)
     assert saving_pays(made, made.slots[A0]) == (3.0, 1.5, True)
 
     # A stream that stops for the save would also stop for the prefill that the save avoids.
     busy(made, A1)
     assert saving_pays(made, made.slots[A0]) == (3.0, 3.0, True)
-    made.rates[A] = rates(transfer_s=4.0)
+    made.backends[A].rates = rates(transfer_s=4.0)
     assert saving_pays(made, made.slots[A0]) == (0.0, 10.0, False)
     assert chosen(request(ids=LONG), made).price.loss_s == 10.0
 
@@ -402,5 +402,5 @@ def test_what_cannot_be_saved(
     made = fleet(backend(**change), policy=policy)
     made.catalog.limits = limits
 
-    assert not can_save(made, made.infos[A], 5)
-    assert can_save(fleet(), fleet().infos[A], 5)
+    assert not can_save(made, made.backends[A].info, 5)
+    assert can_save(fleet(), fleet().backends[A].info, 5)

@@ -78,8 +78,7 @@ def test_a_request_does_not_wait_for_one_that_takes_longer_than_its_own() -> Non
     """Computing the prefix twice is priced by the chance that its seconds are needed elsewhere."""
     for until, expected in ((14.0, A0), (16.0, None)):
         made = shared_prefill(until=until)
-        made.infos[B], made.rates[B] = backend("b"), rates()
-        made.slots.add(B, 2)
+        made.take(backend("b"), rates())
         assert waits(request(ids=MORE), made) == expected
 
 
@@ -116,8 +115,7 @@ def test_nobody_waits_for_what_is_long_overdue() -> None:
 )
 def test_nobody_waits_for_what_is_of_no_use(asked: Request) -> None:
     made = shared_prefill()
-    made.infos[B], made.rates[B] = backend("b"), rates()
-    made.slots.add(B, 2)
+    made.take(backend("b"), rates())
 
     assert waits(asked, made) is None
 

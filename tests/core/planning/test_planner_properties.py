@@ -51,7 +51,7 @@ def fleets(draw: Any, policies: list[PolicyName] = list(PolicyName)) -> Fleet:  
     a, b = backend("a", **draw(infos)), backend("b", **draw(infos))
     made = fleet(a, b, policy=draw(st.sampled_from(policies)))
     for name in (A, B):
-        made.rates[name] = rates(draw(st.sampled_from([0.001, 0.01, 0.3])))
+        made.backends[name].rates = rates(draw(st.sampled_from([0.001, 0.01, 0.3])))
     for n, held in enumerate(draw(st.lists(ids, max_size=3))):
         namespace = draw(st.sampled_from([NS, OTHER_NS]))
         made.catalog.add(snapshot(f"s{n}", held, ns=namespace), MemoryKind.UNKNOWN, 1.0)
@@ -74,7 +74,7 @@ def fleets(draw: Any, policies: list[PolicyName] = list(PolicyName)) -> Fleet:  
             case _:
                 pass
     for gated in draw(st.sets(st.sampled_from([A, B]), max_size=1)):
-        made.gates[gated].take(RequestId("other"))
+        made.backends[gated].gate.take(RequestId("other"))
     made.granted = draw(st.integers(0, 5))
     return made
 
@@ -135,7 +135,7 @@ def test_what_is_left_out_would_not_have_been_among_the_first(
 def test_nothing_is_planned_where_it_may_not_be(made: Fleet, asked: Request) -> None:
     decision = plan(asked, made, 0.5)
     for way in ways(decision) if decision is not None else []:
-        info = made.infos[way.slot.backend]
+        info = made.backends[way.slot.backend].info
         assert info.id not in asked.avoid
         assert len(asked.prompt) < info.n_ctx
         if way.wait_for is not None:
@@ -153,7 +153,7 @@ def test_nothing_is_planned_where_it_may_not_be(made: Fleet, asked: Request) -> 
 def test_what_is_reused_is_there_and_of_the_same_namespace(made: Fleet, asked: Request) -> None:
     decision = plan(asked, made, 0.5)
     for way in ways(decision) if decision is not None else []:
-        info = made.infos[way.slot.backend]
+        info = made.backends[way.slot.backend].info
         if way.snapshot is not None:
             used = made.catalog[way.snapshot]
             assert used.namespace == info.namespace
@@ -163,7 +163,7 @@ def test_what_is_reused_is_there_and_of_the_same_namespace(made: Fleet, asked: R
             source = made.slots[way.copy_from]
             assert source.is_idle
             assert source.id.backend != info.id
-            assert made.infos[source.id.backend].namespace == info.namespace
+            assert made.backends[source.id.backend].info.namespace == info.namespace
             assert len(source.resident) <= info.n_ctx
         if way.source is Source.RESIDENT and way.wait_for is None:
             held = made.slots[way.slot].resident.tokens

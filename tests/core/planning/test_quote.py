@@ -36,12 +36,12 @@ def test_a_busy_backend_is_quoted_with_its_wait_and_what_it_will_hold() -> None:
     assert found is not None
     assert found.wait_s == 5.0
     assert found.reused_tokens == 1000
-    assert found.price_s == 5.0 + made.rates[BackendId("a")].prefill_s(100, 1000)
+    assert found.price_s == 5.0 + made.backends[BackendId("a")].rates.prefill_s(100, 1000)
 
 
 def test_each_queued_request_takes_a_slot_first() -> None:
     made = fleet(backend("a", n_slots=2))
-    assert made.rates[BackendId("a")].generation_s(None) < 10.0
+    assert made.backends[BackendId("a")].rates.generation_s(None) < 10.0
     for slot, until in zip(made.slots.of(BackendId("a")), (6.0, 8.0), strict=True):
         slot.lease(request(str(until)).id)
         slot.expect(pack([1]), shared=False, until=until)
@@ -60,7 +60,7 @@ def test_an_answer_that_is_late_is_not_taken_to_be_over() -> None:
     (slot,) = made.slots.of(BackendId("a"))
     slot.lease(request("other").id)
     slot.expect(pack([1]), shared=False, until=1.0)
-    at_least_s = made.rates[BackendId("a")].generation_s(None) / 2
+    at_least_s = made.backends[BackendId("a")].rates.generation_s(None) / 2
     waits = {}
     for now in (1.0, 1.0 + at_least_s + 1.0, 5.0 + at_least_s, 1000.0):
         found = quote(request(), made, Queue(), now)

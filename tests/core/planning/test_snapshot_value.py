@@ -17,8 +17,7 @@ def fleet(**known: tuple[str, float]) -> Fleet:
     made = Fleet()
     for name, (namespace, s_per_token) in known.items():
         info = backend(name, 1, namespace=namespace)
-        made.infos[info.id] = info
-        made.rates[info.id] = Rates(prefill=LinearFit(s_per_token, 0.0))
+        made.take(info, Rates(prefill=LinearFit(s_per_token, 0.0)))
     return made
 
 
@@ -44,9 +43,9 @@ def test_worth(made: Fleet, worth: tuple[float, Basis]) -> None:
 
 def test_what_was_never_measured_is_no_knowledge() -> None:
     made = fleet(a=(NS, 0.01), b=(OTHER_NS, 0.02))
-    made.rates[A] = Rates()
+    made.backends[A].rates = Rates()
     assert found(made) == (2.0, Basis.OTHERS)
-    made.rates[B] = Rates()
+    made.backends[B].rates = Rates()
     assert found(made) == (round(PRIORS.prefill_s(100), 6), Basis.GUESS)
 
 

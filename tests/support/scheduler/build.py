@@ -105,9 +105,7 @@ def fleet(
     knobs.setdefault("prefill_chunk_s", None)
     made = Fleet(policy=Policy(policy, **knobs))
     for info in infos or (backend(),):
-        made.infos[info.id] = info
-        made.rates[info.id] = rates()
-        made.slots.add(info.id, info.n_slots)
+        made.take(info, rates())
     for slot, held in (holding or {}).items():
         made.slots[slot].resident = Resident(held)
     for one in snapshots:

@@ -40,7 +40,7 @@ class ServerWorld:
 
     def __post_init__(self) -> None:
         self.s: Scheduler = scheduler()
-        self.s.state.fleet.infos.clear()
+        self.s.state.fleet.up.clear()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._models: dict[RequestId, str] = {}

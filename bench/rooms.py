@@ -1,0 +1,79 @@
+"""`python -m bench.rooms`: modules of `router/` that one request goes through.
+
+A module is entered when a function of it is called from another one. A request that returns to a
+module that it had left makes a reader go back there. Counted with `sys.setprofile`, in a router in
+this process before a scripted server: a short chat, and a prompt that begins like another one.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from bench.report import Report, arguments_of, run_bench
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import Fleet, running
+
+ROUTER = str(Path(__file__).parents[1] / "router") + "/"
+COLUMNS = ("request", "modules entered", "returns to a module")
+LONG = [3 + n % 200 for n in range(2000)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the bench and return the exit code."""
+    parser = argparse.ArgumentParser(prog="bench.rooms", description=__doc__)
+    return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
+
+
+async def measure(options: argparse.Namespace) -> Report:
+    """Count for each kind of request, once everything is warm."""
+    report = Report("rooms", "Modules on a request's way", list(COLUMNS), arguments_of(options))
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as home:
+        async with (
+            FakeLlama(kv_dir=Path(home), n_slots=2) as server,
+            running([("a", server.url)], Path(home)) as fleet,
+        ):
+            for _ in range(3):
+                await _chat(fleet)
+            await fleet.complete(LONG)
+            await fleet.until_quiet()
+            for name, ask in (("short chat", _chat), ("fork", _fork)):
+                with _followed() as modules:
+                    await ask(fleet)
+                    await fleet.until_quiet()
+                report.add(name, len(set(modules)), len(modules) - len(set(modules)))
+    return report
+
+
+async def _chat(fleet: Fleet) -> None:
+    await fleet.chat([{"role": "user", "content": "hello"}])
+
+
+async def _fork(fleet: Fleet) -> None:
+    await fleet.complete([*LONG[:1500], *range(3, 100)])
+
+
+@contextmanager
+def _followed() -> Iterator[list[str]]:
+    """Yield the modules in the order in which they are entered, until the end of the block."""
+    modules: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(ROUTER) and (not modules or modules[-1] != name):
+            if "/web/admin/" not in name:  # the bench asks for the state
+                modules.append(name)
+
+    sys.setprofile(note)
+    try:
+        yield modules
+    finally:
+        sys.setprofile(None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""One backend, as the decisions see it."""
+
+from dataclasses import dataclass, field
+
+from router.base.types import BackendId, BackendInfo, Namespace, Request, Stall
+from router.core.fleet.backend_queues import PlacementGate, PrefillQueue
+from router.core.fleet.ghost_list import GhostList
+from router.core.fleet.write_backoff import WriteBackoff
+from router.core.model.rates import Rates
+from router.core.model.slots import Slot
+
+
+@dataclass(slots=True)
+class Backend:
+    """What a backend is, how fast it is, what it was seen not to do, and which jobs wait for it.
+
+    It may go down and come back. What it learned survives that: `rates`, `backoff`, `stalled_s`.
+    What belongs to its process does not: `lose` drops the jobs that wait and the prompts that were
+    sent, `come_up` also what it was seen not to do. When it leaves for good, all is dropped. Its
+    slots are in `Fleet.slots`.
+    """
+
+    info: BackendInfo  # while it is down, the last one
+    rates: Rates = field(default_factory=Rates)
+    gate: PlacementGate = field(default_factory=PlacementGate)
+    prefills: PrefillQueue = field(default_factory=PrefillQueue)
+    backoff: WriteBackoff = field(default_factory=WriteBackoff)
+    stalled_s: dict[Stall, float] = field(default_factory=dict)  # so far, in seconds x streams
+    # Prompts sent to a backend that is not managed: they may be in its own cache.
+    sent: GhostList = field(default_factory=GhostList, repr=False, compare=False)
+    # Restores in a row that were not used, and why it does less than its probe showed.
+    unused_restores: int = 0
+    limited: str = ""
+    # Prefills of the router's own that were lost, and when another one is tried, in clock seconds.
+    lost_prefills: int = 0
+    extends_again_at: float | None = None
+
+    @property
+    def id(self) -> BackendId:
+        return self.info.id
+
+    def come_up(self, info: BackendInfo) -> None:
+        """Take what the backend is now. What it was seen not to do counts no longer."""
+        self.info = info
+        self.unused_restores = self.lost_prefills = 0
+        self.limited, self.extends_again_at = "", None
+
+    def lose(self) -> None:
+        """Drop what was of a process that has ended, or may have."""
+        self.gate, self.prefills, self.sent = PlacementGate(), PrefillQueue(), GhostList()
+
+    def fits(self, request: Request) -> bool:
+        """Return whether it has the model and a long enough slot, and is not to be avoided."""
+        info = self.info
+        return (
+            len(request.prompt) < info.n_ctx
+            and info.answers_to(request.model)
+            and info.id not in request.avoid
+        )
+
+    @property
+    def may_write(self) -> bool:
+        """Return whether there is no write backoff, so state files can be made for it."""
+        return self.backoff.until is None
+
+    def reuses(self, request: Request) -> bool:
+        """Return whether the request can go on from what a slot holds.
+
+        Not where slots do not extend, nor where the server caches by request only, and the request
+        cannot say so (/v1/messages drops the field).
+        """
+        return self.info.extends and (self.info.caches_by_default or request.pinnable)
+
+    def wants(self, slot: Slot, request: Request) -> bool:
+        """Return whether a slot meets the client's `id_slot`, if the backend has that slot."""
+        hint = request.slot_hint
+        return hint is None or slot.id.index == hint or hint >= self.info.n_slots
+
+    def note_sent(self, request: Request) -> None:
+        """Record a prompt that is sent to a backend which keeps it as it likes."""
+        prompt = request.prompt
+        if self.info.generates and request.reuse and prompt.is_exact:
+            self.sent.add(Namespace(request.tenant), prompt.tokens)
+
+    def sent_before(self, request: Request) -> int:
+        """Return how many tokens a prompt could reuse of what was sent before.
+
+        The last token of a prompt is always computed.
+        """
+        if not self.sent:
+            return 0
+        shared, _ = self.sent.nearest(Namespace(request.tenant), request.prompt.tokens)
+        return min(shared, len(request.prompt) - 1)
