@@ -49,10 +49,12 @@ def _waiting(state: State) -> list[RequestJob]:
     An abandoned job waits for the sake of other requests: it is dropped when it gets the permit, if
     no request wants its result any more.
     """
-    fleet = state.fleet
-    backends = fleet.up.values()
-    names = [name for backend in backends for name in backend.prefills.waiting]
-    names += [name for backend in backends for name in backend.gate.waiting]
+    names = list[RequestId]()
+    for backend in state.fleet.up.values():
+        names += backend.prefills.waiting
+        names += backend.gate.waiting
+    if not names:
+        return []
     jobs = [state.job_of(name) for name in names]
     return [job for job in jobs if not job.cancelled]
 
