@@ -141,8 +141,12 @@ async def hosts_of(
 
     directory = None
     if fleet.redis is not None:
-        from router.hosts.directory import Directory  # 60 ms, for those that have one
-
+        try:
+            from router.hosts.directory import Directory  # 60 ms, for those that have one
+        except ModuleNotFoundError as error:
+            raise StartError(
+                "fleet.redis (--redis) needs `pip install 'kvferry[fleet]'`"
+            ) from error
         directory = Directory(
             fleet.redis, incarnation, hello, held, clock, credentials.secret, address.seen
         )

@@ -10,6 +10,9 @@ def end_of(path: Path) -> float:
 
     Raises OSError and ValueError.
     """
-    from cryptography import x509  # 60 ms, for those that have a certificate
+    try:
+        from cryptography import x509  # 60 ms, for those that have a certificate
+    except ModuleNotFoundError as error:
+        raise ValueError("to read it needs `pip install 'kvferry[fleet]'`") from error
 
     return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc.timestamp()

@@ -6,6 +6,7 @@ running with the same configuration.
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from router.config.loader import KeyPath
 from router.config.schema import Config, TokenizerMode
@@ -58,6 +59,8 @@ def unusable_parts(config: Config) -> list[Lack]:
     lacks: list[Lack] = []
     if config.tracing.endpoint is not None and not _can_trace():
         lacks.append(Lack(("tracing", "endpoint"), "needs `pip install 'kvferry[otel]'`"))
+    if config.fleet.redis is not None and find_spec("redis") is None:
+        lacks.append(Lack(("fleet", "redis"), "needs `pip install 'kvferry[fleet]'`"))
     if config.tls.certificate is not None and config.tls.key is not None:
         try:
             tls.warning(config.tls.certificate, config.tls.key)

@@ -99,9 +99,12 @@ def _models(hellos: list[Hello], fleet: list[Facts]) -> list[Finding]:
 
 async def _directory(url: str) -> Finding:
     """Return a finding about Redis or Valkey."""
-    import redis.asyncio
-    from redis.exceptions import RedisError
-
+    try:
+        import redis.asyncio
+        from redis.exceptions import RedisError
+    except ModuleNotFoundError:
+        told = "the directory is not asked: redis is not installed"
+        return Finding(Level.ERROR, told, "pip install 'kvferry[fleet]'")
     where = urlsplit(url).hostname
     try:
         async with asyncio.timeout(_WITHIN_S), redis.asyncio.Redis.from_url(url) as client:

@@ -38,8 +38,14 @@ def add_fleet_commands(command: argparse.ArgumentParser, where: Any) -> None:
 
 
 def _certificate(options: argparse.Namespace) -> int:
-    from router.tools.fleet.certificate import make_certificate
-
+    try:
+        from router.tools.fleet.certificate import make_certificate
+    except ModuleNotFoundError:
+        sys.stderr.write(
+            "kvferry: to make certificates needs `pip install 'kvferry[fleet]'`; any machine will"
+            " do, not only the hosts\n"
+        )
+        return 2
     try:
         values.name(options.host)
     except ValueError as error:
