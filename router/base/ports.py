@@ -65,12 +65,6 @@ class Preparing(Protocol):
         """Return what is told the progress of a prefill; None: nothing."""
 
 
-class Tokenizer(Protocol):
-    """Text to ids, exactly as one backend does it. Raises BackendError."""
-
-    async def tokenize(self, text: str, *, add_special: bool) -> Tokens: ...
-
-
 class SnapshotStore(Protocol):
     """State files on disk. Raises KvError, and OSError never.
 

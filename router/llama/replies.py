@@ -246,11 +246,6 @@ def transfer_from(payload: object, action: Literal["save", "restore"]) -> Transf
     )
 
 
-def tokens_from(payload: object) -> Tokens:
-    """Read the answer to POST /tokenize, as bytes or parsed. Raises BackendError."""
-    return _ids_of(payload)[1]
-
-
 def ids_from(payload: bytes) -> list[int]:
     """Read the answer to POST /tokenize as a list of ids. Raises BackendError."""
     return _ids_of(payload)[0]

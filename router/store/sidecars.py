@@ -30,7 +30,6 @@ log = structlog.get_logger(__name__)
 LOCK = "kvferry.lock"
 FORMAT_VERSION = 1
 # The one list of all snapshots that routers kept before there were sidecars.
-OLD_MANIFEST = "kvferry.manifest"
 
 _SUM = re.compile(rb',"sum":"[^"]*"\}\Z')
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -143,7 +142,6 @@ class Sidecars:
     def open(self) -> None:
         """List the records as `names`; `read` reads them. Raises KvError."""
         with os_errors(f"{self._directory}: cannot read the records"):
-            self._remove_old_manifest()
             found = os.listdir(self._directory)
         self.names = [name for name in found if files.SIDECAR.fullmatch(name)]
 
@@ -219,12 +217,6 @@ class Sidecars:
             log.warning("record_damaged", kv_dir=str(self._directory), file=name, error="its id")
             return None
         return record
-
-    def _remove_old_manifest(self) -> None:
-        """Remove what routers before 0.1.0 kept. Their state files have no record and go, too."""
-        with suppress(FileNotFoundError):
-            os.unlink(self._directory / OLD_MANIFEST)
-            log.warning("snapshots_of_an_older_kvferry_removed", kv_dir=str(self._directory))
 
 
 def _summed(record: bytes) -> bytes:

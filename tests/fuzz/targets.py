@@ -98,7 +98,7 @@ def answer(raw: bytes) -> None:
         assert follows == raw[1:]
     list(replies.progress_in(raw))
     for read in (
-        *(replies.props_from, replies.models_from, replies.slots_from, replies.tokens_from),
+        *(replies.props_from, replies.models_from, replies.slots_from, replies.ids_from),
         *(replies.ids_from, replies.text_from, replies.prompt_from, replies.slot_from),
         *(replies.top_logprobs_from, replies.infill_from),
         lambda payload: replies.transfer_from(payload, "save"),

@@ -13,13 +13,13 @@ import orjson
 import pytest
 
 from router.base.decoding import json_of
-from router.base.tokens import Tokens, count
+from router.base.tokens import Tokens, count, pack
 from router.llama.anthropic import (
     anthropic_to_chat,
     dump_like_server,
     normalize_billing_header,
 )
-from router.llama.replies import prompt_from, tokens_from
+from router.llama.replies import ids_from, prompt_from
 from router.llama.routes import Shape
 from router.llama.wire import ChatPrompt, UnknownPrompt, parse_request, tokenize_body
 from router.tools.demo.launcher import LlamaServer
@@ -294,7 +294,7 @@ async def predicted_tokens(server: LlamaServer, shape: Shape, body: Json) -> Tok
     source = parse_request(shape, body).prompt_source
     assert isinstance(source, ChatPrompt), source
     rendered = prompt_from(await ask(server, "/apply-template", orjson.dumps(source.body)))
-    return tokens_from(await ask(server, "/tokenize", tokenize_body(rendered, add_special=True)))
+    return pack(ids_from(await ask(server, "/tokenize", tokenize_body(rendered, add_special=True))))
 
 
 async def slot_tokens(server: LlamaServer, folder: Path) -> Tokens:

@@ -24,7 +24,6 @@ from router.llama.replies import (
     props_from,
     read_reply,
     slots_from,
-    tokens_from,
     transfer_from,
 )
 from router.llama.routes import Shape
@@ -355,7 +354,7 @@ async def test_control_answers_of_a_real_server(llama_server: StartServer) -> No
     for answer in (transfer_from(saved, "save"), transfer_from(restored, "restore")):
         assert (answer.n_tokens, answer.seconds > 0) == (30, True)
         assert answer.size_bytes == transfer_from(saved, "save").size_bytes > 30
-    ids = tokens_from(await call(server, "/tokenize", {"content": "Hello"}))
+    ids = pack(ids_from(await call(server, "/tokenize", {"content": "Hello"})))
     assert count(ids) > 0
     assert "raining" in prompt_from(await call(server, "/apply-template", {"messages": MESSAGES}))
     refused = await call(server, "/slots/0?action=restore", {"filename": "no"})
@@ -375,8 +374,8 @@ async def test_control_answers_of_a_real_server(llama_server: StartServer) -> No
         (slots_from, {"error": {}}, "it is not an array"),
         (slots_from, [{"id": 0, "n_ctx": 1}], "is_processing is not a boolean"),
         (slots_from, [3], "id is not an integer"),
-        (tokens_from, {"tokens": ["a"]}, "no token id"),
-        (tokens_from, {"tokens": [2**31]}, "no token id"),
+        (ids_from, {"tokens": ["a"]}, "no token id"),
+        (ids_from, {"tokens": [2**31]}, "no token id"),
         (prompt_from, {"prompt": 3}, "prompt is not a string"),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from router.base.errors import BadRequestError
 from router.base.tokens import Tokens, pack
-from router.llama.replies import tokens_from
+from router.llama.replies import ids_from
 from router.llama.routes import Shape, shape_of
 from router.llama.wire import (
     ChatPrompt,
@@ -396,7 +396,7 @@ async def test_prompt_source_gives_the_slot_s_tokens(
             predicted = tokens
         case TextPrompt(content) | MixedPrompt(content):
             _, payload = await post(server, "/tokenize", tokenize_body(content, add_special=True))
-            predicted = tokens_from(payload)
+            predicted = pack(ids_from(payload))
         case _:
             pytest.fail(f"{given_source}")
     status, _ = await post(server, "/completion", orjson.dumps({"prompt": prompt, "n_predict": 1}))

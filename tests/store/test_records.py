@@ -12,7 +12,7 @@ from router.store import records
 from router.store.files import identity
 from router.store.io_pool import Threads
 from router.store.records import KvDirectory, StoredSnapshot
-from router.store.sidecars import OLD_MANIFEST, Sidecars
+from router.store.sidecars import Sidecars
 from tests.support.files.state_files import full
 from tests.support.files.stores import touch
 
@@ -55,13 +55,19 @@ def test_shape_is_recovered(tmp_path: Path, shape: StateShape) -> None:
     assert held.snapshot == snapshot
 
 
-def test_unreadable_records_let_go_of_the_directory(tmp_path: Path) -> None:
+def test_unreadable_records_let_go_of_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first attempt releases the directory; the second fails for the same reason."""
-    (tmp_path / OLD_MANIFEST).mkdir()
-    for _ in range(2):
-        with pytest.raises(KvError, match="cannot read the records"):
-            opened(tmp_path)
-    (tmp_path / OLD_MANIFEST).rmdir()
+
+    def fails(_: object) -> list[str]:
+        raise OSError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("router.store.sidecars.os.listdir", fails)
+        for _ in range(2):
+            with pytest.raises(KvError, match="cannot read the records"):
+                opened(tmp_path)
     closed(opened(tmp_path))
 
 

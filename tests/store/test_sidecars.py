@@ -16,7 +16,7 @@ from router.base.errors import KvError, KvFileError
 from router.base.types import Namespace, SnapshotId
 from router.store import sidecars as module
 from router.store.files import new_sidecar_name, sidecar_name
-from router.store.sidecars import LOCK, OLD_MANIFEST, DirectoryLock, Sidecars, SnapshotRecord
+from router.store.sidecars import LOCK, DirectoryLock, Sidecars, SnapshotRecord
 
 
 def record(number: int) -> SnapshotRecord:
@@ -157,12 +157,6 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     real.write_bytes(msgspec.json.encode(record(1)))
     file_of(tmp_path, 1).symlink_to(real)
     assert opened(tmp_path).records == {}
-
-
-def test_the_list_of_an_older_router_is_removed(tmp_path: Path) -> None:
-    (tmp_path / OLD_MANIFEST).write_bytes(b"x")
-    opened(tmp_path)
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("step", ["fsync", "rename"])

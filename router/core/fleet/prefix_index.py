@@ -36,11 +36,6 @@ class Match(Struct, Generic[Item], frozen=True):
     common: int
     length: int
 
-    @property
-    def is_prefix(self) -> bool:
-        """Return whether the whole item is a prefix of the prompt."""
-        return self.common == self.length
-
 
 class PrefixIndex(Generic[Item]):
     """Items by token sequence. The same item may be inserted once only."""

@@ -107,18 +107,6 @@ def collapse_media(head: Head, fingerprints: Sequence[int]) -> Tokens | None:
     return tok.pack(out + ids[at:])
 
 
-def tokens_match(head: Head, expected: Tokens) -> bool:
-    """Return whether the file holds exactly `expected`, with each media part as one negative id.
-
-    Media is compared by position and number only: the placeholder in a file carries mtmd's own
-    hash, which this process cannot compare with a picture.
-    """
-    if not head.media_starts:
-        return head.tokens == expected
-    fingerprints = [i for i in tok.iterate(expected) if i < 0]
-    return collapse_media(head, fingerprints) == expected
-
-
 def _read_tokens(file: BinaryIO, n: int, end: int) -> Tokens:
     if n > MAX_TOKENS:
         raise KvFileError(f"{n} tokens, more than the limit of {MAX_TOKENS}")

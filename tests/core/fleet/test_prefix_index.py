@@ -45,7 +45,8 @@ def test_match_tells_the_true_common_length_longest_first(
     assert [m.common for m in found] == sorted((m.common for m in found), reverse=True)
     for match in found:
         assert match == Match(match.item, shared[match.item], len(held[match.item]))
-        assert match.is_prefix == (held[match.item] == prompt[: len(held[match.item])])
+        is_prefix = match.common == match.length
+        assert is_prefix == (held[match.item] == prompt[: len(held[match.item])])
     assert len({m.item for m in found}) == len(found) == min(limit, sum(n > 0 for n in shared))
     assert (found[0].common if found else 0) == max(shared, default=0)
 
@@ -78,7 +79,7 @@ def test_prefixes_are_all_strict_prefixes_shortest_first(held: list[Ids], prompt
     }
     assert {m.item for m in found} == expected
     assert [m.length for m in found] == sorted(m.length for m in found)
-    assert all(m.is_prefix and m.length == len(held[m.item]) for m in found)
+    assert all(m.common == m.length and m.length == len(held[m.item]) for m in found)
 
 
 @given(sequences, ids)
@@ -89,7 +90,7 @@ def test_beginnings_are_the_prefixes_and_the_same(held: list[Ids], prompt: Ids) 
     assert {m.item for m in found} == expected
     assert len(found) == len(expected)
     assert [m.length for m in found] == sorted(m.length for m in found)
-    assert all(m.is_prefix and m.length == len(held[m.item]) for m in found)
+    assert all(m.common == m.length and m.length == len(held[m.item]) for m in found)
 
 
 @given(sequences, ids.filter(bool))

@@ -17,7 +17,7 @@ from router.base import tokens as tok
 from router.base.errors import KvFileError
 from router.base.types import MemoryKind
 from router.store.format.blocks import AttentionBlock
-from router.store.format.head import MAX_TOKENS, Head, collapse_media, read_head, tokens_match
+from router.store.format.head import MAX_TOKENS, Head, collapse_media, read_head
 from router.store.format.layout import Layout, check_agreement, read_layout
 from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
@@ -351,17 +351,6 @@ def test_media_counts_as_one_token() -> None:
     assert found.media_starts == (1, 3)
     assert tok.pack([1, -77, -88, 2]) == collapse_media(found, [-77, -88])
     assert collapse_media(found, [-77]) is None
-    assert tokens_match(found, tok.pack([1, -77, -88, 2]))
-    assert not tokens_match(found, tok.pack([1, -77, 2]))
-    assert not tokens_match(found, tok.pack([1, -77, -88, 3]))
-
-
-def test_text_matches_itself_only() -> None:
-    found = read_head(io.BytesIO(FILES["full"]))
-
-    assert tokens_match(found, tok.pack(TOKENS))
-    assert not tokens_match(found, tok.pack(TOKENS[:-1]))
-    assert not tokens_match(found, tok.pack([*TOKENS[:-1], -5]))
 
 
 # The rest talks to real servers.
