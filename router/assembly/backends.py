@@ -14,6 +14,7 @@ from router.base.errors import ConflictError, RouterError
 from router.base.tasks import Tasks, supervise
 from router.base.types import BackendId, KvDir
 from router.config.schema import BackendConfig, Config
+from router.core.model import events as ev
 from router.core.model.policy import Policy
 from router.engine.engine import Engine
 from router.llama.attach.monitor import Monitor, MonitorSettings
@@ -162,7 +163,7 @@ class Backends:
             raise ConflictError(told)
         if not self._members[name].monitor.detached:
             log.info("draining", backend=name)
-            self._engine.drain(name)
+            self._engine.tell(ev.Draining(name))
 
     def undrain(self, name: BackendId) -> None:
         """Use a backend again.
@@ -181,7 +182,7 @@ class Backends:
         if member.monitor.detached:
             self._start(member.backend)
         else:
-            self._engine.undrain(name)
+            self._engine.tell(ev.Undrained(name))
 
     def detached(self, name: BackendId) -> None:
         """End a backend that the engine has released. Never blocks; its monitor reports no more."""
@@ -238,5 +239,5 @@ class Backends:
         if name in self._leaving:
             self._leaving.discard(name)
             del self._members[name], self.monitors[name], self._clients[name]
-            self._engine.removed(name)
+            self._engine.tell(ev.Removed(name))
             self._settle()

@@ -7,6 +7,7 @@ import structlog
 
 from router.base.errors import KvError
 from router.base.types import LearnedRates, Namespace
+from router.core.model import events as ev
 from router.engine.engine import Engine
 from router.store.learned_rates import read_rates, write_rates
 from router.store.store import KvStore
@@ -31,7 +32,7 @@ class RatesKeeper:
                 found |= await self._store.journal(kv_dir, partial(read_rates, kv_dir))
             except KvError as error:
                 log.debug("rates_not_read", kv_dir=kv_dir, reason=str(error))
-        self._engine.rates_found(found)
+        self._engine.tell(ev.RatesFound(found))
 
     async def save(self) -> None:
         """Write what is known now; a failure costs only the next run's first estimates."""

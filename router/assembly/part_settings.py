@@ -6,6 +6,7 @@ from pathlib import Path
 
 from router.base.types import Caller
 from router.config.schema import Config, Counts
+from router.core.model.events import ServersConfigured
 from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerLimit, ServerSpec
@@ -41,7 +42,7 @@ def queue_limits_of(config: Config) -> QueueLimits:
     )
 
 
-def servers_of(config: Config) -> tuple[list[ServerSpec], list[ServerLimit]]:
+def servers_of(config: Config) -> ServersConfigured:
     """Return the servers on demand, and what of them may be loaded together."""
     servers = config.servers
     specs = [
@@ -67,7 +68,7 @@ def servers_of(config: Config) -> tuple[list[ServerSpec], list[ServerLimit]]:
     if servers.loaded is not None:
         every = frozenset(model.name for model in servers.models)
         limits.append(ServerLimit(every, servers.loaded))
-    return specs, limits
+    return ServersConfigured(tuple(specs), tuple(limits))
 
 
 def memory_of_machine() -> int:

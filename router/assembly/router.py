@@ -151,9 +151,9 @@ class Router:
 def _probed(engine: Engine, on_demand: ServersOnDemand, attached: Attached) -> None:
     on_demand.remember(attached)
     if attached.probe.untried:
-        engine.probe_put_off(attached.info.id)
+        engine.tell(ev.ProbePutOff(attached.info.id))
     else:
-        engine.probed(attached.info)
+        engine.tell(ev.Probed(attached.info))
 
 
 def _purge_misnamed(engine: Engine, tasks: Tasks, name: Namespace, ago_s: float) -> None:
@@ -196,7 +196,7 @@ async def build(
         backends: Backends
         store = KvStore(
             (),
-            on_lost=lambda snapshot, _: engine.snapshot_lost(snapshot.id),
+            on_lost=lambda snapshot, _: engine.tell(ev.SnapshotLost(snapshot.id)),
             on_found=lambda found: engine.snapshots_found(found),  # noqa: PLW0108 - made below
             wall_now=wall_now,
             fsync=config.store.fsync,
@@ -242,7 +242,7 @@ async def build(
             selection.backend_came()
 
         def down(backend: BackendId) -> None:
-            engine.backend_down(backend)
+            engine.tell(ev.BackendDown(backend))
             tokenizers.leave(backend, keep=on_demand.keeps(backend))
 
         def monitor(backend: BackendConfig, config: Config) -> Monitor:
@@ -301,7 +301,9 @@ async def build(
             kv_dirs.append(kv_dir_of_servers(wanted) if moves_kv(wanted) else None)
             await certificates.take(wanted)
             found = await store.add([kv_dir for kv_dir in kv_dirs if kv_dir is not None])
-            engine.configure(policy_of(wanted), limits_of(wanted), queue_limits_of(wanted))
+            engine.tell(
+                ev.Configured(policy_of(wanted), limits_of(wanted), queue_limits_of(wanted))
+            )
             take_settings(settings, wanted, memory_bytes)
             keys.known = known_of(wanted)
             has_keys = bool(wanted.auth.keys)
@@ -316,7 +318,7 @@ async def build(
         rates = RatesKeeper(store, engine)
         await take(config)
         tasks.supervise(rates.run, name="rates")
-        engine.configure_servers(*servers_of(config))
+        engine.tell(servers_of(config))
         tasks.supervise(on_demand.supervisor.watch_logs, name="logs of servers")
         reload = Reload(path, config, take, tasks.spawn)
         registry.register(EngineCollector(stats, lambda: tuple(engine.infos.values())))

@@ -11,6 +11,7 @@ from router.assembly.backends import Backends, StartError, timeouts_of
 from router.base.errors import BackendError
 from router.base.types import BackendId, KvDir
 from router.config.schema import BackendConfig, Config
+from router.core.model import events as ev
 from router.engine.engine import Engine
 from router.llama.attach.monitor import Attached
 from router.llama.attach.probe_result import ProbeResult
@@ -144,7 +145,7 @@ class ServersOnDemand:
 
     def _ended(self, server: BackendId, problem: str) -> None:
         self._backends.dismiss(server)
-        self._engine.server_ended(server, problem)
+        self._engine.tell(ev.ServerEnded(server, problem))
 
     async def _until_quiet(self, server: BackendId) -> None:
         monitor = self._backends.monitors.get(server)

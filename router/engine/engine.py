@@ -17,11 +17,9 @@ from msgspec import Struct, structs
 from router.base.errors import BackendError, BackendRefusedError
 from router.base.ports import Clock, Preparing, ServerRunner, SlotServer, SnapshotStore, Telemetry
 from router.base.tasks import Tasks, attempt
-from router.base.tokens import Tokens
 from router.base.types import (
     BackendId,
     BackendInfo,
-    LearnedRates,
     Lease,
     Namespace,
     Outcome,
@@ -42,11 +40,7 @@ from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.model.jobs import RequestJob
 from router.core.model.plan import Plan, Quote
-from router.core.model.policy import Policy
-from router.core.model.request_queue import QueueLimits
-from router.core.model.servers import ServerLimit, ServerSpec
 from router.core.model.slots import Slot
-from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.displacement import keeps_snapshots
 from router.core.planning.planner import plan as make_plan
 from router.core.planning.quote import is_surely_cheap, must_make_room
@@ -134,6 +128,13 @@ class Engine:
         self._pollers = watch.SlotPollers(backends)
         self._calm: asyncio.Event | None = None  # made by `stop`; set when no job is under way
 
+    def tell(self, event: ev.Event) -> None:
+        """Hand an event to the scheduler; its effects are carried out, perhaps before this returns.
+
+        Methods exist for events with something to await, to prepare or to return.
+        """
+        self._feed(event)
+
     # -- for the web layer ---------------------------------------------------------------------
 
     async def submit(self, request: Request, preparing: Preparing | None = None) -> Grant:
@@ -192,7 +193,8 @@ class Engine:
     async def until_loaded(self, request: RequestId, model: str | None) -> None:
         """Wait until a server of the model is up. Raises RouterError.
 
-        The request counts as one for that server until it is submitted, or until `not_waiting`.
+        The request counts as one for that server until it is submitted, or until
+        `ModelUnwanted`.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loads[request] = future
@@ -201,18 +203,6 @@ class Engine:
             await future
         finally:
             del self._loads[request]
-
-    def not_waiting(self, request: RequestId) -> None:
-        """Note that a request of `until_loaded` was submitted, answered or abandoned."""
-        self._feed(ev.ModelUnwanted(request))
-
-    def begun(self, request: RequestId) -> None:
-        """Note that the first token of a granted request has arrived."""
-        self._feed(ev.Begun(request))
-
-    def answer_read(self, lease: Lease, prompt: Tokens, answer: Tokens) -> None:
-        """Note the ids of an answer that `lease` produced."""
-        self._feed(ev.AnswerRead(lease.slot, lease.generation, prompt, answer))
 
     def plan(self, request: Request) -> Plan | None:
         """Return what would be done with a request now. None: it would wait. No side effects."""
@@ -257,7 +247,7 @@ class Engine:
         self._feed(ev.BackendUp(info, slots, kept))
 
     def borrow(self, backend: BackendId) -> set[int]:
-        """Borrow idle slots for a probe, until `probed` or `backend_down`; return their indices."""
+        """Borrow idle slots for a probe, until `Probed` or `BackendDown`; return their indices."""
         self._feed(ev.ProbeDue(backend))
         ours = probe_name(backend)
         return {slot.id.index for slot in self._slots_of(backend) if slot.holder == ours}
@@ -265,52 +255,6 @@ class Engine:
     def poll_for_strangers(self, backend: BackendId) -> None:
         """Check in the background whether an unknown client uses slots that should be idle."""
         self._tasks.spawn(self._poll_for_strangers(backend), name=f"look around {backend}")
-
-    def probe_put_off(self, backend: BackendId) -> None:
-        """Take back the slots borrowed for a probe that made way for a request."""
-        self._feed(ev.ProbePutOff(backend))
-
-    def probed(self, info: BackendInfo) -> None:
-        """Take over the result of a probe, and take back the borrowed slots."""
-        self._feed(ev.Probed(info))
-
-    def backend_down(self, backend: BackendId) -> None:
-        """Take a backend out of use."""
-        self._feed(ev.BackendDown(backend))
-
-    def drain(self, backend: BackendId) -> None:
-        """Give a backend nothing new; `on_detach` follows, perhaps before this returns."""
-        self._feed(ev.Draining(backend))
-
-    def undrain(self, backend: BackendId) -> None:
-        """Keep a backend that is draining."""
-        self._feed(ev.Undrained(backend))
-
-    def removed(self, backend: BackendId) -> None:
-        """Forget a released backend, which does not come back."""
-        self._feed(ev.Removed(backend))
-
-    def configure_servers(
-        self, servers: Sequence[ServerSpec], limits: Sequence[ServerLimit]
-    ) -> None:
-        """Use these servers, which `servers` of the constructor starts and stops."""
-        self._feed(ev.ServersConfigured(tuple(servers), tuple(limits)))
-
-    def server_ended(self, server: BackendId, problem: str) -> None:
-        """Note that the process of a server has ended, as ordered or by itself."""
-        self._feed(ev.ServerEnded(server, problem))
-
-    def ask_server(self, server: BackendId, *, start: bool = False, stop: bool = False) -> None:
-        """Start or stop a server on demand, as an operator wants; both: restart it."""
-        self._feed(ev.ServerAsked(server, start=start, stop=stop))
-
-    def configure(self, policy: Policy, limits: SnapshotLimits, queue: QueueLimits) -> None:
-        """Decide by these settings from now on; evict snapshots over the limits."""
-        self._feed(ev.Configured(policy, limits, queue))
-
-    def rates_found(self, rates: Mapping[Namespace, LearnedRates]) -> None:
-        """Take what an earlier run learned of speeds as priors."""
-        self._feed(ev.RatesFound(rates))
 
     async def snapshots_found(self, snapshots: Sequence[Snapshot]) -> None:
         """Offer the snapshots that the store found in opened directories.
@@ -320,10 +264,6 @@ class Engine:
         for start in range(0, len(snapshots), _FOUND_AT_ONCE):
             self._feed(ev.SnapshotsFound(tuple(snapshots[start : start + _FOUND_AT_ONCE])))
             await asyncio.sleep(0)
-
-    def snapshot_lost(self, snapshot: SnapshotId) -> None:
-        """Drop a committed snapshot that turned out to be unusable."""
-        self._feed(ev.SnapshotLost(snapshot))
 
     async def purge(self, snapshots: Sequence[SnapshotId]) -> None:
         """Take snapshots out of use, a few at a time.

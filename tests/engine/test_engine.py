@@ -346,7 +346,7 @@ async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin(
         engine.submit(request(ids=[1, 2, 3], pinnable=False))
     )
     await asyncio.sleep(0)
-    engine.backend_down(A)
+    engine.tell(ev.BackendDown(A))
     for _ in range(3):
         await asyncio.sleep(0)
     assert not begun
@@ -456,7 +456,7 @@ async def test_the_wait_for_a_prefill_that_broke_off_ends_with_its_backend() -> 
     engine = server.engine()
     asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - its error is checked
     await server.until_looked()
-    engine.backend_down(A)
+    engine.tell(ev.BackendDown(A))
     with pytest.raises(BackendError, match="went down"):
         await asked
     async with asyncio.timeout(PATIENCE_S):
@@ -650,7 +650,7 @@ async def test_an_event_waits_for_the_effects_of_the_one_before(
 
     def detached(name: BackendId) -> None:
         order.append(name)
-        engine.removed(name)
+        engine.tell(ev.Removed(name))
 
     monkeypatch.setattr(Scheduler, "handle", handle)
     clock = MonotonicClock()
@@ -658,7 +658,7 @@ async def test_an_event_waits_for_the_effects_of_the_one_before(
     engine = Engine(
         scheduler(backend("a", 1)), {}, None, clock, telemetry, throttle, on_detach=detached
     )
-    engine.drain(A)
+    engine.tell(ev.Draining(A))
 
     assert order == ["Draining", A, B, "Removed", "Removed"]
     await engine.aclose()

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from router.base.errors import BadRequestError, NotFoundError
 from router.base.types import BackendId
+from router.core.model import events as ev
 from router.core.model.servers import ServerPhase
 from router.engine.engine import Engine
 from router.engine.fleet_view import ServerView
@@ -62,7 +63,7 @@ class ServerRoutes:
         if action not in _ACTIONS:
             raise NotFoundError("the action on a server must be start, stop or restart")
         self._find(name)
-        self._engine.ask_server(BackendId(name), **_ACTIONS[action])
+        self._engine.tell(ev.ServerAsked(BackendId(name), **_ACTIONS[action]))
         return json_response(server_row(self._find(name), self._now()))
 
     async def log(self, call: Call, path: str) -> web.Response:

@@ -8,6 +8,7 @@ from functools import partial
 from router.base.errors import BackendError
 from router.base.ports import Attempt, Spawn
 from router.base.types import Outcome, Prompt, Reported, RequestId
+from router.core.model import events as ev
 from router.engine.engine import Engine, Grant, Timing
 from router.llama.replies import read_reply
 from router.llama.wire import ChatPrompt, ParsedRequest
@@ -102,7 +103,8 @@ class Reports:
             with contextlib.suppress(BackendError):  # the backend is gone; a save reads the ids too
                 answer = await reader.answer(reported.text)
         if answer:
-            self._engine.answer_read(grant.lease, prompt.tokens, answer)
+            slot, generation = grant.lease.slot, grant.lease.generation
+            self._engine.tell(ev.AnswerRead(slot, generation, prompt.tokens, answer))
 
 
 def _attempt(call: Call, end: End, reported: Reported) -> Attempt:

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from router.base.errors import BackendError
 from router.base.types import BackendId, Outcome, Reported
+from router.core.model import events as ev
 from router.engine.engine import Engine, Grant, Timing
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.answer_counts import AnswerCounts
@@ -59,7 +60,7 @@ class Sender:
         def first_byte() -> None:
             call.first_byte = perf_counter()
             if grant.plan.prefill_first and request.streams:
-                told = partial(self._engine.begun, request.id)
+                told = partial(self._engine.tell, ev.Begun(request.id))
                 asyncio.get_running_loop().call_soon(self._throttle.call, told)
 
         self._suspects.sent(request.id, backend)

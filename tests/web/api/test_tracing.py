@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from router.core.model import events as ev
 from router.telemetry.tracing import OtelTracing
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Fleet, running
@@ -118,11 +119,9 @@ async def test_one_that_never_got_a_slot(
     await fake.go_down()
     await fleet.until(lambda state: not state["backends"][0]["up"])
     queue = fleet.router.engine._scheduler.state.queue
-    fleet.router.engine.configure(
-        fleet.router.engine._scheduler.state.fleet.policy,
-        fleet.router.engine._scheduler.state.fleet.catalog.limits,
-        type(queue.limits)(no_backend_s=0.05),
-    )
+    state = fleet.router.engine._scheduler.state.fleet
+    limits = type(queue.limits)(no_backend_s=0.05)
+    fleet.router.engine.tell(ev.Configured(state.policy, state.catalog.limits, limits))
     await fleet.post("/v1/embeddings", {"input": PROMPT})
     root, parts = spans(exporter)
 
