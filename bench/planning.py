@@ -161,11 +161,8 @@ def make_fleet(snapshots: Sequence[Snapshot], tokens: int) -> Fleet:
     fleet = Fleet()
     random_ = random.Random(-1)
     for name in (BackendId("a"), BackendId("b")):
-        fleet.backends[name].info = BackendInfo(
-            *(name, 4, 4 * tokens, SPACE), kv_dir=PLACE, memory_kind=MemoryKind.FULL
-        )
-        fleet.backends[name].rates = Rates()
-        fleet.slots.add(name, 4)
+        info = BackendInfo(*(name, 4, 4 * tokens, SPACE), kv_dir=PLACE, memory_kind=MemoryKind.FULL)
+        fleet.take(info, Rates())
         for slot in fleet.slots.of(name)[1:]:
             slot.resident = Resident(make_tokens(random_, tokens))
     fleet.catalog = Catalog(SnapshotLimits(max_bytes=len(snapshots) * tokens * BYTES_PER_TOKEN))

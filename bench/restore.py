@@ -172,7 +172,7 @@ async def measure(options: argparse.Namespace) -> Report:
         connections = await stack.enter_async_context(Connections())
         client = LlamaClient(BACKEND, server.url, connections, Timeouts())
         slow = _Slow()
-        store = _Store([kv_dir], on_lost=lambda *_: None, wall_now=time.monotonic)
+        store = _Store([kv_dir], wall_now=time.monotonic)
         store.slow = slow
         await store.load()
         stack.push_async_callback(store.aclose)

@@ -64,9 +64,9 @@ def _followed() -> Iterator[list[str]]:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         name = frame.f_code.co_filename
-        if event == "call" and name.startswith(ROUTER) and (not modules or modules[-1] != name):
-            if "/web/admin/" not in name:  # the bench asks for the state
-                modules.append(name)
+        is_routers = name.startswith(ROUTER) and "/web/admin/" not in name  # which the bench asks
+        if event == "call" and is_routers and (not modules or modules[-1] != name):
+            modules.append(name)
 
     sys.setprofile(note)
     try:

@@ -9,7 +9,6 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -40,6 +39,7 @@ from router.assembly.part_settings import (
     servers_of,
     take_settings,
 )
+from router.assembly.reactions import BackendReactions, EngineReactions, StoreReactions
 from router.assembly.reload import Reload
 from router.assembly.servers_on_demand import ServersOnDemand, kv_dir_of_servers
 from router.assembly.slot_journal import SlotJournal
@@ -48,19 +48,18 @@ from router.base.clock import MonotonicClock, wall_now
 from router.base.errors import RouterError
 from router.base.ports import Tracing
 from router.base.tasks import Tasks, spawn
-from router.base.types import BackendId, Namespace, Outcome, Request, Standing, Stats
+from router.base.types import BackendId, Standing, Stats
 from router.base.urls import authority
 from router.config import values
 from router.config.open_doors import open_doors
 from router.config.schema import Address, BackendConfig, Config, TokenizerMode
 from router.core.execution.state import State
 from router.core.model import events as ev
-from router.core.model.slots import Resident
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.attach.drivers import Drivers
-from router.llama.attach.monitor import Attached, Monitor
+from router.llama.attach.monitor import Monitor
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections
 from router.store.store import KvStore
@@ -98,8 +97,6 @@ log = structlog.get_logger(__name__)
 
 # For answers still under way when everything else has stopped.
 _CLOSE_S = 1.0
-# Seconds by which the time of a save and the wall clock here may differ: a save takes as long.
-_CLOCK_MARGIN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -148,25 +145,6 @@ class Router:
             log.warning("stopped_with_requests_running", grace_s=grace_s)
 
 
-def _probed(engine: Engine, on_demand: ServersOnDemand, attached: Attached) -> None:
-    on_demand.remember(attached)
-    if attached.probe.untried:
-        engine.tell(ev.ProbePutOff(attached.info.id))
-    else:
-        engine.tell(ev.Probed(attached.info))
-
-
-def _purge_misnamed(engine: Engine, tasks: Tasks, name: Namespace, ago_s: float) -> None:
-    """Purge the states that were saved under a name within `ago_s`."""
-    since = wall_now() - ago_s - _CLOCK_MARGIN_S
-    doomed = [
-        snapshot.id
-        for snapshot, _, _ in engine.view.snapshots()
-        if snapshot.namespace == name and snapshot.saved_at >= since
-    ]
-    tasks.spawn(engine.purge(doomed), name="purge misnamed states")
-
-
 @asynccontextmanager
 async def build(
     config: Config,
@@ -192,22 +170,14 @@ async def build(
         if tracing is None and config.tracing.endpoint is not None:
             tracing = await _exporting(config.tracing.endpoint, stack)
         connections = await stack.enter_async_context(Connections())
-        engine: Engine
-        backends: Backends
         store = KvStore(
             (),
-            on_lost=lambda snapshot, _: engine.tell(ev.SnapshotLost(snapshot.id)),
-            on_found=lambda found: engine.snapshots_found(found),  # noqa: PLW0108 - made below
             wall_now=wall_now,
             fsync=config.store.fsync,
             group_access=config.store.group_access,
         )
         stack.push_async_callback(store.aclose)
         clients: dict[BackendId, LlamaClient] = {}
-
-        def detached(backend: BackendId) -> None:
-            backends.detached(backend)
-            tokenizers.leave(backend, keep=on_demand.keeps(backend))
 
         on_demand = ServersOnDemand(config, connections)
         engine = Engine(
@@ -217,33 +187,15 @@ async def build(
             clock,
             telemetry,
             throttle,
-            on_detach=detached,
-            on_over=decision_log.over,
-            on_abandoned=partial(_abandoned, telemetry, decision_log),
-            servers=on_demand,
-            on_seen=lambda backend, seen: journal.note(backend, seen),  # noqa: PLW0108 - made below
+            on_demand,
         )
+        store.listener = StoreReactions(engine)
         stack.push_async_callback(engine.aclose)
         tasks = Tasks()
         stack.push_async_callback(tasks.aclose)
         tokenizers = TokenizerRegistry(config.tokenizer, tasks)
 
         drivers = Drivers(clock.now)
-
-        def up(attached: Attached) -> None:
-            on_demand.remember(attached)
-            kept = {
-                index: ev.KeptSlot(
-                    Resident(entry.known, entry.unread, entry.checkpoints), entry.tenant
-                )
-                for index, entry in attached.kept.items()
-            }
-            engine.backend_up(attached.info, attached.slots, kept)
-            selection.backend_came()
-
-        def down(backend: BackendId) -> None:
-            engine.tell(ev.BackendDown(backend))
-            tokenizers.leave(backend, keep=on_demand.keeps(backend))
 
         def monitor(backend: BackendConfig, config: Config) -> Monitor:
             return Monitor(
@@ -252,18 +204,8 @@ async def build(
                 store=store,
                 extra_models=backend.models,
                 watch=watch_of(config),
-                known_namespaces=engine.view.known_namespaces,
-                on_up=up,
-                on_down=down,
-                borrow=engine.borrow,
-                on_probed=partial(_probed, engine, on_demand),
-                prepare=tokenizers.prepare,
-                poll_for_strangers=engine.poll_for_strangers,
+                listener=reactions,
                 drivers=drivers,
-                recall=partial(on_demand.recall, backend.name),
-                on_misnamed=partial(_purge_misnamed, engine, tasks),
-                is_waited_for=lambda name: selection.is_waited_for(name),  # noqa: PLW0108 - made below
-                recall_slots=partial(journal.recall, backend.name, kv_dir_of(backend, config)),
             )
 
         def stats() -> Stats:
@@ -279,16 +221,20 @@ async def build(
 
         backends = Backends(engine, clients, monitor)
         journal = SlotJournal(backends.monitors, store, tasks.spawn)
-        on_demand.connect(engine, backends)
-        # Closed after the monitors: a server that is being asked ends late.
-        stack.push_async_callback(on_demand.supervisor.aclose)
-        stack.push_async_callback(backends.aclose)
         selection = BackendSelection(
             backends.monitors,
             tokenizers.readers,
             engine,
             reads_prompts=config.tokenizer.mode is not TokenizerMode.OFF,
         )
+        reactions = BackendReactions(engine, selection, tokenizers, on_demand, journal, tasks)
+        engine.listener = EngineReactions(
+            telemetry, decision_log, journal, backends, tokenizers, on_demand
+        )
+        on_demand.connect(engine, backends)
+        # Closed after the monitors: a server that is being asked ends late.
+        stack.push_async_callback(on_demand.supervisor.aclose)
+        stack.push_async_callback(backends.aclose)
         settings, memory_bytes = Settings(), await asyncio.to_thread(memory_of_machine)
         keys = Keys(telemetry)
 
@@ -512,13 +458,6 @@ async def _reread(router: Router, asked: asyncio.Event) -> None:
         asked.clear()
         with suppress(RouterError):  # the reload has logged it
             await router.reload()
-
-
-def _abandoned(telemetry: PrometheusTelemetry, decision_log: DecisionLog, request: Request) -> None:
-    """Report a request that was abandoned in the queue or during its preparation."""
-    outcome, why = Outcome.CLIENT_GONE, "the client disconnected before its request was sent"
-    telemetry.rejected(request.id, outcome, why, request.clients_id, request.caller)
-    decision_log.rejected(request.id, outcome, why, request.caller)
 
 
 def _allow_descriptors() -> None:

@@ -13,7 +13,7 @@ from router.base.types import BackendId, KvDir
 from router.config.schema import BackendConfig, Config
 from router.core.model import events as ev
 from router.engine.engine import Engine
-from router.llama.attach.monitor import Attached
+from router.llama.attach.attached import Attached
 from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
 from router.llama.replies import ModelsInfo, Props

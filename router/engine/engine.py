@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
+from typing import Protocol
 
 import structlog
 from msgspec import Struct, structs
@@ -79,6 +80,31 @@ class Timing(Struct, frozen=True):
     total_s: float
 
 
+class EngineListener(Protocol):
+    """Who is told of ends."""
+
+    def over(self, record: RequestRecord, plan: Plan) -> None:
+        """Note the end of a request that reached a backend."""
+
+    def abandoned(self, request: Request) -> None:
+        """Note that a request was abandoned before its grant."""
+
+    def seen(self, backend: BackendId, slots: Sequence[watch.SeenSlot]) -> None:
+        """Note idle slots that a poll has seen."""
+
+    def detached(self, backend: BackendId) -> None:
+        """Note that a backend is drained."""
+
+
+class _Deaf:
+    """A listener that does nothing."""
+
+    def over(self, *_: object) -> None: ...
+    def abandoned(self, *_: object) -> None: ...
+    def seen(self, *_: object) -> None: ...
+    def detached(self, *_: object) -> None: ...
+
+
 class Engine:
     """The only writer of core state; see the module docstring."""
 
@@ -90,22 +116,15 @@ class Engine:
         clock: Clock,
         telemetry: Telemetry,
         throttle: LoopThrottle,
-        on_detach: Callable[[BackendId], None] = lambda _: None,
-        on_over: Callable[[RequestRecord, Plan], None] = lambda *_: None,
-        on_abandoned: Callable[[Request], None] = lambda _: None,
         servers: ServerRunner | None = None,
-        on_seen: Callable[[BackendId, Sequence[watch.SeenSlot]], None] = lambda *_: None,
     ) -> None:
         """Connect the scheduler to its surroundings. `backends` may change.
 
-        `on_detach` is called for each backend once it is drained. `on_over` is called for each
-        request that reached a backend, at its end. `on_abandoned` is called for each request
-        abandoned before its grant. `servers` starts and stops the servers on demand, if there are
-        any. `on_seen` is called with idle slots whenever a poll has seen them.
+        `servers` starts and stops the servers on demand, if there are any. Set `listener` before
+        the first event.
         """
-        self._on_seen = on_seen
+        self.listener: EngineListener = _Deaf()
         self._servers = servers
-        self._on_over, self._on_abandoned, self._on_detach = on_over, on_abandoned, on_detach
         self._scheduler = scheduler
         self.view = FleetView(scheduler.state)
         self._backends = backends
@@ -158,7 +177,7 @@ class Engine:
                 # way would grant it, and the lease would never be released.
                 future.cancel()
                 self._feed(ev.Cancelled(request.id))
-                self._on_abandoned(request)
+                self.listener.abandoned(request)
             raise
         finally:
             self._grants.pop(request.id, None)
@@ -374,7 +393,7 @@ class Engine:
             case ef.Quarantine():
                 self._tasks.spawn(self._transfers.quarantine(effect), name="quarantine")
             case ef.Detach():
-                self._on_detach(effect.backend)
+                self.listener.detached(effect.backend)
             case ef.StartServer():
                 assert self._servers is not None
                 self._servers.start(effect.server)
@@ -415,7 +434,7 @@ class Engine:
         timing = self._timings.get(effect.request.id, Timing(None, 0.0))
         record = record_of(effect, timing.ttft_s, timing.total_s)
         self._telemetry.request(record)
-        self._on_over(record, effect.plan)
+        self.listener.over(record, effect.plan)
 
     # -- effects that take time ----------------------------------------------------------------
 
@@ -516,7 +535,7 @@ class Engine:
         if busy:
             found = {slot: idle[slot] for slot in busy}
             self._throttle.call(partial(self._feed, ev.FoundBusy(found)))
-        self._on_seen(backend, watch.known_slots(self._slots_of(backend), idle, statuses))
+        self.listener.seen(backend, watch.known_slots(self._slots_of(backend), idle, statuses))
 
     async def seen_of(self, backend: BackendId) -> list[watch.SeenSlot]:
         """Poll a backend; return its idle slots with a content that is surely known."""

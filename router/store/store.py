@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import structlog
 
@@ -36,6 +36,23 @@ _RECOVERED_AT_ONCE = 100
 _TOLD_AT_ONCE = 10  # to find ten thousand in an index at once would hold up the event loop
 
 
+class StoreListener(Protocol):
+    """Who is told what became of snapshots."""
+
+    def lost(self, snapshot: Snapshot, reason: str) -> None:
+        """Note one that could not be made durable, or is in a directory that hangs."""
+
+    async def found(self, snapshots: list[Snapshot]) -> None:
+        """Note those in a directory that answers again."""
+
+
+class _Deaf:
+    """A listener that does nothing."""
+
+    def lost(self, *_: object) -> None: ...
+    async def found(self, *_: object) -> None: ...
+
+
 class KvStore:
     """The store of snapshots. Call `load` first, `aclose` last, and all from one event loop."""
 
@@ -43,23 +60,19 @@ class KvStore:
         self,
         kv_dirs: Sequence[KvDir],
         *,
-        on_lost: Callable[[Snapshot, str], None],
-        on_found: Callable[[list[Snapshot]], Awaitable[None]] | None = None,
         wall_now: Callable[[], float],
         fsync: bool = True,
         group_access: bool = False,
     ) -> None:
         """Configure the store; `load` opens `kv_dirs`.
 
-        `on_lost` gets a snapshot that could not be made durable or is in a directory that hangs.
-        `on_found` gets the latter when the directory answers again. `wall_now` returns seconds
-        since the epoch. Without `fsync` a crash of the machine (not of the router) may lose
-        snapshots, but never brings back a wrong one. `group_access`: the group of a directory may
-        read and write in it, as a backend of another user has to.
+        Set `listener` before. `wall_now` returns seconds since the epoch. Without `fsync` a crash
+        of the machine (not of the router) may lose snapshots, but never brings back a wrong one.
+        `group_access`: the group of a directory may read and write in it, as a backend of another
+        user has to.
         """
         self._kv_dirs = tuple(dict.fromkeys(kv_dirs))
-        self._on_lost = on_lost
-        self._on_found = on_found
+        self.listener: StoreListener = _Deaf()
         self._wall_now = wall_now
         self._fsync = fsync
         self._group_access = group_access
@@ -414,13 +427,12 @@ class KvStore:
 
     async def _tell_lost(self, snapshots: list[Snapshot]) -> None:
         for number, snapshot in enumerate(snapshots):
-            self._on_lost(snapshot, "its directory does not answer")
+            self.listener.lost(snapshot, "its directory does not answer")
             if number % _TOLD_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
     async def _tell_found(self, snapshots: list[Snapshot]) -> None:
-        if self._on_found is not None:
-            await self._on_found([s for s in snapshots if s.id in self._held])
+        await self.listener.found([s for s in snapshots if s.id in self._held])
         unwanted, self._unwanted = self._unwanted, []
         for kv_dir, name in unwanted:
             with suppress(KvError):
@@ -437,4 +449,4 @@ class KvStore:
             with suppress(KvError):
                 await held.directory.threads.unhurried(partial(records.take_out, held, held.unlink))
             log.warning("snapshot_lost", snapshot=held.snapshot.id, reason=str(error))
-            self._on_lost(held.snapshot, str(error))
+            self.listener.lost(held.snapshot, str(error))

@@ -655,9 +655,10 @@ async def test_an_event_waits_for_the_effects_of_the_one_before(
     monkeypatch.setattr(Scheduler, "handle", handle)
     clock = MonotonicClock()
     telemetry, throttle = cast(Telemetry, Mock()), LoopThrottle(clock)
-    engine = Engine(
-        scheduler(backend("a", 1)), {}, None, clock, telemetry, throttle, on_detach=detached
-    )
+    engine = Engine(scheduler(backend("a", 1)), {}, None, clock, telemetry, throttle)
+    listener = Mock()
+    listener.detached = detached
+    engine.listener = listener
     engine.tell(ev.Draining(A))
 
     assert order == ["Draining", A, B, "Removed", "Removed"]

@@ -19,7 +19,7 @@ from router.store.io_pool import Threads
 from router.store.records import StoredSnapshot
 from router.store.store import KvStore
 from tests.support.files.state_files import full
-from tests.support.files.stores import Stores, names, put, write
+from tests.support.files.stores import Noting, Stores, names, put, write
 
 NO_TIME = 0.01
 
@@ -164,17 +164,8 @@ async def kept(store: KvStore) -> Snapshot:
 async def test_what_hangs_is_withdrawn_and_offered_again(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[list[Snapshot]] = []
-
-    async def on_found(snapshots: list[Snapshot]) -> None:
-        found.append(snapshots)
-
-    store = KvStore(
-        stores.kv_dirs,
-        on_lost=lambda snapshot, reason: stores.lost.append((snapshot, reason)),
-        on_found=on_found,
-        wall_now=lambda: 1.5,
-    )
+    store = KvStore(stores.kv_dirs, wall_now=lambda: 1.5)
+    told = store.listener = Noting(stores.lost)
     snapshot = await kept(store)
     hanging = Hanging(monkeypatch, files, "identity")
     with pytest.raises(KvError, match="does not answer"):
@@ -186,8 +177,8 @@ async def test_what_hangs_is_withdrawn_and_offered_again(
     await store.discard(stores.kv_dirs[1], store.staging_name())
 
     hanging.go.set()
-    await until(lambda: bool(found))
-    assert found == [[snapshot]]
+    await until(lambda: bool(told.back))
+    assert told.back == [[snapshot]]
     assert await store.open(snapshot, snapshot.kv_dir, 1)
     await store.aclose()
 
@@ -274,17 +265,19 @@ async def test_what_was_lost_is_told_before_what_is_found(
     monkeypatch.setattr(store_module, "_TOLD_AT_ONCE", 1)
     offered: set[SnapshotId] = set()
 
-    def on_lost(snapshot: Snapshot, _: str) -> None:
-        if not hanging.go.is_set():
-            hanging.go.set()
-            (stuck,) = store._directories[snapshot.kv_dir].threads._stuck
-            wait([stuck.job], timeout=10)
-        offered.discard(snapshot.id)
+    class Listener:
+        def lost(self, snapshot: Snapshot, _: str) -> None:
+            if not hanging.go.is_set():
+                hanging.go.set()
+                (stuck,) = store._directories[snapshot.kv_dir].threads._stuck
+                wait([stuck.job], timeout=10)
+            offered.discard(snapshot.id)
 
-    async def on_found(snapshots: list[Snapshot]) -> None:
-        offered.update(snapshot.id for snapshot in snapshots)
+        async def found(self, snapshots: list[Snapshot]) -> None:
+            offered.update(snapshot.id for snapshot in snapshots)
 
-    store = KvStore(stores.kv_dirs, on_lost=on_lost, on_found=on_found, wall_now=lambda: 1.5)
+    store = KvStore(stores.kv_dirs, wall_now=lambda: 1.5)
+    store.listener = Listener()
     await store.load()
     made = [await put(store, full([number, 6, 7])) for number in range(20)]
     await store.flush()

@@ -28,7 +28,6 @@ def list_of(kv_dir: Path) -> list[Path]:
 def store(kv_dir: Path, *, group_access: bool) -> KvStore:
     return KvStore(
         [KvDir(str(kv_dir))],
-        on_lost=lambda *_: None,
         wall_now=lambda: 1.0,
         group_access=group_access,
     )

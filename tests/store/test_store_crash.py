@@ -49,7 +49,7 @@ async def store(stores: Stores) -> KvStore:
 
 async def test_oldest_comes_first(stores: Stores) -> None:
     ticks = iter(range(100))
-    store = KvStore(stores.kv_dirs, on_lost=lambda *_: None, wall_now=lambda: float(next(ticks)))
+    store = KvStore(stores.kv_dirs, wall_now=lambda: float(next(ticks)))
     await store.load()
     put_in = []
     for n in range(2, 6):

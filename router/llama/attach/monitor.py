@@ -5,8 +5,9 @@ Reports to the engine when a backend comes up or goes down; the engine decides w
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import structlog
 from msgspec.structs import replace
@@ -20,7 +21,8 @@ from router.base.errors import (
     TwinError,
 )
 from router.base.ports import SnapshotStore
-from router.base.types import BackendId, BackendInfo, KvDir, MemoryKind, Namespace, SlotStatus
+from router.base.types import BackendInfo, KvDir, MemoryKind, Namespace, SlotStatus
+from router.llama.attach.attached import Attached, BackendListener
 from router.llama.attach.diagnosis import Trouble, unusable
 from router.llama.attach.drivers import Drivers
 from router.llama.attach.model_file import model_digest
@@ -28,7 +30,7 @@ from router.llama.attach.namespace import digest, is_same, namespace
 from router.llama.attach.probe import is_still_so, probe
 from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
-from router.llama.replies import InfillAnswer, ModelsInfo, Props
+from router.llama.replies import ModelsInfo, Props
 from router.store.format.head import VERSION
 from router.store.slot_journal import JournalEntry
 
@@ -45,20 +47,6 @@ _PUT_OFF_MOST = 3
 # With more than one poll of the slots a second, a server does not notice abandoned requests
 # (llama-server.md section 5.6).
 _STRANGERS_INTERVAL_S = 1.5
-
-
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """All facts learned when a backend came up."""
-
-    info: BackendInfo
-    slots: tuple[SlotStatus, ...]
-    props: Props
-    models: ModelsInfo
-    probe: ProbeResult
-    recalled: bool = False  # the probe is that of an equal process before
-    lora: bytes = b""  # the answer about its adapters
-    kept: Mapping[int, JournalEntry] = field(default_factory=dict)  # slots as the router knew them
 
 
 EMPTIES_SLOTS = (
@@ -88,16 +76,8 @@ class MonitorSettings:
     tenants: bool = False  # tenants are kept apart
 
 
-# Learns how a backend tokenizes; the flag: it is as it was before. Raises BackendError.
-Prepare = Callable[[LlamaClient, Props, Namespace, tuple[InfillAnswer, ...], bool], Awaitable[None]]
 # Returns what a probe of an equal process found; None: there was none.
 Recall = Callable[[Props, ModelsInfo], ProbeResult | None]
-# Returns what the slots of this process held when a router last looked.
-RecallSlots = Callable[[Props], Awaitable[Sequence[JournalEntry]]]
-
-
-async def _no_slots(_: Props) -> Sequence[JournalEntry]:
-    return ()
 
 
 class Monitor:
@@ -111,31 +91,13 @@ class Monitor:
         store: SnapshotStore | None,
         extra_models: tuple[str, ...],
         watch: MonitorSettings,
-        known_namespaces: Callable[[], set[Namespace]],
-        on_up: Callable[[Attached], None],
-        on_down: Callable[[BackendId], None],
-        borrow: Callable[[BackendId], Collection[int]],
-        on_probed: Callable[[Attached], None],
-        prepare: Prepare,
-        poll_for_strangers: Callable[[BackendId], None],
+        listener: BackendListener,
         drivers: Drivers,
-        recall: Recall = lambda *_: None,
-        recall_slots: RecallSlots = _no_slots,
-        is_waited_for: Callable[[BackendId], bool] = lambda _: False,
-        on_misnamed: Callable[[Namespace, float], None] = lambda *_: None,
     ) -> None:
-        """Set up the monitor. `drivers` is shared by all monitors.
-
-        `is_waited_for`: whether a request waits that the backend could serve with a slot more.
-        `on_misnamed`: states that were saved under this name in the last so many seconds may be of
-        other adapters.
-        """
-        self._on_misnamed = on_misnamed
-        self._is_waited_for = is_waited_for
+        """Set up the monitor. `drivers` is shared by all monitors."""
+        self._listener = listener
         self._put_off = 0  # probes, since it came up
         self._adapters_asked_at = self._adapters_told_at = 0.0  # loop time
-        self._recall_slots = recall_slots
-        self._recall = recall
         self.client = client
         self.attached: Attached | None = None
         self.models: frozenset[str] = frozenset()  # as of the last time it was up.
@@ -146,16 +108,9 @@ class Monitor:
         self._kv_dir = kv_dir
         self._store = store
         self._extra_models = extra_models
-        self._known_namespaces = known_namespaces
-        self._on_up = on_up
-        self._on_down = on_down
-        self._borrow = borrow
-        self._on_probed = on_probed
         self._answered = False  # in this check, as a llama-server does.
         self._told: Trouble | None = None  # last trouble logged since it was up.
         self._checks_since_probe = 0
-        self._prepare = prepare
-        self._poll_for_strangers = poll_for_strangers
         self._drivers = drivers
         self._polls_for_strangers = 0
         self._doubt = asyncio.Event()
@@ -261,7 +216,7 @@ class Monitor:
             log.warning("backend_down", backend=self.client.id, reason=OTHER_ADAPTERS)
             namespace, now = self.attached.info.namespace, asyncio.get_running_loop().time()
             self._lose()
-            self._on_misnamed(namespace, now - self._adapters_told_at)
+            self._listener.misnamed(namespace, now - self._adapters_told_at)
             self._take(props)
         if self.attached is None:
             await self._attach(props)
@@ -307,7 +262,7 @@ class Monitor:
         self._polls_for_strangers += 1
         if self._polls_for_strangers * self.watch.interval_s >= _STRANGERS_INTERVAL_S:
             self._polls_for_strangers = 0
-            self._poll_for_strangers(self.client.id)
+            self._listener.poll_for_strangers(self.client.id)
 
     def _failed(self, error: BackendError | KvError, *, sure: bool) -> None:
         """Handle a failed check. The trouble is logged once, and again when it changes."""
@@ -324,7 +279,7 @@ class Monitor:
     def _lose(self) -> None:
         self.attached = None
         self._drivers.release(self.client.id)
-        self._on_down(self.client.id)
+        self._listener.down(self.client.id)
         self.client.give_up()
 
     async def _attach(self, props: Props) -> None:
@@ -346,7 +301,7 @@ class Monitor:
         self.problem, self._told = "", None
         self._checks_since_probe = 0
         _log_attached("backend_up", attached)
-        self._on_up(attached)
+        self._listener.up(attached)
 
     async def _still_answers(self, props: Props) -> bool:
         """Return whether the same process answers, after its probe has failed."""
@@ -363,7 +318,7 @@ class Monitor:
         while nothing runs would be simpler. On a busy backend that moment may never come, and
         attaching would lose the resident tokens of the slots.
         """
-        borrowed = self._borrow(self.client.id)
+        borrowed = self._listener.borrow(self.client.id)
         if not borrowed:
             return
         try:
@@ -371,7 +326,7 @@ class Monitor:
         except ProbePutOffError:
             self._put_off += 1
             assert self.attached is not None
-            self._on_probed(self.attached)  # gives the slots back
+            self._listener.probed(self.attached)  # gives the slots back
             return
         except (BackendError, KvError):
             # Probe requests may still run in the slots: only attaching anew is safe.
@@ -379,7 +334,7 @@ class Monitor:
             raise
         self.attached = attached
         _log_attached("backend_probed", attached)
-        self._on_probed(attached)
+        self._listener.probed(attached)
 
     async def _learn(
         self, props: Props, only: Collection[int] | None, *, with_probe: bool = True
@@ -389,7 +344,7 @@ class Monitor:
 
         def makes_way() -> bool:
             late = loop.time() > began + GRACE_S and self._put_off < _PUT_OFF_MOST
-            return late and self._is_waited_for(self.client.id)
+            return late and self._listener.is_waited_for(self.client.id)
 
         attached = await attach(
             self.client,
@@ -401,13 +356,15 @@ class Monitor:
             makes_way=makes_way,
             empties_unknown=only is None,
             tenants=self.watch.tenants,
-            known=self._known_namespaces(),
+            known=self._listener.known_namespaces(),
             only=only,
-            recall=self._recall,
-            entries=() if only is not None else await self._recall_slots(props),
+            recall=partial(self._listener.recall, self.client.id),
+            entries=()
+            if only is not None
+            else await self._listener.recall_slots(self.client.id, self._kv_dir, props),
         )
         namespace, infill = attached.info.namespace, attached.probe.infill
-        await self._prepare(self.client, props, namespace, infill, attached.recalled)
+        await self._listener.prepare(self.client, props, namespace, infill, attached.recalled)
         return attached
 
 

@@ -17,8 +17,9 @@ from router.base.ports import SnapshotStore
 from router.base.tasks import Tasks
 from router.base.types import KvDir, MemoryKind, Namespace, SlotStatus, StagedFile
 from router.config.schema import BackendConfig, Config, TokenizerMode
+from router.llama.attach.attached import Attached
 from router.llama.attach.diagnosis import Trouble, Unusable, unusable
-from router.llama.attach.monitor import Attached, attach
+from router.llama.attach.monitor import attach
 from router.llama.client import LlamaClient
 from router.llama.replies import Props
 from router.llama.server_client import Connections

@@ -15,8 +15,8 @@ from router.config.loader import path_text
 from router.config.open_doors import open_doors
 from router.config.schema import Config, TokenizerMode
 from router.core.model.policy import Policy
+from router.llama.attach.attached import Attached
 from router.llama.attach.diagnosis import Trouble, Unusable
-from router.llama.attach.monitor import Attached
 from router.store import shapes
 from router.store.files import openness
 from router.store.format.blocks import AttentionBlock

@@ -9,10 +9,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from router.base.errors import BackendTimeoutError
-from router.base.types import BackendId, KvDir, MemoryKind
+from router.base.types import BackendId, KvDir, MemoryKind, Namespace
 from router.llama.attach import monitor as monitor_module
+from router.llama.attach.attached import Attached
 from router.llama.attach.drivers import Drivers
-from router.llama.attach.monitor import Attached, Monitor, MonitorSettings
+from router.llama.attach.monitor import Monitor, MonitorSettings
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.store.store import KvStore
@@ -43,7 +44,7 @@ class Watched:
         kv_dir = None if folder is None else KvDir(str(folder))
         self.store = None
         if kv_dir is not None:
-            self.store = KvStore([kv_dir], on_lost=lambda *_: None, wall_now=lambda: 1.0)
+            self.store = KvStore([kv_dir], wall_now=lambda: 1.0)
         self.said: list[str] = []
         self.up: list[Attached] = []
         self.lent: set[int] = set()
@@ -59,41 +60,59 @@ class Watched:
             store=self.store,
             extra_models=("alias",),
             watch=SLOW,
-            known_namespaces=set,
-            on_up=self._up,
-            on_down=lambda _: self._say("down"),
-            borrow=self._borrow,
-            on_probed=self._probed,
-            prepare=self._prepare,
-            poll_for_strangers=lambda _: None,
+            listener=Reports(self),
             drivers=self.drivers,
-            is_waited_for=lambda _: self.waited_for,
         )
 
-    def _up(self, attached: Attached) -> None:
-        self.up.append(attached)
-        self._say("up")
-
-    def _borrow(self, backend: BackendId) -> set[int]:
-        self._say("borrow")
-        return self.lent
-
-    def _probed(self, attached: Attached) -> None:
-        self.up.append(attached)
-        self._say("probed")
-
-    def _say(self, what: str) -> None:
+    def say(self, what: str) -> None:
         self.said.append(what)
         self.changed.set()
-
-    async def _prepare(self, *_: object) -> None:
-        self.said.append("prepare")
 
     async def until(self, *said: str) -> None:
         async with asyncio.timeout(30):
             while self.said != list(said):
                 self.changed.clear()
                 await self.changed.wait()
+
+
+class Reports:
+    """What a monitor tells and asks, noted."""
+
+    def __init__(self, watched: Watched) -> None:
+        self.watched = watched
+
+    def up(self, attached: Attached) -> None:
+        self.watched.up.append(attached)
+        self.watched.say("up")
+
+    def down(self, _: BackendId) -> None:
+        self.watched.say("down")
+
+    def probed(self, attached: Attached) -> None:
+        self.watched.up.append(attached)
+        self.watched.say("probed")
+
+    def misnamed(self, *_: object) -> None: ...
+
+    def borrow(self, _: BackendId) -> set[int]:
+        self.watched.say("borrow")
+        return self.watched.lent
+
+    def poll_for_strangers(self, _: BackendId) -> None: ...
+
+    def is_waited_for(self, _: BackendId) -> bool:
+        return self.watched.waited_for
+
+    def known_namespaces(self) -> set[Namespace]:
+        return set()
+
+    async def prepare(self, *_: object) -> None:
+        self.watched.said.append("prepare")
+
+    def recall(self, *_: object) -> None: ...
+
+    async def recall_slots(self, *_: object) -> tuple[()]:
+        return ()
 
 
 @pytest.fixture

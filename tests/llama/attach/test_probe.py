@@ -14,7 +14,8 @@ from router.base.errors import BackendRefusedError, KvFileError
 from router.base.tokens import Tokens
 from router.base.types import BackendId, KvDir, MemoryKind, Namespace, Reported, Transfer
 from router.llama.attach import probe
-from router.llama.attach.monitor import Attached, attach
+from router.llama.attach.attached import Attached
+from router.llama.attach.monitor import attach
 from router.llama.attach.probe_result import MOVES_CHUNKS, NO_KV, SWA_FULL, WRONG_ENDING, Padding
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
@@ -50,7 +51,7 @@ async def look(server: LlamaServer, connections: Connections, *known: Namespace)
 async def examine(client: LlamaClient, folder: Path, *known: Namespace) -> Attached:
     """Attach, and check that nothing is left in the directory."""
     kv_dir = KvDir(str(folder))
-    store = KvStore([kv_dir], on_lost=lambda *_: None, wall_now=lambda: 1.0)
+    store = KvStore([kv_dir], wall_now=lambda: 1.0)
     await store.load()
     try:
         return await attach(

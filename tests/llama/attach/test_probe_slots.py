@@ -42,7 +42,7 @@ async def client(fake: FakeLlama) -> AsyncIterator[LlamaClient]:
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[KvStore]:
-    made = KvStore([KvDir(str(tmp_path))], on_lost=lambda *_: None, wall_now=lambda: 1.0)
+    made = KvStore([KvDir(str(tmp_path))], wall_now=lambda: 1.0)
     await made.load()
     yield made
     await made.aclose()

@@ -18,6 +18,20 @@ NAMESPACE = Namespace("n")
 
 
 @dataclass
+class Noting:
+    """A listener that notes what a store tells."""
+
+    gone: list[tuple[Snapshot, str]] = field(default_factory=list)
+    back: list[list[Snapshot]] = field(default_factory=list)
+
+    def lost(self, snapshot: Snapshot, reason: str) -> None:
+        self.gone.append((snapshot, reason))
+
+    async def found(self, snapshots: list[Snapshot]) -> None:
+        self.back.append(snapshots)
+
+
+@dataclass
 class Stores:
     """A maker of stores over the same directories, as if the router was started again."""
 
@@ -28,10 +42,10 @@ class Stores:
     def make(self, *kv_dirs: KvDir, fsync: bool = True) -> KvStore:
         store = KvStore(
             kv_dirs or self.kv_dirs[:1],
-            on_lost=lambda snapshot, reason: self.lost.append((snapshot, reason)),
             wall_now=lambda: 1.5,
             fsync=fsync,
         )
+        store.listener = Noting(self.lost)
         self._open.append(store)
         return store
 

@@ -1,0 +1,167 @@
+"""What follows when something happens: to a backend, to a state file, to a request.
+
+Each class answers "who reacts when ...?" for one part of the router; the part knows no other.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from router.assembly.backends import Backends
+from router.assembly.servers_on_demand import ServersOnDemand
+from router.assembly.slot_journal import SlotJournal
+from router.assembly.tokenizer_registry import TokenizerRegistry
+from router.base.clock import wall_now
+from router.base.ports import Telemetry
+from router.base.tasks import Tasks
+from router.base.types import (
+    BackendId,
+    KvDir,
+    Namespace,
+    Outcome,
+    Request,
+    RequestRecord,
+    Snapshot,
+)
+from router.core.model import events as ev
+from router.core.model.plan import Plan
+from router.core.model.slots import Resident
+from router.engine.engine import Engine
+from router.engine.slot_watch import SeenSlot
+from router.llama.attach.attached import Attached
+from router.llama.attach.probe_result import ProbeResult
+from router.llama.client import LlamaClient
+from router.llama.replies import InfillAnswer, ModelsInfo, Props
+from router.store.slot_journal import JournalEntry
+from router.telemetry.decision_log import DecisionLog
+from router.web.api.backend_selection import BackendSelection
+
+# Clocks of files and of this process may differ by so much.
+_CLOCK_MARGIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BackendReactions:
+    """Reacts to the monitors of backends; implements `monitor.BackendListener`."""
+
+    engine: Engine
+    selection: BackendSelection
+    tokenizers: TokenizerRegistry
+    on_demand: ServersOnDemand
+    journal: SlotJournal
+    tasks: Tasks
+
+    def up(self, attached: Attached) -> None:
+        """Take a backend into use."""
+        self.on_demand.remember(attached)
+        kept = {
+            index: ev.KeptSlot(Resident(entry.known, entry.unread, entry.checkpoints), entry.tenant)
+            for index, entry in attached.kept.items()
+        }
+        self.engine.backend_up(attached.info, attached.slots, kept)
+        self.selection.backend_came()
+
+    def down(self, backend: BackendId) -> None:
+        """Take a backend out of use."""
+        self.engine.tell(ev.BackendDown(backend))
+        self.tokenizers.leave(backend, keep=self.on_demand.keeps(backend))
+
+    def probed(self, attached: Attached) -> None:
+        """Take the result of a probe, or its slots back if it made way for a request."""
+        self.on_demand.remember(attached)
+        if attached.probe.untried:
+            self.engine.tell(ev.ProbePutOff(attached.info.id))
+        else:
+            self.engine.tell(ev.Probed(attached.info))
+
+    def misnamed(self, name: Namespace, ago_s: float) -> None:
+        """Purge the states that were saved under a name within `ago_s`."""
+        since = wall_now() - ago_s - _CLOCK_MARGIN_S
+        doomed = [
+            snapshot.id
+            for snapshot, _, _ in self.engine.view.snapshots()
+            if snapshot.namespace == name and snapshot.saved_at >= since
+        ]
+        self.tasks.spawn(self.engine.purge(doomed), name="purge misnamed states")
+
+    def borrow(self, backend: BackendId) -> Collection[int]:
+        """Return the idle slots that a probe may use."""
+        return self.engine.borrow(backend)
+
+    def poll_for_strangers(self, backend: BackendId) -> None:
+        """Look in the background for unknown clients of a backend."""
+        self.engine.poll_for_strangers(backend)
+
+    def is_waited_for(self, backend: BackendId) -> bool:
+        """Return whether a request waits that the backend could serve with a slot more."""
+        return self.selection.is_waited_for(backend)
+
+    def known_namespaces(self) -> set[Namespace]:
+        """Return all namespaces that a backend could belong to."""
+        return self.engine.view.known_namespaces()
+
+    async def prepare(
+        self,
+        client: LlamaClient,
+        props: Props,
+        namespace: Namespace,
+        infill: tuple[InfillAnswer, ...],
+        recalled: bool,
+    ) -> None:
+        """Learn how a backend tokenizes. Raises BackendError."""
+        await self.tokenizers.prepare(client, props, namespace, infill, recalled)
+
+    def recall(self, backend: BackendId, props: Props, models: ModelsInfo) -> ProbeResult | None:
+        """Return what the probe of an equal process found; None: there was none."""
+        return self.on_demand.recall(backend, props, models)
+
+    async def recall_slots(
+        self, backend: BackendId, kv_dir: KvDir | None, props: Props
+    ) -> Sequence[JournalEntry]:
+        """Return the journal entries that were written for this server process."""
+        return await self.journal.recall(backend, kv_dir, props)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReactions:
+    """Reacts to what the store finds out about files; implements `store.StoreListener`."""
+
+    engine: Engine
+
+    def lost(self, snapshot: Snapshot, _: str) -> None:
+        """Offer a snapshot no more."""
+        self.engine.tell(ev.SnapshotLost(snapshot.id))
+
+    async def found(self, snapshots: list[Snapshot]) -> None:
+        """Offer snapshots again."""
+        await self.engine.snapshots_found(snapshots)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReactions:
+    """Reacts to ends of requests and of backends; implements `engine.EngineListener`."""
+
+    telemetry: Telemetry
+    decision_log: DecisionLog
+    journal: SlotJournal
+    backends: Backends
+    tokenizers: TokenizerRegistry
+    on_demand: ServersOnDemand
+
+    def over(self, record: RequestRecord, plan: Plan) -> None:
+        """Keep what is known of a request that reached a backend."""
+        self.decision_log.over(record, plan)
+
+    def abandoned(self, request: Request) -> None:
+        """Report a request whose client left in the queue or during its preparation."""
+        outcome, why = Outcome.CLIENT_GONE, "the client disconnected before its request was sent"
+        self.telemetry.rejected(request.id, outcome, why, request.clients_id, request.caller)
+        self.decision_log.rejected(request.id, outcome, why, request.caller)
+
+    def seen(self, backend: BackendId, slots: Sequence[SeenSlot]) -> None:
+        """Write what idle slots hold to the journal."""
+        self.journal.note(backend, slots)
+
+    def detached(self, backend: BackendId) -> None:
+        """Let go of a drained backend."""
+        self.backends.detached(backend)
+        self.tokenizers.leave(backend, keep=self.on_demand.keeps(backend))

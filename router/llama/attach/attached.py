@@ -1,0 +1,71 @@
+"""A backend that came up: what was learned of it, and who is told."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from router.base.types import BackendId, BackendInfo, KvDir, Namespace, SlotStatus
+from router.llama.attach.probe_result import ProbeResult
+from router.llama.client import LlamaClient
+from router.llama.replies import InfillAnswer, ModelsInfo, Props
+from router.store.slot_journal import JournalEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """All facts learned when a backend came up."""
+
+    info: BackendInfo
+    slots: tuple[SlotStatus, ...]
+    props: Props
+    models: ModelsInfo
+    probe: ProbeResult
+    recalled: bool = False  # the probe is that of an equal process before
+    lora: bytes = b""  # the answer about its adapters
+    kept: Mapping[int, JournalEntry] = field(default_factory=dict)  # slots as the router knew them
+
+
+class BackendListener(Protocol):
+    """The router around a monitor: what it is told of a backend, and what it is asked."""
+
+    def up(self, attached: Attached) -> None:
+        """Take a backend into use."""
+
+    def down(self, backend: BackendId) -> None:
+        """Take a backend out of use."""
+
+    def probed(self, attached: Attached) -> None:
+        """Take the result of a probe; the borrowed slots come back."""
+
+    def misnamed(self, name: Namespace, ago_s: float) -> None:
+        """Note that states saved under a name within `ago_s` may be of other adapters."""
+
+    def borrow(self, backend: BackendId) -> Collection[int]:
+        """Return the idle slots that a probe may use, until `probed` or `down`."""
+
+    def poll_for_strangers(self, backend: BackendId) -> None:
+        """Look for unknown clients of a backend, in the background."""
+
+    def is_waited_for(self, backend: BackendId) -> bool:
+        """Return whether a request waits that the backend could serve with a slot more."""
+
+    def known_namespaces(self) -> set[Namespace]:
+        """Return all namespaces that a backend could belong to."""
+
+    async def prepare(
+        self,
+        client: LlamaClient,
+        props: Props,
+        namespace: Namespace,
+        infill: tuple[InfillAnswer, ...],
+        recalled: bool,
+    ) -> None:
+        """Learn how a backend tokenizes; `recalled`: it is as before. Raises BackendError."""
+
+    def recall(self, backend: BackendId, props: Props, models: ModelsInfo) -> ProbeResult | None:
+        """Return what a probe of an equal process found; None: there was none."""
+
+    async def recall_slots(
+        self, backend: BackendId, kv_dir: KvDir | None, props: Props
+    ) -> Sequence[JournalEntry]:
+        """Return what the slots of this process held when a router last looked."""
