@@ -57,7 +57,9 @@ class Peer(ServerClient):
         self.asked = self.failed = 0
         self._now = now
         self._on_break = on_break
-        self._breaker = Breaker(_LONGEST_BREAK_S, now)
+        # Apart: a host that answers every question and breaks every request is left alone, too.
+        self._calls = Breaker(_LONGEST_BREAK_S, now)
+        self._forwards = Breaker(_LONGEST_BREAK_S, now)
 
     @property
     def name(self) -> str:
@@ -66,7 +68,7 @@ class Peer(ServerClient):
 
     @property
     def key(self) -> str:
-        """Return what names the host for all hosts: its incarnation; its URL until it is known."""
+        """Return the host's id in the fleet: its incarnation, or its URL until that is known."""
         return self.hello.incarnation if self.hello is not None else self.url
 
     @property
@@ -78,12 +80,12 @@ class Peer(ServerClient):
     def is_usable(self) -> bool:
         """Return whether requests may go there now."""
         known = self.hello is not None and not self.problem and not self.hello.stopping
-        return known and not self._breaker.is_open
+        return known and not self._calls.is_open and not self._forwards.is_open
 
     @property
     def broken_until(self) -> float:
         """Return the clock seconds until which it is left alone after failures."""
-        return self._breaker.open_until
+        return max(self._calls.open_until, self._forwards.open_until)
 
     @property
     def busy(self) -> float:
@@ -155,7 +157,7 @@ class Peer(ServerClient):
         except UndecodableError:
             self.failure()
             return None
-        self._breaker.success()
+        self._calls.success()
         self._learn(self._now() - begun)
         if told.price_s is None or not told.price_s >= 0:
             return None
@@ -187,7 +189,17 @@ class Peer(ServerClient):
 
     def failure(self) -> None:
         """Note a failed call: after some in a row the host is left alone for a while."""
+        self._failed(self._calls)
+
+    def forwarded(self, *, ok: bool) -> None:
+        """Note how a forwarded request ended there: failures in a row count as those of calls."""
+        if ok:
+            self._forwards.success()
+        else:
+            self._failed(self._forwards)
+
+    def _failed(self, breaker: Breaker) -> None:
         self.failed += 1
-        self._breaker.failure()
-        if self._breaker.is_open:
+        breaker.failure()
+        if breaker.is_open:
             self._on_break()

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from router.base.clock import MonotonicClock
 from router.base.errors import BackendError
 from router.base.tasks import Tasks
-from router.hosts.messages import HELLO, PROTOCOL, Hello, Served
+from router.base.types import Source
+from router.hosts.messages import HELLO, PROTOCOL, Hello, QuoteAsk, QuoteReply, Served
 from router.hosts.peer import Peer
 from router.hosts.peers import Peers
 from router.llama.server_client import Connections, Timeouts
@@ -198,6 +199,35 @@ async def test_failures_in_a_row_leave_a_peer_alone_for_a_while() -> None:
 
         assert usable == [True, True, True, True]
         assert not peer.is_usable  # the second break is twice as long
+
+
+async def test_peer_that_quotes_and_breaks_forwards_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def answers(*_: object) -> bytes:
+        return msgspec.msgpack.encode(QuoteReply(1.0, 0.0, 0, Source.COLD))
+
+    monkeypatch.setattr(Peer, "_post", answers)
+    async with Connections() as connections:
+        peer = Peer("http://127.0.0.1:1", connections, Timeouts(), lambda: 0.0)
+        peer.heard(hello("a"), PROOF)
+        for _ in range(3):
+            assert peer.is_usable
+            assert await peer.quote(QuoteAsk(None, "", "", 0, b""), 1.0) is not None
+            peer.forwarded(ok=False)
+
+        assert not peer.is_usable
+        assert peer.failed == 3
+
+
+async def test_peer_that_serves_some_forwards_is_kept() -> None:
+    async with Connections() as connections:
+        peer = Peer("http://127.0.0.1:1", connections, Timeouts(), lambda: 0.0)
+        peer.heard(hello("a"), PROOF)
+        for ok in (False, False, True, False, False):
+            peer.forwarded(ok=ok)
+
+        assert peer.is_usable
 
 
 async def test_a_break_ends_by_itself_and_a_list_does_not_outlive_it() -> None:

@@ -496,8 +496,9 @@ class Forwarding:
                 response, outcome = await self._relay(
                     call, upstream, capture, lambda: first.append(perf_counter())
                 )
+                peer.forwarded(ok=outcome is not Outcome.BACKEND_ERROR)
         except BackendError:
-            peer.failure()
+            peer.forwarded(ok=False)
             return None
         except asyncio.CancelledError:
             outcome = Outcome.CLIENT_GONE
