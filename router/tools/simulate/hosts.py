@@ -37,10 +37,8 @@ class SimulatedHost:
         """Return how many tokens of a prompt a slot or a snapshot of this host holds."""
         fleet, tokens = self.scheduler.state.fleet, request.prompt.tokens
         most = max(fleet.holdings.shared(fleet.slots, tokens).values(), default=0)
-        for info in fleet.infos():
-            namespace = namespace_of(info, request.tenant)
-            return max(most, fleet.catalog.covered(namespace, tokens))
-        return most
+        namespaces = {namespace_of(info, request.tenant) for info in fleet.infos()}
+        return max([most, *(fleet.catalog.covered(name, tokens) for name in namespaces)])
 
     def busy(self) -> float:
         """Return the requests for each slot."""
