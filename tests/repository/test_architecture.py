@@ -30,7 +30,7 @@ ALLOWED = {
     "router.telemetry": "base llama config core.model",  # it keeps plans, and levels of the log
     "router.engine": "base core",
     "router.hosts": "base core.model llama",
-    "router.web": "base config core.fleet core.model engine hosts llama prompts store telemetry",
+    "router.web": "base config core.model engine hosts llama prompts store telemetry",
     "router.servers": "base config",
     "router.assembly": "base config core engine hosts llama prompts servers store telemetry web",
     "router.tools": "base config core engine hosts llama prompts servers store telemetry web"

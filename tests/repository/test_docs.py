@@ -69,7 +69,7 @@ def test_citations_are_found() -> None:
 
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "config").rglob("*.md")),
     *sorted((ROOT / "dashboards").rglob("*.md")),
