@@ -1,4 +1,4 @@
-"""Data types of all packages, without behaviour; `docs/glossary.md` explains the terms."""
+"""Data types of all packages; `docs/glossary.md` explains the terms."""
 
 from collections.abc import Mapping
 from enum import StrEnum

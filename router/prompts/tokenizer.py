@@ -96,7 +96,7 @@ async def _survives_cut(call: TokenizeCall, cutter: Cutter, probes: Sequence[str
 
 
 class SegmentTokenizer:
-    """`ports.Tokenizer` for one backend and one event loop. Raises only BackendError.
+    """Text to ids, as one backend does it; for one event loop. Raises only BackendError.
 
     Exact from the first call: until `self_check` has proved the cut (and the local tokenizer, if
     given), every text is one full call. `specials` maps strings to ids.

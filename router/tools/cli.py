@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvferry",
-        description="A reverse proxy for llama-servers that never computes a prompt twice.",
+        description="A reverse proxy that moves the KV of llama-servers to where it is needed.",
     )
     parser.add_argument("--version", action="version", version=f"kvferry {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
