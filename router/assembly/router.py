@@ -9,89 +9,42 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
-from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from router import __version__
 from router.assembly.backends import (
-    Backends,
     StartError,
-    client_of,
-    key_of,
-    kv_dir_of,
-    moves_kv,
-    secret_of,
-    timeouts_of,
-    watch_of,
 )
 from router.assembly.certificates import Certificates
 from router.assembly.hosts import Hosts, hosts_of
+from router.assembly.in_force import InForce
 from router.assembly.learned_rates import RatesKeeper
 from router.assembly.part_settings import (
-    known_of,
-    limits_of,
     memory_of_machine,
-    policy_of,
-    queue_limits_of,
     servers_of,
-    take_settings,
 )
-from router.assembly.reactions import BackendReactions, EngineReactions, StoreReactions
+from router.assembly.parts import parts_of, stats_of, watched_backends
 from router.assembly.reload import Reload
-from router.assembly.servers_on_demand import ServersOnDemand, kv_dir_of_servers
 from router.assembly.slot_journal import SlotJournal
-from router.assembly.tokenizer_registry import TokenizerRegistry
-from router.base.clock import MonotonicClock, wall_now
+from router.assembly.web import Stages, app_of, live_of
 from router.base.errors import RouterError
 from router.base.ports import Tracing
-from router.base.tasks import Tasks, spawn
-from router.base.types import BackendId, Standing, Stats
+from router.base.tasks import spawn
 from router.base.urls import authority
 from router.config import values
-from router.config.open_doors import open_doors
-from router.config.schema import Address, BackendConfig, Config, TokenizerMode
-from router.core.execution.state import State
-from router.core.model import events as ev
-from router.core.scheduler import Scheduler
+from router.config.schema import Address, Config
 from router.engine.engine import Engine
-from router.engine.loop_throttle import LoopThrottle
-from router.llama.attach.drivers import Drivers
-from router.llama.attach.monitor import Monitor
-from router.llama.client import LlamaClient
-from router.llama.server_client import Connections
 from router.store.store import KvStore
-from router.telemetry.backend_metrics import BackendMetrics
-from router.telemetry.decision_log import DecisionLog
 from router.telemetry.engine_collector import EngineCollector
-from router.telemetry.logs import set_level
-from router.telemetry.metrics import PrometheusTelemetry
 from router.telemetry.process_metrics import Vitals
-from router.web.admin.actions import OperatorActions
-from router.web.admin.guard import Guard
-from router.web.admin.live import Live, Subject
-from router.web.admin.page import load_page
-from router.web.admin.requests import Requests
+from router.web.admin.live import Live
 from router.web.admin.routes import Audience
-from router.web.admin.servers import ServerRoutes
-from router.web.admin.snapshots import Snapshots
-from router.web.admin.state_json import picture_of, survey
-from router.web.admin.status import StatusRoutes
-from router.web.admin.table import own_routes
 from router.web.api.backend_selection import BackendSelection
-from router.web.api.client_keys import Keys
-from router.web.api.completions import Completions
-from router.web.api.elsewhere import Elsewhere, Nowhere
-from router.web.api.forwarding import Forwarding
-from router.web.api.passing import Passing
-from router.web.api.peer_routes import PeerRoutes
-from router.web.api.reports import Reports
-from router.web.api.sending import Sender
-from router.web.api.suspects import Suspects
-from router.web.app import App, OtherHosts
-from router.web.server.settings import Settings
+from router.web.app import App
 
 log = structlog.get_logger(__name__)
 
@@ -159,189 +112,58 @@ async def build(
 
     Raises StartError, or KvError if a kv_dir cannot be used.
     """
-    registry = registry or CollectorRegistry()
-    clock = MonotonicClock()
-    throttle = LoopThrottle(clock)
-    telemetry = PrometheusTelemetry(registry, [backend.name for backend in config.backends])
-    guard = Guard(secret_of("admin: token_env", config.admin.token_env))
-    certificates = Certificates(config)
-    decision_log = DecisionLog(config.diagnostics.requests, wall_now)
     async with AsyncExitStack() as stack:
         if tracing is None and config.tracing.endpoint is not None:
             tracing = await _exporting(config.tracing.endpoint, stack)
-        connections = await stack.enter_async_context(Connections())
-        store = KvStore(
-            (),
-            wall_now=wall_now,
-            fsync=config.store.fsync,
-            group_access=config.store.group_access,
-        )
-        stack.push_async_callback(store.aclose)
-        clients: dict[BackendId, LlamaClient] = {}
-
-        on_demand = ServersOnDemand(config, connections)
-        engine = Engine(
-            Scheduler(State()),
-            clients,
-            store,
-            clock,
-            telemetry,
-            throttle,
-            on_demand,
-        )
-        store.listener = StoreReactions(engine)
-        stack.push_async_callback(engine.aclose)
-        tasks = Tasks()
-        stack.push_async_callback(tasks.aclose)
-        tokenizers = TokenizerRegistry(config.tokenizer, tasks)
-
-        drivers = Drivers(clock.now)
-
-        def monitor(backend: BackendConfig, config: Config) -> Monitor:
-            return Monitor(
-                client_of(backend, connections, timeouts_of(config), on_demand.key(backend.name)),
-                kv_dir=kv_dir_of(backend, config),
-                store=store,
-                extra_models=backend.models,
-                watch=watch_of(config),
-                listener=reactions,
-                drivers=drivers,
-            )
-
-        def stats() -> Stats:
-            known, leaving = engine.stats(), (Standing.DRAINING, Standing.DRAINED)
-            return replace(
-                known,
-                queue_depth=known.queue_depth + selection.waiting,
-                backends=tuple(
-                    replace(one, drained=selection.standing(one.backend) in leaving)
-                    for one in known.backends
-                ),
-            )
-
-        backends = Backends(engine, clients, monitor)
-        journal = SlotJournal(backends.monitors, store, tasks.spawn)
-        selection = BackendSelection(
-            backends.monitors,
-            tokenizers.readers,
-            engine,
-            reads_prompts=config.tokenizer.mode is not TokenizerMode.OFF,
-        )
-        reactions = BackendReactions(engine, selection, tokenizers, on_demand, journal, tasks)
-        engine.listener = EngineReactions(
-            telemetry, decision_log, journal, backends, tokenizers, on_demand
-        )
-        on_demand.connect(engine, backends)
-        # Closed after the monitors: a server that is being asked ends late.
-        stack.push_async_callback(on_demand.supervisor.aclose)
-        stack.push_async_callback(backends.aclose)
-        settings, memory_bytes = Settings(), await asyncio.to_thread(memory_of_machine)
-        keys = Keys(telemetry)
-
-        async def take(wanted: Config) -> None:
-            """Put a configuration in force. All steps that can fail come first."""
-            for backend in wanted.backends:
-                key_of(backend)
-            kv_dirs = [kv_dir_of(backend, wanted) for backend in wanted.backends]
-            await on_demand.prepare()
-            kv_dirs.append(kv_dir_of_servers(wanted) if moves_kv(wanted) else None)
-            await certificates.take(wanted)
-            found = await store.add([kv_dir for kv_dir in kv_dirs if kv_dir is not None])
-            engine.tell(
-                ev.Configured(policy_of(wanted), limits_of(wanted), queue_limits_of(wanted))
-            )
-            take_settings(settings, wanted, memory_bytes)
-            keys.known = known_of(wanted)
-            has_keys = bool(wanted.auth.keys)
-            guard.protects_reads = wanted.admin.protects_reads(has_keys=has_keys)
-            set_level(wanted.logging.level)
-            for door in open_doors(wanted):
-                log.warning("open_door", what=door.what, remedy=door.remedy)
-            await rates.load()
-            await engine.snapshots_found(found)
-            backends.configure(wanted)
-
-        rates = RatesKeeper(store, engine)
-        await take(config)
-        tasks.supervise(rates.run, name="rates")
+        parts = await parts_of(config, registry or CollectorRegistry(), stack)
+        tasks, engine = parts.tasks, parts.engine
+        watched = watched_backends(config, parts, stack)
+        in_force = InForce(parts, watched, await asyncio.to_thread(memory_of_machine))
+        await in_force.take(config)
+        tasks.supervise(in_force.rates.run, name="rates")
         engine.tell(servers_of(config))
-        tasks.supervise(on_demand.supervisor.watch_logs, name="logs of servers")
-        reload = Reload(path, config, take, tasks.spawn)
-        registry.register(EngineCollector(stats, lambda: tuple(engine.infos.values())))
-        subject = Subject(
-            picture=lambda: picture_of(
-                engine, selection, clock.now(), None if hosts is None else hosts.view
-            ),
-            n_snapshots=lambda: engine.view.store.n_snapshots,
-            survey=lambda: survey(engine.view.snapshots()),
-            decisions=decision_log.recent,
+        tasks.supervise(parts.on_demand.supervisor.watch_logs, name="logs of servers")
+        reload = Reload(path, config, in_force.take, tasks.spawn)
+        gauges = EngineCollector(
+            partial(stats_of, parts, watched), lambda: tuple(engine.infos.values())
         )
-        live = Live(subject, tasks.spawn, wall_now, guard.may_read)
-        hosts = await stack.enter_async_context(
-            hosts_of(config, engine, selection, keys, registry, clock, drivers)
-        )
-        others, suspects = None, Suspects(clock.now)
-        elsewhere: Elsewhere = Nowhere()
-        if hosts is not None:
-            certificates.credentials = hosts.credentials
-            elsewhere = Forwarding(
-                hosts.name,
-                hosts.peers,
-                hosts.directory,
-                hosts.held,
-                engine,
-                selection,
-                keys,
-                settings,
-                throttle,
-                decision_log,
-                hosts.metrics,
-                suspects,
-            )
-            routes = PeerRoutes(hosts.hello, engine, selection, hosts.held)
-            others = OtherHosts(hosts.name, routes, hosts.metrics)
-        reports = Reports(engine, decision_log, tasks.spawn)
-        sender = Sender(engine, selection, suspects, settings, throttle, reports)
-        completions = Completions(
-            engine, selection, sender, settings, keys, suspects, elsewhere, tracing
-        )
-        status = StatusRoutes(
+        parts.registry.register(gauges)
+        joined = hosts_of(
+            config,
             engine,
-            selection,
-            completions,
-            registry,
-            BackendMetrics(clients, registry),
-            clock.now,
-            None if hosts is None else hosts.view,
+            watched.selection,
+            in_force.keys,
+            parts.registry,
+            parts.clock,
+            parts.drivers,
         )
-        app = App(
-            keys=keys,
-            completions=completions,
-            passing=Passing(selection, settings, throttle, elsewhere),
-            own=own_routes(
-                guard,
-                status,
-                OperatorActions(guard, selection, backends, reload),
-                ServerRoutes(engine, guard, on_demand.supervisor, clock.now),
-                Snapshots(engine, guard, clock.now, wall_now, journal.erase),
-                Requests(decision_log, selection, show_content=config.diagnostics.show_content),
-                live,
-                await asyncio.to_thread(load_page),
-            ),
-            decision_log=decision_log,
-            telemetry=telemetry,
-            settings=settings,
-            throttle=throttle,
-            hosts=others,
-        )
+        hosts = await stack.enter_async_context(joined)
+        if hosts is not None:
+            parts.certificates.credentials = hosts.credentials
+        made = Stages(config, parts, watched, in_force, reload, hosts, tracing)
+        live = live_of(made)
+        app = await app_of(made, live)
         vitals = Vitals(
-            registry, clock, lambda: store.kv_dirs, __version__, lambda: certificates.ends
+            parts.registry,
+            parts.clock,
+            lambda: parts.store.kv_dirs,
+            __version__,
+            lambda: parts.certificates.ends,
         )
         tasks.supervise(vitals.watch_loop, name="event loop lag")
         tasks.supervise(vitals.watch_disks, name="room on disk")
-        stack.callback(throttle.open)
+        stack.callback(parts.throttle.open)
         yield Router(
-            app, engine, selection, live, reload, store, journal, rates, certificates, hosts
+            app,
+            engine,
+            watched.selection,
+            live,
+            reload,
+            parts.store,
+            watched.journal,
+            in_force.rates,
+            parts.certificates,
+            hosts,
         )
 
 

@@ -1,0 +1,58 @@
+"""The configuration in force: taken at the start and at each reload, by all parts at once."""
+
+import structlog
+
+from router.assembly.backends import key_of, kv_dir_of, moves_kv
+from router.assembly.learned_rates import RatesKeeper
+from router.assembly.part_settings import (
+    known_of,
+    limits_of,
+    policy_of,
+    queue_limits_of,
+    take_settings,
+)
+from router.assembly.parts import Parts, Watched
+from router.assembly.servers_on_demand import kv_dir_of_servers
+from router.config.open_doors import open_doors
+from router.config.schema import Config
+from router.core.model import events as ev
+from router.telemetry.logs import set_level
+from router.web.api.client_keys import Keys
+from router.web.server.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+
+class InForce:
+    """Puts configurations in force; has what the web layer reads of them."""
+
+    def __init__(self, parts: Parts, watched: Watched, memory_bytes: int) -> None:
+        """Set up without a configuration. `memory_bytes`: of the machine, for bodies."""
+        self.settings = Settings()
+        self.keys = Keys(parts.telemetry)
+        self.rates = RatesKeeper(parts.store, parts.engine)
+        self._parts = parts
+        self._backends = watched.backends
+        self._memory_bytes = memory_bytes
+
+    async def take(self, wanted: Config) -> None:
+        """Put a configuration in force. All steps that can fail come first. Raises StartError."""
+        parts, engine = self._parts, self._parts.engine
+        for backend in wanted.backends:
+            key_of(backend)
+        kv_dirs = [kv_dir_of(backend, wanted) for backend in wanted.backends]
+        await parts.on_demand.prepare()
+        kv_dirs.append(kv_dir_of_servers(wanted) if moves_kv(wanted) else None)
+        await parts.certificates.take(wanted)
+        found = await parts.store.add([kv_dir for kv_dir in kv_dirs if kv_dir is not None])
+        engine.tell(ev.Configured(policy_of(wanted), limits_of(wanted), queue_limits_of(wanted)))
+        take_settings(self.settings, wanted, self._memory_bytes)
+        self.keys.known = known_of(wanted)
+        has_keys = bool(wanted.auth.keys)
+        parts.guard.protects_reads = wanted.admin.protects_reads(has_keys=has_keys)
+        set_level(wanted.logging.level)
+        for door in open_doors(wanted):
+            log.warning("open_door", what=door.what, remedy=door.remedy)
+        await self.rates.load()
+        await engine.snapshots_found(found)
+        self._backends.configure(wanted)

@@ -1,0 +1,157 @@
+"""The first two stages of a router: parts that know no backend, then the watch over backends."""
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
+
+from router.assembly.backends import (
+    Backends,
+    client_of,
+    kv_dir_of,
+    secret_of,
+    timeouts_of,
+    watch_of,
+)
+from router.assembly.certificates import Certificates
+from router.assembly.reactions import BackendReactions, EngineReactions, StoreReactions
+from router.assembly.servers_on_demand import ServersOnDemand
+from router.assembly.slot_journal import SlotJournal
+from router.assembly.tokenizer_registry import TokenizerRegistry
+from router.base.clock import MonotonicClock, wall_now
+from router.base.tasks import Tasks
+from router.base.types import BackendId, Standing, Stats
+from router.config.schema import BackendConfig, Config, TokenizerMode
+from router.core.execution.state import State
+from router.core.scheduler import Scheduler
+from router.engine.engine import Engine
+from router.engine.loop_throttle import LoopThrottle
+from router.llama.attach.drivers import Drivers
+from router.llama.attach.monitor import Monitor
+from router.llama.client import LlamaClient
+from router.llama.server_client import Connections
+from router.store.store import KvStore
+from router.telemetry.decision_log import DecisionLog
+from router.telemetry.metrics import PrometheusTelemetry
+from router.web.admin.guard import Guard
+from router.web.api.backend_selection import BackendSelection
+
+
+@dataclass(slots=True)
+class Parts:
+    """What does not depend on which backends there are."""
+
+    registry: CollectorRegistry
+    clock: MonotonicClock
+    throttle: LoopThrottle
+    telemetry: PrometheusTelemetry
+    decision_log: DecisionLog
+    guard: Guard
+    certificates: Certificates
+    connections: Connections
+    store: KvStore
+    clients: dict[BackendId, LlamaClient]  # of the present backends
+    on_demand: ServersOnDemand
+    engine: Engine
+    tokenizers: TokenizerRegistry
+    tasks: Tasks
+    drivers: Drivers = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Let the engine know what the store finds out."""
+        self.drivers = Drivers(self.clock.now)
+        self.store.listener = StoreReactions(self.engine)
+
+
+async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExitStack) -> Parts:
+    """Return the parts, which end with `stack`. Raises StartError."""
+    clock = MonotonicClock()
+    throttle = LoopThrottle(clock)
+    telemetry = PrometheusTelemetry(registry, [backend.name for backend in config.backends])
+    guard = Guard(secret_of("admin: token_env", config.admin.token_env))
+    certificates = Certificates(config)
+    connections = await stack.enter_async_context(Connections())
+    kept = config.store
+    store = KvStore((), wall_now=wall_now, fsync=kept.fsync, group_access=kept.group_access)
+    stack.push_async_callback(store.aclose)
+    clients: dict[BackendId, LlamaClient] = {}
+    on_demand = ServersOnDemand(config, connections)
+    engine = Engine(Scheduler(State()), clients, store, clock, telemetry, throttle, on_demand)
+    stack.push_async_callback(engine.aclose)
+    tasks = Tasks()
+    stack.push_async_callback(tasks.aclose)
+    return Parts(
+        registry,
+        clock,
+        throttle,
+        telemetry,
+        DecisionLog(config.diagnostics.requests, wall_now),
+        guard,
+        certificates,
+        connections,
+        store,
+        clients,
+        on_demand,
+        engine,
+        TokenizerRegistry(config.tokenizer, tasks),
+        tasks,
+    )
+
+
+@dataclass(slots=True)
+class Watched:
+    """The watch over the backends."""
+
+    backends: Backends
+    journal: SlotJournal
+    selection: BackendSelection
+
+
+def watched_backends(config: Config, parts: Parts, stack: AsyncExitStack) -> Watched:
+    """Return the watch over no backend yet; `Backends.configure` begins it."""
+
+    def monitor(backend: BackendConfig, config: Config) -> Monitor:
+        key = parts.on_demand.key(backend.name)
+        return Monitor(
+            client_of(backend, parts.connections, timeouts_of(config), key),
+            kv_dir=kv_dir_of(backend, config),
+            store=parts.store,
+            extra_models=backend.models,
+            watch=watch_of(config),
+            listener=reactions,
+            drivers=parts.drivers,
+        )
+
+    engine, on_demand, tasks = parts.engine, parts.on_demand, parts.tasks
+    backends = Backends(engine, parts.clients, monitor)
+    journal = SlotJournal(backends.monitors, parts.store, tasks.spawn)
+    selection = BackendSelection(
+        backends.monitors,
+        parts.tokenizers.readers,
+        engine,
+        reads_prompts=config.tokenizer.mode is not TokenizerMode.OFF,
+    )
+    reactions = BackendReactions(engine, selection, parts.tokenizers, on_demand, journal, tasks)
+    engine.listener = EngineReactions(
+        parts.telemetry, parts.decision_log, journal, backends, parts.tokenizers, on_demand
+    )
+    on_demand.connect(engine, backends)
+    # Closed after the monitors: a server that is being asked ends late.
+    stack.push_async_callback(on_demand.supervisor.aclose)
+    stack.push_async_callback(backends.aclose)
+    return Watched(backends, journal, selection)
+
+
+def stats_of(parts: Parts, watched: Watched) -> Stats:
+    """Return the numbers for gauges: those of the engine, and of requests that it has not seen."""
+    known, leaving = parts.engine.stats(), (Standing.DRAINING, Standing.DRAINED)
+    selection = watched.selection
+    return replace(
+        known,
+        queue_depth=known.queue_depth + selection.waiting,
+        backends=tuple(
+            replace(one, drained=selection.standing(one.backend) in leaving)
+            for one in known.backends
+        ),
+    )

@@ -1,0 +1,125 @@
+"""The last stage of a router: the handler of all requests."""
+
+import asyncio
+from dataclasses import dataclass
+
+from router.assembly.hosts import Hosts
+from router.assembly.in_force import InForce
+from router.assembly.parts import Parts, Watched
+from router.assembly.reload import Reload
+from router.base.clock import wall_now
+from router.base.ports import Tracing
+from router.config.schema import Config
+from router.telemetry.backend_metrics import BackendMetrics
+from router.web.admin.actions import OperatorActions
+from router.web.admin.live import Live, Subject
+from router.web.admin.page import load_page
+from router.web.admin.requests import Requests
+from router.web.admin.routes import OwnRoutes
+from router.web.admin.servers import ServerRoutes
+from router.web.admin.snapshots import Snapshots
+from router.web.admin.state_json import picture_of, survey
+from router.web.admin.status import StatusRoutes
+from router.web.admin.table import own_routes
+from router.web.api.completions import Completions
+from router.web.api.elsewhere import Elsewhere, Nowhere
+from router.web.api.forwarding import Forwarding
+from router.web.api.passing import Passing
+from router.web.api.peer_routes import PeerRoutes
+from router.web.api.reports import Reports
+from router.web.api.sending import Sender
+from router.web.api.suspects import Suspects
+from router.web.app import App, OtherHosts
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What the stages before have made."""
+
+    config: Config
+    parts: Parts
+    watched: Watched
+    in_force: InForce
+    reload: Reload
+    hosts: Hosts | None
+    tracing: Tracing | None
+
+
+def live_of(made: Stages) -> Live:
+    """Return the live page's events."""
+    parts, selection, hosts = made.parts, made.watched.selection, made.hosts
+    engine, view = parts.engine, None if hosts is None else hosts.view
+    subject = Subject(
+        picture=lambda: picture_of(engine, selection, parts.clock.now(), view),
+        n_snapshots=lambda: engine.view.store.n_snapshots,
+        survey=lambda: survey(engine.view.snapshots()),
+        decisions=parts.decision_log.recent,
+    )
+    return Live(subject, parts.tasks.spawn, wall_now, parts.guard.may_read)
+
+
+async def app_of(made: Stages, live: Live) -> App:
+    """Return the handler of all requests."""
+    parts, selection, settings = made.parts, made.watched.selection, made.in_force.settings
+    engine, keys, hosts = parts.engine, made.in_force.keys, made.hosts
+    suspects = Suspects(parts.clock.now)
+    others: OtherHosts | None = None
+    elsewhere: Elsewhere = Nowhere()
+    if hosts is not None:
+        elsewhere = Forwarding(
+            hosts.name,
+            hosts.peers,
+            hosts.directory,
+            hosts.held,
+            engine,
+            selection,
+            keys,
+            settings,
+            parts.throttle,
+            parts.decision_log,
+            hosts.metrics,
+            suspects,
+        )
+        routes = PeerRoutes(hosts.hello, engine, selection, hosts.held)
+        others = OtherHosts(hosts.name, routes, hosts.metrics)
+    reports = Reports(engine, parts.decision_log, parts.tasks.spawn)
+    sender = Sender(engine, selection, suspects, settings, parts.throttle, reports)
+    completions = Completions(
+        engine, selection, sender, settings, keys, suspects, elsewhere, made.tracing
+    )
+    return App(
+        keys=keys,
+        completions=completions,
+        passing=Passing(selection, settings, parts.throttle, elsewhere),
+        own=await _own_routes(made, completions, live),
+        decision_log=parts.decision_log,
+        telemetry=parts.telemetry,
+        settings=settings,
+        throttle=parts.throttle,
+        hosts=others,
+    )
+
+
+async def _own_routes(made: Stages, completions: Completions, live: Live) -> OwnRoutes:
+    parts, selection, guard = made.parts, made.watched.selection, made.parts.guard
+    engine, now = parts.engine, parts.clock.now
+    status = StatusRoutes(
+        engine,
+        selection,
+        completions,
+        parts.registry,
+        BackendMetrics(parts.clients, parts.registry),
+        now,
+        None if made.hosts is None else made.hosts.view,
+    )
+    shows = made.config.diagnostics.show_content
+    return own_routes(
+        guard,
+        status,
+        OperatorActions(guard, selection, made.watched.backends, made.reload),
+        ServerRoutes(engine, guard, parts.on_demand.supervisor, now),
+        Snapshots(engine, guard, now, wall_now, made.watched.journal.erase),
+        Requests(parts.decision_log, selection, show_content=shows),
+        live,
+        await asyncio.to_thread(load_page),
+    )
