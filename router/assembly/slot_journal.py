@@ -104,7 +104,7 @@ class SlotJournal:
     async def recall(
         self, backend: BackendId, kv_dir: KvDir | None, props: Props
     ) -> list[JournalEntry]:
-        """Return what slots of this very process held when a router last looked."""
+        """Return the journal entries that were written for this server process."""
         if kv_dir is None or props.told_by_nothing:
             return []
         try:

@@ -10,9 +10,9 @@ from typing import assert_never
 
 from router.core.admission import admission, backend_attach, backend_drain, server_swaps
 from router.core.execution import (
-    completion,
     deadline,
     idle_saves,
+    job_ends,
     job_steps,
     prefill_queue,
 )
@@ -81,17 +81,17 @@ class Scheduler:
             case ev.Arrived():
                 admission.arrived(state, event.request, now)
             case ev.Finished():
-                completion.finished(state, event, now)
+                job_ends.finished(state, event, now)
             case ev.AnswerRead():
-                completion.answer_read(state, event)
+                job_ends.answer_read(state, event)
             case ev.BackendUp():
                 server = state.fleet.servers.get(event.info.id)
                 if server is None or server.may_attach:  # else it was told to end meanwhile
-                    completion.lose_backend(state, event.info.id, now)
+                    job_ends.lose_backend(state, event.info.id, now)
                     backend_attach.backend_up(state, event)
                     server_swaps.came_up(state, event.info, now)
             case ev.BackendDown():
-                completion.lose_backend(state, event.backend, now)
+                job_ends.lose_backend(state, event.backend, now)
                 if (server := state.fleet.servers.get(event.backend)) is not None:
                     server.went_down(now)
             case ev.Draining():
@@ -148,13 +148,13 @@ class Scheduler:
             case ev.Prefilled() | ev.PrefillFailed():
                 job_steps.prefilled(state, event, now)
             case ev.Launched():
-                completion.launched(state, event.request, event.index, now)
+                job_ends.launched(state, event.request, event.index, now)
             case ev.Begun():
                 prefill_queue.begun(state, event.request)
             case ev.Quiet():
-                completion.quiet(state, event, now)
+                job_ends.quiet(state, event, now)
             case ev.FoundBusy():
-                completion.found_busy(state, event)
+                job_ends.found_busy(state, event)
             case ev.Tick():
                 deadline.reject_queued(state, now)
                 admission.give_up_unserved(state, now)

@@ -73,7 +73,7 @@ class LaunchWatch:
         loop = asyncio.get_running_loop()
         over: asyncio.Future[End] = loop.create_future()
         awaited: asyncio.Future[None] = loop.create_future()
-        if len(self._scheduler.state.queue) or not self._is_no_matter(effect):
+        if len(self._scheduler.state.queue) or not self._slot_is_irrelevant(effect):
             awaited.set_result(None)
         else:
             self._leisurely[request] = awaited
@@ -101,8 +101,8 @@ class LaunchWatch:
         waiting = there.gate.waiting if there is not None else ()
         return {state.job_of(name).slot.index for name in waiting}
 
-    def _is_no_matter(self, effect: Dispatch) -> bool:
-        """Return whether a request's slot makes no difference until another request comes.
+    def _slot_is_irrelevant(self, effect: Dispatch) -> bool:
+        """Return whether nobody needs to know yet which slot the request got.
 
         True if its tokens are unknown, nothing is known of any slot, and no other slot is in use.
         Embeddings, as a rule.

@@ -185,7 +185,7 @@ class Trust:
         return self._noted_s * exp2((self._noted_at - self._now()) / self._HALF_LIFE_S)
 
     def price_s(self, quoted_s: float) -> float:
-        """Return what a quote is taken for."""
+        """Return the quoted seconds plus the peer's usual lateness."""
         return quoted_s + self.late_s
 
     def note(self, quoted_s: float, took_s: float) -> None:

@@ -38,7 +38,7 @@ class Launch(Struct, frozen=True):
     is_container: bool = False  # perhaps: a process that it did not start may listen for it
 
     def identity(self) -> Identity:
-        """Return what tells whether a process would be equal to another. Blocking.
+        """Return a value that is equal for processes that would behave alike. Blocking.
 
         It is the command line, the environment, and each file that the command line names.
         """

@@ -292,10 +292,10 @@ def explain_admitted(state: State) -> None:
         coverage = coverage_of(job.request, job.plan, fleet)
         job.explain(replace(job.plan, coverage=coverage, shared=None))
         kept = chosen.reused_tokens if chosen.source is Source.RESIDENT else 0
-        fleet.give_up(fleet.slots[job.slot], kept)
+        fleet.note_displaced(fleet.slots[job.slot], kept)
         if job.claim is SlotClaim.WHOLE_BACKEND:
             for lease in job.others:
-                fleet.give_up(fleet.slots[lease.slot])
+                fleet.note_displaced(fleet.slots[lease.slot])
 
 
 def turn_away(state: State) -> None:

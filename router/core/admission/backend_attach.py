@@ -11,7 +11,7 @@ from router.base.types import (
     Namespace,
     RequestId,
 )
-from router.core.execution.completion import end, watch
+from router.core.execution.job_ends import end, watch
 from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.jobs import ProbeLoan

@@ -1,7 +1,7 @@
 """Detach backends, one at a time or because the configuration was read again."""
 
 from router.base.types import BackendId
-from router.core.execution.completion import lose_backend
+from router.core.execution.job_ends import lose_backend
 from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.effects import Detach, StopServer

@@ -6,7 +6,7 @@ from math import inf
 from router.base.errors import DeadlineError, NoBackendError, ServerFailedError
 from router.base.types import BackendId, BackendInfo, Request
 from router.core.admission import backend_drain
-from router.core.execution.completion import lose_backend
+from router.core.execution.job_ends import lose_backend
 from router.core.execution.state import State
 from router.core.fleet.servers import Unread
 from router.core.model import events as ev

@@ -21,7 +21,7 @@ from router.base.types import (
 )
 from router.core.execution import deadline, placement_gate, prefill_queue
 from router.core.execution.ability_checks import compare
-from router.core.execution.completion import end
+from router.core.execution.job_ends import end
 from router.core.execution.resident_updates import after_prefill, after_quiet
 from router.core.execution.state import State
 from router.core.model import events as ev
@@ -365,7 +365,7 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
         # A slot of the same tenant was only to make room.
         refuse = refuse and (own or slot.tenant != job.request.tenant)
         if not own:  # noted already for the job's own slot
-            state.fleet.give_up(slot)
+            state.fleet.note_displaced(slot)
         if failed:
             slot.not_erased()
         else:

@@ -30,7 +30,7 @@ class State:
     # Restores still running after their job ended: each keeps its snapshot reference.
     orphaned_restores: dict[RequestId, SnapshotId] = field(default_factory=dict)
     scanned: set[RequestId] = field(default_factory=set)  # queued requests planned in this round
-    dirty: bool = False  # something did since the first was planned
+    dirty: bool = False  # slots or queue changed since the first request of this scan was planned
     resume_scan_at: float | None = None  # clock seconds: plan the next then
     unserved: dict[str | None, float] = field(default_factory=dict)  # see admission.note_unserved
     plan_servers_at: float = inf  # clock seconds: see server_swaps.settle

@@ -339,7 +339,7 @@ class Fleet:
         backend = self.up.pop(name, None)
         if backend is not None:
             for slot in self.slots.of(name):
-                self.give_up(slot)
+                self.note_displaced(slot)
             backend.lose()
         self.slots.lose(name)
 
@@ -351,7 +351,7 @@ class Fleet:
         self.up.pop(name, None)
         self.sticky = {key: home for key, home in self.sticky.items() if home.backend != name}
 
-    def give_up(self, slot: Slot, kept: int = 0) -> None:
+    def note_displaced(self, slot: Slot, kept: int = 0) -> None:
         """Record the tokens of a slot that is about to lose all but `kept` of them.
 
         Nothing is recorded if a snapshot holds them all.

@@ -45,12 +45,12 @@ def _planned(fleet: Fleet, request: Request, now: float, waited_s: float) -> Pla
         if made is None or made.chosen.wait_for is not None:
             return made
         backend = made.chosen.slot.backend
-        if not _only_stands(fleet, made, now, waited_s):
+        if not _would_hold_last_slot_idle(fleet, made, now, waited_s):
             return made
         request = replace(request, avoid=request.avoid | {backend})
 
 
-def _only_stands(fleet: Fleet, made: Plan, now: float, waited_s: float) -> bool:
+def _would_hold_last_slot_idle(fleet: Fleet, made: Plan, now: float, waited_s: float) -> bool:
     """Return True if the request would take the last idle slot and prefill last there.
 
     As in the prefill queue, a longer wait counts as a shorter prefill, so no request starves.

@@ -68,4 +68,4 @@ class BackendListener(Protocol):
     async def recall_slots(
         self, backend: BackendId, kv_dir: KvDir | None, props: Props
     ) -> Sequence[JournalEntry]:
-        """Return what the slots of this process held when a router last looked."""
+        """Return the journal entries that were written for this server process."""

@@ -18,7 +18,7 @@ from router.base.types import (
     SlotId,
     Tenant,
 )
-from router.core.execution.completion import watch
+from router.core.execution.job_ends import watch
 from router.core.model import events as ev
 from router.core.model.effects import Dispatch, Effect, Erase, Prefill, Reject, Restore, Save
 from router.core.model.jobs import AtGate

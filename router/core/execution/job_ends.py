@@ -354,7 +354,7 @@ def found_busy(state: State, event: ev.FoundBusy) -> None:
         if not state.fleet.manages(slot_id.backend):
             continue
         if slot.is_idle and slot.generation == generation:
-            state.fleet.give_up(slot)
+            state.fleet.note_displaced(slot)
             watch(state, slot)
 
 
@@ -368,7 +368,7 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
         end(state, watch, now)
     elif watch.request is None or watch.is_doubtful:
         if watch.likely_unchanged:
-            state.fleet.give_up(slot)
+            state.fleet.note_displaced(slot)
         slot.own(NO_TENANT)  # an unknown client may have used it
         end(state, watch, now, UNKNOWN if n_tokens is None else Resident(unread=n_tokens))
     else:
