@@ -125,7 +125,9 @@ async def test_a_clock_that_is_set(
     """No wait and no expiry uses the wall clock; ages of snapshots are never negative."""
     clock = [1_790_000_000.0]
     for module in (
-        "router.assembly.router",
+        "router.assembly.parts",
+        "router.assembly.reactions",
+        "router.assembly.web",
         "router.web.server.relayed_response",
         "router.base.clock",
     ):
