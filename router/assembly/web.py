@@ -30,6 +30,7 @@ from router.web.api.reports import Reports
 from router.web.api.sending import Sender
 from router.web.api.suspects import Suspects
 from router.web.app import App, OtherHosts
+from router.web.server.bodies import Bodies
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ async def app_of(made: Stages, live: Live) -> App:
     """Return the handler of all requests."""
     parts, selection, settings = made.parts, made.watched.selection, made.in_force.settings
     engine, keys, hosts = parts.engine, made.in_force.keys, made.hosts
-    suspects = Suspects(parts.clock.now)
+    suspects, bodies = Suspects(parts.clock.now), Bodies(settings)
     others: OtherHosts | None = None
     elsewhere: Elsewhere = Nowhere()
     if hosts is not None:
@@ -91,16 +92,19 @@ async def app_of(made: Stages, live: Live) -> App:
         keys=keys,
         completions=completions,
         passing=Passing(selection, settings, parts.throttle, elsewhere),
-        own=await _own_routes(made, completions, live),
+        own=await _own_routes(made, completions, live, bodies),
         decision_log=parts.decision_log,
         telemetry=parts.telemetry,
         settings=settings,
+        bodies=bodies,
         throttle=parts.throttle,
         hosts=others,
     )
 
 
-async def _own_routes(made: Stages, completions: Completions, live: Live) -> OwnRoutes:
+async def _own_routes(
+    made: Stages, completions: Completions, live: Live, bodies: Bodies
+) -> OwnRoutes:
     parts, selection, guard = made.parts, made.watched.selection, made.parts.guard
     engine, now = parts.engine, parts.clock.now
     status = StatusRoutes(
@@ -110,6 +114,7 @@ async def _own_routes(made: Stages, completions: Completions, live: Live) -> Own
         parts.registry,
         BackendMetrics(parts.clients, parts.registry),
         now,
+        bodies,
         None if made.hosts is None else made.hosts.view,
     )
     shows = made.config.diagnostics.show_content
@@ -118,7 +123,7 @@ async def _own_routes(made: Stages, completions: Completions, live: Live) -> Own
         status,
         OperatorActions(guard, selection, made.watched.backends, made.reload),
         ServerRoutes(engine, guard, parts.on_demand.supervisor, now),
-        Snapshots(engine, guard, now, wall_now, made.watched.journal.erase),
+        Snapshots(engine, guard, now, wall_now, made.watched.journal.erase, bodies),
         Requests(parts.decision_log, selection, show_content=shows),
         live,
         await asyncio.to_thread(load_page),

@@ -123,6 +123,7 @@ class Peer(ServerClient):
         self.hello, self.heard_at = hello, self._now()
         if anew:
             self.trust = Trust(self._now)
+            self._forwards = Breaker(_LONGEST_BREAK_S, self._now)
         if hello.protocol != PROTOCOL:
             self.problem = (
                 f"it speaks protocol {hello.protocol} (kvferry {hello.version}) and this host"

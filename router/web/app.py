@@ -66,6 +66,7 @@ class App:
         decision_log: DecisionLog,
         telemetry: Telemetry,
         settings: Settings,
+        bodies: Bodies,
         throttle: LoopThrottle,
         hosts: OtherHosts | None = None,
     ) -> None:
@@ -79,7 +80,7 @@ class App:
         self._settings = settings
         self._throttle = throttle
         self._hosts = hosts
-        self._bodies = Bodies(settings)
+        self._bodies = bodies
 
     def listener(self, side: Audience) -> Listener:
         """Return the protocol factory for an address. Needs a running loop.
@@ -129,10 +130,7 @@ class App:
         if own is None:
             self._keys.admit(call)
         expects(request)  # an unknown one is refused before any work
-        if own is None:
-            return await self._answer_client(call)
-        await self._bodies.read(call)
-        return await own(call)
+        return await (self._answer_client(call) if own is None else own(call))
 
     async def _answer_peer(self, call: Call) -> web.StreamResponse:
         """Answer a peer: one of its own calls, or a request that it forwards.

@@ -220,6 +220,18 @@ async def test_peer_that_quotes_and_breaks_forwards_is_left_alone(
         assert peer.failed == 3
 
 
+async def test_peer_that_started_again_is_not_blamed_for_before() -> None:
+    async with Connections() as connections:
+        peer = Peer("http://127.0.0.1:1", connections, Timeouts(), lambda: 0.0)
+        peer.heard(hello("a"), PROOF)
+        for _ in range(3):
+            peer.forwarded(ok=False)
+        assert not peer.is_usable
+        peer.heard(msgspec.structs.replace(hello("a"), incarnation="another"), PROOF)
+
+        assert peer.is_usable
+
+
 async def test_peer_that_serves_some_forwards_is_kept() -> None:
     async with Connections() as connections:
         peer = Peer("http://127.0.0.1:1", connections, Timeouts(), lambda: 0.0)

@@ -27,6 +27,7 @@ from router.llama.wire import parse_body
 from router.store.files import final_name
 from router.web.admin.guard import Guard
 from router.web.admin.state_json import snapshot_row
+from router.web.server.bodies import Bodies
 from router.web.server.call import Call
 from router.web.server.error_responses import json_response
 
@@ -160,6 +161,7 @@ class Snapshots:
         now: Callable[[], float],
         wall_now: Callable[[], float],
         erase_journal: Callable[[], Awaitable[None]],
+        bodies: Bodies,
     ) -> None:
         """`erase_journal` removes what the slot journal holds of prompts."""
         self._engine = engine
@@ -167,6 +169,7 @@ class Snapshots:
         self._now = now
         self._wall_now = wall_now
         self._erase_journal = erase_journal
+        self._bodies = bodies
 
     async def all(self, call: Call) -> web.Response:
         """List one page of the snapshots that match the query, with the totals of all matches."""
@@ -211,6 +214,7 @@ class Snapshots:
         self._guard.check(call.http)
         if call.http.content_type != "application/json":
             raise UnsupportedMediaTypeError("the body must be application/json")
+        await self._bodies.read(call)
         wanted = _parsed(Purge, parse_body(call.raw))
         if wanted.all != wanted.takes_all:
             raise BadRequestError("give at least one filter, or `all` and no filter")

@@ -22,6 +22,7 @@ from router.web.admin.servers import server_row
 from router.web.admin.state_json import backend_row, slot_row, snapshot_row, store_row
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.completions import Completions
+from router.web.server.bodies import Bodies
 from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS, error_response, json_response
 
@@ -50,10 +51,12 @@ class StatusRoutes:
         registry: CollectorRegistry,
         backend_metrics: BackendMetrics,
         now: Callable[[], float],
+        bodies: Bodies,
         hosts: HostsView | None = None,
     ) -> None:
         """Set up the handlers. `hosts` None: there are no other hosts."""
         self._hosts = hosts
+        self._bodies = bodies
         self._engine = engine
         self._selection = selection
         self._completions = completions
@@ -155,6 +158,7 @@ class StatusRoutes:
             return error_response(
                 BadRequestError(f"path: {path!r} is not a completion route"), call.id
             )
+        await self._bodies.read(call)
         body = await json_offload.read(call.raw, parse_body, call.raw)
         call.parsed = await json_offload.read(call.raw, parse_request, shape, body)
         call.name_model(call.parsed.model)

@@ -128,7 +128,8 @@ class Completions:
         """Read the prompt. An answer: a peer served the call sooner. Raises RouterError."""
         answer = await self._until_read(call)
         if answer is None:
-            self._check_quote(call)
+            if call.parsed is not None:  # the price of other requests is a guess
+                self._check_quote(call)
             self._begin_trace(call)
         return answer
 
@@ -311,7 +312,8 @@ class Completions:
             answer = await self._until_read(call)
             if answer is not None:
                 return answer
-            request = replace(call.scheduled, avoid=request.avoid)
+            alone = request.whole_backend
+            request = replace(call.scheduled, avoid=request.avoid, whole_backend=alone)
         call.request = request
         return None
 

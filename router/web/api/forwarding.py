@@ -496,7 +496,8 @@ class Forwarding:
                 response, outcome = await self._relay(
                     call, upstream, capture, lambda: first.append(perf_counter())
                 )
-                peer.forwarded(ok=outcome is not Outcome.BACKEND_ERROR)
+                if outcome is not Outcome.BACKEND_ERROR:  # else one of its servers died
+                    peer.forwarded(ok=True)
         except BackendError:
             peer.forwarded(ok=False)
             return None

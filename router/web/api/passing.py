@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 
 from aiohttp import web
 
-from router.base.errors import BackendError, ModelNotFoundError, NoBackendError
+from router.base.errors import BackendError, BackendTimeoutError, ModelNotFoundError, NoBackendError
 from router.core.model.servers import ServerPhase
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.client import LlamaClient
@@ -94,11 +94,11 @@ class Passing:
         for client in others:
             with contextlib.suppress(BackendError):
                 async with self._sent(call, client) as upstream:
-                    if not knows_no_answer(await upstream.read()):
+                    if not knows_no_answer(await self._whole(upstream)):
                         return await self._relayed(call, client, upstream)
         try:
             async with self._sent(call, last) as upstream:
-                if knows_no_answer(await upstream.read()):
+                if knows_no_answer(await self._whole(upstream)):
                     answer = await self._elsewhere.control(call)
                     if answer is not None:
                         return answer
@@ -108,6 +108,14 @@ class Passing:
             if answer is None:
                 raise
             return answer
+
+    async def _whole(self, upstream: RelayedResponse) -> bytes:
+        """Return a short answer. Raises BackendError if it does not come to its end."""
+        try:
+            async with asyncio.timeout(self._settings.idle_timeout_s):
+                return await upstream.read()
+        except TimeoutError as error:
+            raise BackendTimeoutError("the backend did not end its answer") from error
 
     def _sent(
         self, call: Call, client: LlamaClient

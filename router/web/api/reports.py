@@ -7,7 +7,7 @@ from functools import partial
 
 from router.base.errors import BackendError
 from router.base.ports import Attempt, Spawn
-from router.base.types import Outcome, Prompt, Reported, RequestId
+from router.base.types import Outcome, Prompt, Reported, Request
 from router.core.model import events as ev
 from router.engine.engine import Engine, Grant, Timing
 from router.llama.replies import read_reply
@@ -20,8 +20,12 @@ from router.web.server.relay import INLINE_BYTES, Capture
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of one attempt. `ok`: its answer is whole and has status 200."""
+    """The end of one attempt. `ok`: its answer is whole and has status 200.
 
+    `request` is that of this attempt: when the end is reported, the call may have the next one.
+    """
+
+    request: Request
     grant: Grant
     outcome: Outcome
     capture: Capture
@@ -59,24 +63,20 @@ class Reports:
         if call.trace is not None:
             call.trace.attempt(_attempt(call, end, reported))
         timing = Timing(ttft_s, end.ended - call.arrived)
-        rest, request = None if whole else end.capture, call.scheduled.id
-        then = partial(self._over, call, request, end, reported, rest)
-        self._engine.finish(request, end.outcome, reported, timing, then)
+        then = partial(self._over, call, end, reported, None if whole else end.capture)
+        self._engine.finish(end.request.id, end.outcome, reported, timing, then)
 
-    def _over(
-        self, call: Call, request: RequestId, end: End, reported: Reported, rest: Capture | None
-    ) -> None:
-        parsed = call.parsed
+    def _over(self, call: Call, end: End, reported: Reported, rest: Capture | None) -> None:
+        parsed, request = call.parsed, end.request
         if parsed is None:
             return
         source = parsed.prompt_source
         if isinstance(source, ChatPrompt) and not source.media:
-            self._decision_log.keep_chat(request, source.body, len(call.raw))
+            self._decision_log.keep_chat(request.id, source.body, len(call.raw))
         if end.outcome is Outcome.OK and call.reader is not None:
-            prompt = call.scheduled.prompt
             self._spawn(
-                self._learn(parsed, call.reader, prompt, end.grant, reported, rest),
-                name=f"learn {request}",
+                self._learn(parsed, call.reader, request.prompt, end.grant, reported, rest),
+                name=f"learn {request.id}",
             )
 
     async def _learn(

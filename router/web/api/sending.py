@@ -98,7 +98,7 @@ class Sender:
                 self._selection.doubt(backend)
             ok = outcome is Outcome.OK and upstream is not None and upstream.status == 200
             encoding = upstream.header("content-encoding") if ok and upstream is not None else None
-            end = End(grant, outcome, capture, ok, encoding, perf_counter())
+            end = End(request, grant, outcome, capture, ok, encoding, perf_counter())
             report = partial(self._reports.finish, call, end)
             if call.trace is not None:
                 report()

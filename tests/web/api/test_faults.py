@@ -122,6 +122,26 @@ async def test_crashes_during_prefill(two: Two) -> None:
         ]
 
 
+async def test_suspect_with_an_adapter_is_sent_alone(two: Two) -> None:
+    """Its prompt is not read; it may end the next server, too, with all that runs there."""
+    async with running(two.backends, None) as fleet:
+        await to_a(fleet)
+        two.a.prefill_gate.clear()
+        two.b.prefill_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            lora = [{"id": 0, "scale": 1.0}]
+            task = group.create_task(fleet.complete(PROMPT, lora=lora))
+            await two.a.until(lambda: any(slot.busy for slot in two.a.slots))
+            await two.a.go_down()
+            await two.b.until(lambda: any(slot.busy for slot in two.b.slots))
+            rows = [one for one in (await fleet.state())["slots"] if one["backend"] == "b"]
+            two.b.prefill_gate.set()
+        assert (await task).status == 200
+        assert [one["phase"] == "idle" for one in rows] == [False, False]
+        two.a.prefill_gate.set()
+        await two.a.come_up()
+
+
 @pytest.mark.fault(
     "only completions hang, /health is well",
     "before the first byte, past `first_byte_timeout`",

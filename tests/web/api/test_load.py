@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +244,30 @@ async def test_a_few_begin_in_one_turn_of_the_loop(
     assert {answer.split()[1] for answer in answers} == {b"200"}
     assert max(begun.values()) <= 2 * MOST  # `turn` may span two iterations
     assert len(begun) >= 3
+
+
+def all_busy(fake: FakeLlama) -> bool:
+    return all(slot.busy for slot in fake.slots)
+
+
+async def test_connections_that_break_at_once_leave_no_job(tmp_path: Path) -> None:
+    """More reports than one event-loop iteration takes: each is of its own attempt."""
+    n = MOST + 8
+    async with (
+        FakeLlama(n_slots=n) as one,
+        FakeLlama(n_slots=n) as other,
+        running([("a", one.url), ("b", other.url)], None) as fleet,
+    ):
+        one.prefill_gate.clear()
+        other.prefill_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            prompts = [f"{number} asks " * 5 for number in range(2 * n)]
+            asked = [group.create_task(fleet.complete(prompt)) for prompt in prompts]
+            for fake in (one, other):
+                await fake.until(partial(all_busy, fake))
+            for transport in list(one._transports):
+                transport.abort()
+            other.prefill_gate.set()
+            one.prefill_gate.set()
+        assert {(await answer).status for answer in asked} == {200}
+        assert (await left_over(fleet))["jobs"] == 0

@@ -71,6 +71,17 @@ async def test_bodies_in_progress_have_a_limit(fleet: Fleet, fake: FakeLlama) ->
     await fleet.until(lambda _: held(fleet) == 0)
 
 
+@pytest.mark.parametrize("target", ["GET /kvferry/health", "GET /metrics", "POST /kvferry/reload"])
+async def test_body_of_a_route_that_takes_none_is_not_read(fleet: Fleet, target: str) -> None:
+    """It would take memory from all clients, also for one without a key."""
+    reader, writer = await fleet.connect()
+    head = f"{target} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {8 * MIB}\r\n\r\n"
+    writer.write(head.encode())
+    assert (await reader.readline()).split()[1] != b"503"
+    assert held(fleet) == 0
+    writer.close()
+
+
 async def test_what_was_counted_is_given_back(fleet: Fleet, fake: FakeLlama) -> None:
     """After each kind of end: answered, refused, too large, broken, and left by its client."""
     assert await post(fleet, BODY) == 200
