@@ -250,7 +250,7 @@ def all_busy(fake: FakeLlama) -> bool:
     return all(slot.busy for slot in fake.slots)
 
 
-async def test_connections_that_break_at_once_leave_no_job(tmp_path: Path) -> None:
+async def test_server_that_dies_under_many_requests_leaves_no_job(tmp_path: Path) -> None:
     """More reports than one event-loop iteration takes: each is of its own attempt."""
     n = MOST + 8
     async with (
@@ -265,9 +265,8 @@ async def test_connections_that_break_at_once_leave_no_job(tmp_path: Path) -> No
             asked = [group.create_task(fleet.complete(prompt)) for prompt in prompts]
             for fake in (one, other):
                 await fake.until(partial(all_busy, fake))
-            for transport in list(one._transports):
-                transport.abort()
+            await one.go_down()
             other.prefill_gate.set()
-            one.prefill_gate.set()
-        assert {(await answer).status for answer in asked} == {200}
+        statuses = Counter([(await answer).status for answer in asked])
+        assert statuses == {200: 2 * n - 1, 502: 1}  # one is a suspect
         assert (await left_over(fleet))["jobs"] == 0
