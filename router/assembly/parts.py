@@ -1,7 +1,7 @@
 """The first two stages of a router: parts that know no backend, then the watch over backends."""
 
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
@@ -56,12 +56,7 @@ class Parts:
     engine: Engine
     tokenizers: TokenizerRegistry
     tasks: Tasks
-    drivers: Drivers = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Let the engine know what the store finds out."""
-        self.drivers = Drivers(self.clock.now)
-        self.store.listener = StoreReactions(self.engine)
+    drivers: Drivers
 
 
 async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExitStack) -> Parts:
@@ -78,6 +73,7 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
     clients: dict[BackendId, LlamaClient] = {}
     on_demand = ServersOnDemand(config, connections)
     engine = Engine(Scheduler(State()), clients, store, clock, telemetry, throttle, on_demand)
+    store.listener = StoreReactions(engine)
     stack.push_async_callback(engine.aclose)
     tasks = Tasks()
     stack.push_async_callback(tasks.aclose)
@@ -96,6 +92,7 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         engine,
         TokenizerRegistry(config.tokenizer, tasks),
         tasks,
+        Drivers(clock.now),
     )
 
 

@@ -41,7 +41,7 @@ _CLOCK_MARGIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class BackendReactions:
-    """Reacts to the monitors of backends; implements `monitor.BackendListener`."""
+    """Reacts to the monitors of backends; implements `attached.BackendListener`."""
 
     engine: Engine
     selection: BackendSelection

@@ -59,8 +59,8 @@ def namespace(
 ) -> Namespace:
     """Return the known namespace that is the same, else a new one.
 
-    One that knows the file as well is preferred. One whose file
-    is not known goes on as it is, so the snapshots under it stay usable.
+    One that knows the file as well is preferred. One whose file is not known goes on as it is, so
+    the snapshots under it stay usable.
     """
     shown = ",".join(f"{token}={logprob:.3f}" for token, logprob in behaviour)
     mine = Namespace(f"{facts}.{file}:{shown}" if file else f"{facts}:{shown}")
