@@ -25,6 +25,7 @@ from tests.support.conversations.turns import (
     SAVES_S,
     Reference,
     ask_all,
+    first_saved,
     first_turn,
     named,
     tiny_talk,
@@ -66,7 +67,7 @@ async def test_on_another_server_with_other_slots(
         running([("a", home.url), ("b", away.url)], home.kv_dir) as fleet,
     ):
         first = await first_turn(fleet, talk)
-        await fleet.until(saved(int(0.9 * first.answer.prompt_tokens)), SAVES_S)
+        await first_saved(fleet, talk, first)
         reference = Reference(client, f"{kind} {flags}")
         await ask_all(fleet, reference, talk, first, {"model": "b"})
 
@@ -149,7 +150,7 @@ async def _never_mix(
         running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet,
     ):
         first = await first_turn(fleet, talk)
-        await fleet.until(saved(int(0.9 * first.answer.prompt_tokens)), SAVES_S)
+        await first_saved(fleet, talk, first)
         backends = (await fleet.state())["backends"]
         assert backends[0]["namespace"] != backends[1]["namespace"]
 

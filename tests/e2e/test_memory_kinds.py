@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import pytest
 
 from tests.conftest import StartServer
-from tests.support.conversations.conversing import saved
 from tests.support.conversations.measuring import direct
 from tests.support.conversations.prompts import Json
 from tests.support.conversations.turns import (
-    SAVES_S,
     Reference,
     ask_all,
+    first_saved,
     first_turn,
     named,
     tiny_talk,
@@ -88,7 +87,7 @@ async def test_reuse_and_fidelity(llama_server: StartServer, kind: str, place: s
             if where.busy and not away:
                 away = {"id_slot": 1 - first.answer.slot[1]}
             if where.moves:
-                await fleet.until(saved(int(0.9 * first.answer.prompt_tokens)), SAVES_S)
+                await first_saved(fleet, talk, first)
             if not where.restart:
                 await ask_all(
                     fleet, reference, talk, first, away, busy=where.busy, stranger=where.moves

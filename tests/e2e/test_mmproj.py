@@ -34,6 +34,7 @@ from tests.support.conversations.turns import (
     SAVES_S,
     Reference,
     ask_all,
+    first_saved,
     first_turn,
     named,
     tiny_talk,
@@ -75,7 +76,7 @@ async def test_text_is_reused_as_without_a_projector(
         for backend in (await fleet.state())["backends"]:
             assert (backend["snapshots"], backend["problem"]) == (True, None)
         first = await first_turn(fleet, talk)
-        await fleet.until(saved(int(0.9 * first.answer.prompt_tokens)), SAVES_S)
+        await first_saved(fleet, talk, first)
         await ask_all(fleet, Reference(client, f"{kind} mmproj"), talk, first, away)
         await nothing_overestimated(fleet)
 

@@ -11,10 +11,9 @@ import pytest
 from router.tools.demo.conversation import HARBOUR
 from router.tools.demo.launcher import LlamaServer
 from router.tools.demo.model import ModelFetchError, small_model
-from tests.support.conversations.conversing import saved
 from tests.support.conversations.measuring import direct
 from tests.support.conversations.prompts import Json, ids
-from tests.support.conversations.turns import SAVES_S, Reference, Talk, ask_all, first_turn
+from tests.support.conversations.turns import Reference, Talk, ask_all, first_saved, first_turn
 from tests.support.models.real_models import gemma_270m, half_precision
 from tests.support.servers.router_fleet import running
 
@@ -96,7 +95,7 @@ async def test_real_text(server_argv: list[str], tmp_path: Path, name: str, plac
         backends = [(alias, server.url) for alias, server in servers.items()]
         fleet = await stack.enter_async_context(running(backends, kv_dir))
         first = await first_turn(fleet, talk)
-        await fleet.until(saved(int(0.9 * first.answer.prompt_tokens)), SAVES_S)
+        await first_saved(fleet, talk, first)
         away: Json = {"model": "b"} if other else {"id_slot": 1 - first.answer.slot[1]}
         reference = Reference(client, name)
         await ask_all(fleet, reference, talk, first, away)

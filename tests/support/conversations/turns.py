@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
+from tests.support.conversations.conversing import saved
 from tests.support.conversations.measuring import (
     CHAT,
     DRIFT,
@@ -90,6 +91,12 @@ async def first_turn(fleet: Fleet, talk: Talk) -> Measured:
     found = await measured(fleet, CHAT, talk.first_body() | {"model": "a"})
     assert found.reused == 0, "something of it was known before"
     return found
+
+
+async def first_saved(fleet: Fleet, talk: Talk, first: Measured) -> None:
+    """Wait until the first turn is saved: with its answer for full attention."""
+    n = first.answer.prompt_tokens
+    await fleet.until(saved(n if talk.full else int(0.9 * n)), SAVES_S)
 
 
 def shortfall(talk: Talk, reused: int, held: list[int], prompt: list[int], *, sibling: bool) -> str:
