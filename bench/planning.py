@@ -36,7 +36,7 @@ from router.base.types import (
 from router.core.fleet.catalog import Catalog
 from router.core.fleet.fleet import Fleet
 from router.core.model.rates import Rates
-from router.core.model.slots import Resident
+from router.core.model.slots import Content, Resident
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.planner import plan
 
@@ -164,7 +164,7 @@ def make_fleet(snapshots: Sequence[Snapshot], tokens: int) -> Fleet:
         info = BackendInfo(*(name, 4, 4 * tokens, SPACE), kv_dir=PLACE, memory_kind=MemoryKind.FULL)
         fleet.take(info, Rates())
         for slot in fleet.slots.of(name)[1:]:
-            slot.resident = Resident(make_tokens(random_, tokens))
+            slot.hold(Content(Resident(make_tokens(random_, tokens))))
     fleet.catalog = Catalog(SnapshotLimits(max_bytes=len(snapshots) * tokens * BYTES_PER_TOKEN))
     return fleet
 
@@ -183,7 +183,7 @@ def slot_bytes(tokens: int) -> float:
     fleet = Fleet()
     fleet.slots.add(BackendId("a"), _SLOTS)
     for slot, ids in zip(fleet.slots.of(BackendId("a")), held, strict=True):
-        slot.resident = Resident(ids)
+        slot.hold(Content(Resident(ids)))
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return taken / _SLOTS

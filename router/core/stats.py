@@ -44,7 +44,7 @@ def _backend(state: State, backend: BackendId) -> BackendStats:
         backend,
         backend in state.fleet.up,
         {phase: sum(slot.phase is phase for slot in slots) for phase in Phase},
-        resident_tokens=sum(len(slot.resident) for slot in slots),
+        resident_tokens=sum(len(slot.content.resident) for slot in slots),
         speeds=known.rates.speeds if known else None,
         stalled_s=known.stalled_s if known else {},
     )

@@ -140,7 +140,7 @@ class HeldPrefixes:
             for slot in fleet.slots.of(backend):
                 here.add(slot.id)
                 idle = slot.phase is Phase.IDLE
-                tokens = slot.resident.tokens if idle else slot.pending
+                tokens = slot.content.resident.tokens if idle else slot.work.pending
                 key = facts, slot.offered_tenant
                 before = self._held.get(slot.id)
                 if before is None or before.tokens is not tokens or before.namespace != key:

@@ -124,4 +124,6 @@ class LaunchWatch:
         if effect.pin or job is None or job.others:
             return False
         slots = state.fleet.slots.of(lease.slot.backend)
-        return any(len(slot.resident) > 0 for slot in slots if slot.is_idle or slot.holds(lease))
+        return any(
+            len(slot.content.resident) > 0 for slot in slots if slot.is_idle or slot.holds(lease)
+        )

@@ -104,13 +104,13 @@ def known_slots(
     by_index, seen = {slot.id.index: slot for slot in slots}, []
     for status in statuses:
         slot = by_index[status.index]
-        held, same = slot.resident, idle.get(slot.id) == slot.generation
-        if not (same and slot.is_idle and not slot.must_not_save and not held.may_hold_more):
+        held, same = slot.content.resident, idle.get(slot.id) == slot.generation
+        if not (same and slot.is_idle and slot.content.savable and not held.may_hold_more):
             continue
         if status.is_processing or status.id_task is None:
             continue
         if status.n_tokens == len(held) > 0:
-            seen.append(SeenSlot(slot.id, status.id_task, held, slot.tenant))
+            seen.append(SeenSlot(slot.id, status.id_task, held, slot.content.tenant))
     return seen
 
 

@@ -344,7 +344,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             for slot in fleet.slots.of(name):
                 if slot.is_idle:
                     true = self.servers[name].slots[slot.id.index]
-                    known = tuple(unpack(slot.resident.tokens))
+                    known = tuple(unpack(slot.content.resident.tokens))
                     assert true[: len(known)] == known, slot
 
     @invariant()
@@ -412,8 +412,8 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         for slot in fleet.slots:
             info = fleet.info(slot.id.backend)
             if info is not None:
-                namespace = namespace_of(info, slot.tenant)
-                held = slot.resident.tokens
+                namespace = namespace_of(info, slot.content.tenant)
+                held = slot.content.resident.tokens
                 found = fleet.catalog.reach(info.memory_kind, namespace, held)
                 assert fleet.reach(slot) == found
 

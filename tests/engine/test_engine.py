@@ -436,7 +436,7 @@ async def test_nothing_is_sent_to_a_slot_where_a_prefill_that_broke_off_goes_on(
     grant = asked.result()
     assert (grant.pin, grant.lease.slot.index) == (True, 0)
     slot = engine._scheduler.state.fleet.slots[grant.lease.slot]
-    assert len(slot.resident) == 7000  # the computed part is kept
+    assert len(slot.content.resident) == 7000  # the computed part is kept
     await engine.aclose()
 
 

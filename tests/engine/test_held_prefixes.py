@@ -7,7 +7,7 @@ from router.base.prefix_hash import BLOCK, STEP
 from router.base.tokens import Tokens, count, head, join, pack
 from router.base.types import NO_TENANT, BackendId, MemoryKind, Namespace, Snapshot, Tenant
 from router.core.fleet.fleet import Fleet
-from router.core.model.slots import Resident
+from router.core.model.slots import Content, Resident
 from router.engine.held_prefixes import HeldPrefixes
 from tests.support.scheduler.build import NS, backend, rates, snapshot
 
@@ -30,7 +30,7 @@ def made_anew(fleet: Fleet) -> HeldPrefixes:
 def with_slot(tokens: Tokens) -> Fleet:
     fleet = Fleet()
     fleet.take(backend("a", 2), rates())
-    fleet.slots.of(BackendId("a"))[0].hold(Resident(tokens))
+    fleet.slots.of(BackendId("a"))[0].hold(Content(Resident(tokens)))
     return fleet
 
 
@@ -71,7 +71,7 @@ def test_a_slot_with_other_content_is_news() -> None:
     assert len(added) == len(index) == 10 + 100 // STEP
     assert removed == []
 
-    fleet.slots.of(BackendId("a"))[0].hold(Resident(head(PROMPT, 2 * BLOCK)))
+    fleet.slots.of(BackendId("a"))[0].hold(Content(Resident(head(PROMPT, 2 * BLOCK))))
     drained(index)
     added, removed = index.take_news()
 
@@ -86,7 +86,7 @@ def test_what_two_contents_share_stays_until_both_are_gone() -> None:
     fleet.catalog.add(kept, MemoryKind.FULL, 1.0)
     index = drained(held_by(fleet))
 
-    fleet.slots.of(BackendId("a"))[0].hold(Resident())
+    fleet.slots.of(BackendId("a"))[0].hold(Content(Resident()))
     drained(index)
     assert longest(index, PROMPT) == head(PROMPT, 5 * BLOCK)
 
@@ -120,7 +120,9 @@ def test_a_long_conversation_is_kept_in_memory_once() -> None:
     index = drained(held_by(fleet))
     tracemalloc.start()
     while turns:
-        fleet.slots.of(BackendId("a"))[0].hold(Resident(pack(list(range(len(turns.pop(0)) // 4)))))
+        fleet.slots.of(BackendId("a"))[0].hold(
+            Content(Resident(pack(list(range(len(turns.pop(0)) // 4)))))
+        )
         drained(index)
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -133,7 +135,7 @@ def test_without_a_directory_there_is_no_news() -> None:
     fleet = with_slot(PROMPT)
     index = HeldPrefixes(fleet, b"secret", lambda namespace: namespace, keeps_news=False)
     drained(index)
-    fleet.slots.of(BackendId("a"))[0].hold(Resident(head(PROMPT, BLOCK)))
+    fleet.slots.of(BackendId("a"))[0].hold(Content(Resident(head(PROMPT, BLOCK))))
     drained(index)
 
     assert index.take_news() == ([], [])
@@ -146,7 +148,7 @@ def test_a_content_that_goes_on_does_not_end_where_it_did() -> None:
     other = join([head(PROMPT, 2 * BLOCK + 10), pack([-1] * BLOCK)])
     assert longest(index, other) == head(PROMPT, 2 * BLOCK + 10)
 
-    fleet.slots.of(BackendId("a"))[0].hold(Resident(PROMPT))
+    fleet.slots.of(BackendId("a"))[0].hold(Content(Resident(PROMPT)))
     drained(index)
     assert longest(index, other) == head(PROMPT, 2 * BLOCK)
 
@@ -165,7 +167,7 @@ def test_the_index_agrees_with_one_made_anew() -> None:
             kept.append(snapshot(f"s{number}", tokens, ns=NS))
             fleet.catalog.add(kept[-1], MemoryKind.FULL, 1.0)
         else:
-            chance.choice(fleet.slots.of(BackendId("a"))).hold(Resident(tokens))
+            chance.choice(fleet.slots.of(BackendId("a"))).hold(Content(Resident(tokens)))
         drained(index)
         anew = made_anew(fleet)
         assert set(index.all()) == set(anew.all())

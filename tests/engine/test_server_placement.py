@@ -8,7 +8,7 @@ import pytest
 from router.base.types import Outcome, Prompt
 from router.core.model import events as ev
 from router.core.model.effects import Dispatch
-from router.core.model.slots import Resident
+from router.core.model.slots import Content, Resident
 from router.core.scheduler import Scheduler
 from router.engine.server_placement import LaunchWatch
 from tests.engine.test_slot_watch import Scripted
@@ -24,7 +24,7 @@ def end(_: int | None = None) -> None:
 def sent() -> tuple[Scheduler, Dispatch]:
     """Return a scheduler and R's server-placed dispatch on a; a/1 holds tokens."""
     s = scheduler(backend("a", 2), idle_save_after_s=None, reuse_probability=0.0)
-    slot(s, A1).resident = Resident(tokens(7, 8))
+    slot(s, A1).hold(Content(Resident(tokens(7, 8))))
     (dispatch,) = arrive(s, ids=[1], pinnable=False)
     return s, cast(Dispatch, dispatch)
 
@@ -47,7 +47,8 @@ def assert_kept(placing: LaunchWatch, kept: bool) -> None:
 async def test_nothing_is_looked_for_that_nobody_would_miss() -> None:
     """Ends are reported at once if nothing is known of any slot."""
     s, dispatch = sent()
-    slot(s, A1).resident = slot(s, A0).resident = Resident()
+    for which in (A0, A1):
+        slot(s, which).hold(Content())
     placing = LaunchWatch(s, {A: Scripted([{1}])})
 
     assert await placing.launch(dispatch, lambda: assert_kept(placing, False)) == (1, None)
@@ -72,7 +73,7 @@ async def test_a_request_in_a_slot_whose_client_has_just_left(ends_unseen: bool)
     The slot counted as taken: the gate stayed closed until the answer had ended.
     """
     s = scheduler(backend("a", 2), idle_save_after_s=None, reuse_probability=0.0)
-    slot(s, A0).resident = Resident(tokens(7, 8))
+    slot(s, A0).hold(Content(Resident(tokens(7, 8))))
     arrive(s, "other", [5], slot_hint=1)
     (dispatch,) = arrive(s, ids=[1], pinnable=False)
     polls = Scripted([{1}, set() if ends_unseen else {1}])

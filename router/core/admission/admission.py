@@ -17,6 +17,7 @@ from router.core.admission import server_swaps
 from router.core.execution import prefill_queue
 from router.core.execution.job_steps import is_wanted, next_step
 from router.core.execution.state import State
+from router.core.fleet.fleet import Fleet
 from router.core.model.effects import SaveReason, StopWork
 from router.core.model.jobs import (
     AtGate,
@@ -34,7 +35,7 @@ from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import Waiting
 from router.core.model.server_placement import SlotClaim
-from router.core.model.slots import Slot
+from router.core.model.slots import Slot, Work
 from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import sticky_key
 from router.core.planning.deferral import decide
@@ -86,12 +87,12 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
         return
     # A slot action cannot be cancelled; the job ends with the step that is under way.
     job.cancel()
-    step, sharing = job.doing, state.fleet.slots[job.slot].sharing
-    if isinstance(step, PrefillStep) and sharing and is_wanted(state, job, step.tokens):
+    step, slot = job.doing, state.fleet.slots[job.slot]
+    if isinstance(step, PrefillStep) and slot.work.sharing and is_wanted(state, job, step.tokens):
         # Other requests wait for this very prefill: it goes on.
         job.append(SaveStep(job.slot, SaveReason.SHARED))
     elif isinstance(job.doing, InPrefillQueue | AtGate):
-        state.fleet.slots[job.slot].stop_sharing()
+        slot.do(replace(slot.work, sharing=False))
         next_step(state, job, now)  # another job may have the slot, and compute it
     else:
         _break_off(state, job)
@@ -100,9 +101,9 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
 def _break_off(state: State, job: RequestJob) -> None:
     """Break off what the job does; a prefill's result so far stays in the slot."""
     slot = state.fleet.slots[job.slot]
-    slot.stop_sharing()
-    slot.abandon_prefill(abandoned=isinstance(job.doing, PrefillStep))
-    if slot.prefill_abandoned:
+    abandoned = isinstance(job.doing, PrefillStep)
+    slot.do(replace(slot.work, sharing=False, prefill_abandoned=abandoned))
+    if abandoned:
         prefill_queue.broke_off(state, job)
     state.out.append(StopWork(job.id))
 
@@ -114,7 +115,7 @@ def _stop_for_nobody(state: State) -> None:
             continue
         if not isinstance(step := job.doing, PrefillStep):
             continue
-        if state.fleet.slots[job.slot].sharing and not is_wanted(state, job, step.tokens):
+        if state.fleet.slots[job.slot].work.sharing and not is_wanted(state, job, step.tokens):
             job.drop_steps()
             _break_off(state, job)
 
@@ -332,29 +333,22 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     # What the router computes first can be shared. A save or a restore before it does not matter to
     # requests that wait for it.
     tokens, shared = request.prompt.tokens, decision.prefill_first
-    slot.expect(
-        head(tokens, len(request.prompt) - 1) if shared else tokens,
-        shared=shared,
-        until=now + (decision.ttft_s if shared else needs_s),
+    slot.do(
+        Work(
+            request.tenant,
+            pending=head(tokens, len(request.prompt) - 1) if shared else tokens,
+            sharing=shared,
+            busy_until=now + (decision.ttft_s if shared else needs_s),
+        )
     )
     state.queue.serve(request.id, needs_s - chosen.price.wait_s)  # the wait is other clients' time
-    if claim is SlotClaim.WHOLE_BACKEND:
-        rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]
-        job.hold_also([other.lease(request.id) for other in rest])
-    if chosen.copy_from is not None:
-        job.hold_also([fleet.slots[chosen.copy_from].lease(request.id)])
-    if claim in (SlotClaim.STEERED, SlotClaim.SERVER_PLACED):
-        others = fleet.attracting(backend, request)
-        job.hold_also([other.lease(request.id) for other in others])
-    crowding: list[Slot] = []
-    if fleet.backends[backend].info.unified and fleet.manages(backend):
-        held = len(fleet.catalog[chosen.snapshot]) if chosen.snapshot is not None else 0
-        crowding = fleet.in_the_way(slot, request, held)
-        job.hold_also([other.lease(request.id) for other in crowding])
-    for lease in (job.lease, *job.others):
-        fleet.slots[lease.slot].lend(request.tenant)
-        if not fleet.manages(backend):  # the router keeps no tokens there
-            fleet.slots[lease.slot].own(request.tenant)
+    crowding = _lease_others(fleet, job, slot)
+    for lease in job.others:
+        fleet.slots[lease.slot].do(Work(request.tenant))
+    if not fleet.manages(backend):  # the router keeps no tokens there
+        for lease in (job.lease, *job.others):
+            used = fleet.slots[lease.slot]
+            used.hold(replace(used.content, tenant=request.tenant))
     fleet.has_tenants = fleet.has_tenants or bool(request.tenant)
     if claim in (SlotClaim.SERVER_PLACED, SlotClaim.WHOLE_BACKEND) and fleet.manages(backend):
         fleet.backends[backend].gate.take(job.id)
@@ -370,6 +364,25 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     next_step(state, job, now)
 
 
+def _lease_others(fleet: Fleet, job: RequestJob, slot: Slot) -> list[Slot]:
+    """Lease what the job needs beside its slot; return the slots that are emptied for room."""
+    request, chosen, backend = job.request, job.plan.chosen, slot.id.backend
+    if job.claim is SlotClaim.WHOLE_BACKEND:
+        rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]
+        job.hold_also([other.lease(job.id) for other in rest])
+    if chosen.copy_from is not None:
+        job.hold_also([fleet.slots[chosen.copy_from].lease(job.id)])
+    if job.claim in (SlotClaim.STEERED, SlotClaim.SERVER_PLACED):
+        others = fleet.attracting(backend, request)
+        job.hold_also([other.lease(job.id) for other in others])
+    crowding: list[Slot] = []
+    if fleet.backends[backend].info.unified and fleet.manages(backend):
+        held = len(fleet.catalog[chosen.snapshot]) if chosen.snapshot is not None else 0
+        crowding = fleet.in_the_way(slot, request, held)
+        job.hold_also([other.lease(job.id) for other in crowding])
+    return crowding
+
+
 def _must_be_emptied(state: State, slot: Slot, chosen: Candidate) -> bool:
     """Return whether the server must not find the slot's content, which the plan does not use.
 
@@ -377,7 +390,7 @@ def _must_be_emptied(state: State, slot: Slot, chosen: Candidate) -> bool:
     the server goes back as far as it likes.
     """
     opaque = state.fleet.backends[slot.id.backend].info.memory_kind is MemoryKind.OPAQUE
-    return opaque and chosen.source is Source.COLD and len(slot.resident) > 0
+    return opaque and chosen.source is Source.COLD and len(slot.content.resident) > 0
 
 
 def _steps_of(
@@ -386,7 +399,7 @@ def _steps_of(
     """Return the plan as steps. The `crowding` slots are emptied for room."""
     chosen = decision.chosen
     held = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
-    foreign = [slot for slot in held if slot.tenant != request.tenant or slot in crowding]
+    foreign = [slot for slot in held if slot.content.tenant != request.tenant or slot in crowding]
     whole = job.claim is SlotClaim.WHOLE_BACKEND
     displaced = held if whole else [s for s in foreign if s.id != chosen.slot]
     steps: deque[Step] = deque()

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from router.base.types import (
     NO_TENANT,
     BackendId,
@@ -40,12 +42,12 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
         if status.is_processing or status.adapted:
             watch(state, slot, wipe=status.adapted)
         elif (kept := event.kept.get(slot.id.index)) is not None:
-            slot.hold(kept.resident)
-            slot.own(kept.tenant)
+            slot.hold(replace(slot.content, resident=kept.resident, tenant=kept.tenant))
             state.fleet.has_tenants = state.fleet.has_tenants or bool(kept.tenant)
         else:
             # Of a slot that never ran the server reports nothing, even restored (section 5.1).
-            slot.hold(Resident(unread=status.n_tokens or 0, may_hold_more=status.n_tokens is None))
+            unread = Resident(unread=status.n_tokens or 0, may_hold_more=status.n_tokens is None)
+            slot.hold(replace(slot.content, resident=unread))
     _value_anew(state, info)
 
 
@@ -67,13 +69,13 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
     if backend in state.fleet.up and not state.fleet.manages(backend):
         return  # the server may place a request in any of its slots
     idle = [slot for slot in state.fleet.slots.of(backend) if slot.is_idle]
-    chosen = sorted(idle, key=lambda slot: len(slot.resident))[: TUNING.probe_slots]
+    chosen = sorted(idle, key=lambda slot: len(slot.content.resident))[: TUNING.probe_slots]
     if chosen:
         lease, *others = [slot.lease(name) for slot in chosen]
         state.fleet.jobs[name] = ProbeLoan(id=name, lease=lease, others=others)
     for slot in chosen:
-        slot.expect_end(now + TUNING.probe_s)
-        slot.own(NO_TENANT)
+        slot.do(replace(slot.work, busy_until=now + TUNING.probe_s))
+        slot.hold(replace(slot.content, tenant=NO_TENANT))
 
 
 def put_off(state: State, event: ev.ProbePutOff, now: float) -> None:
@@ -99,9 +101,9 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     _expect(backend.rates, info, state.fleet.learned)
     _value_anew(state, info)
     for slot in state.fleet.slots.of(info.id):
-        slot.mark_saved(saved=False)  # nothing could be saved so far
+        slot.hold(replace(slot.content, saved=False))  # nothing could be saved so far
         if slot.is_idle and not info.is_managed:
-            slot.hold(NOTHING)
+            slot.hold(replace(slot.content, resident=NOTHING))
     end(state, job, now, UNKNOWN if info.is_managed else NOTHING)
 
 

@@ -1,5 +1,7 @@
 """Detach backends, one at a time or because the configuration was read again."""
 
+from msgspec.structs import replace
+
 from router.base.types import BackendId
 from router.core.execution.job_ends import lose_backend
 from router.core.execution.state import State
@@ -15,7 +17,7 @@ def begin(state: State, backend: BackendId) -> None:
     """
     state.fleet.draining.add(backend)
     for slot in state.fleet.slots.of(backend):
-        slot.mark_saved(saved=False)
+        slot.hold(replace(slot.content, saved=False))
 
 
 def detach(state: State, now: float) -> None:

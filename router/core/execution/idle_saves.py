@@ -2,6 +2,8 @@
 
 from math import inf
 
+from msgspec.structs import replace
+
 from router.base.types import BackendId, RequestId
 from router.core.execution.job_steps import save
 from router.core.execution.state import State
@@ -44,7 +46,7 @@ def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0
         if saving_pays(state.fleet, slot)[2]:
             _save(state, slot)
             return
-        slot.mark_saved()  # ruled out, and considered once
+        slot.hold(replace(slot.content, saved=True))  # ruled out, and considered once
 
 
 def end_backoffs(state: State, now: float) -> None:
@@ -53,7 +55,7 @@ def end_backoffs(state: State, now: float) -> None:
         if backend.backoff.is_due(now):
             backend.backoff.end()
             for slot in state.fleet.slots.of(backend.id):
-                slot.mark_saved(saved=False)
+                slot.hold(replace(slot.content, saved=False))
 
 
 def wakeup(state: State) -> float:

@@ -2,6 +2,8 @@
 
 from math import inf
 
+from msgspec.structs import replace
+
 from router.base.errors import BackendError
 from router.base.types import (
     NO_TENANT,
@@ -73,7 +75,7 @@ def _forbid_saves_of(state: State, request: Request, only: SlotId | None, job: J
     """Keep what the request may have left, in that slot or any, from being saved."""
     for slot in state.fleet.slots.of(job.slot.backend):
         if only is None or slot.id == only:
-            slot.forbid_save_of(request)
+            slot.hold(slot.content.touched_by(request))
 
 
 def _leave_to_itself(state: State, job: RequestJob, backend: BackendId, now: float) -> None:
@@ -131,12 +133,13 @@ def _follow(state: State, job: RequestJob, actual: Slot) -> None:
     """Move the job's lease to the idle slot where the server put its request."""
     leased = state.fleet.slots[job.slot]
     work = leased.work
-    leased.release(job.lease, leased.resident, leased.last_used)
+    leased.release(job.lease, replace(leased.content, saved=False), leased.last_used)
     leased.invalidate_lease()  # the answer is read under this lease, and is elsewhere
     job.move(actual.lease(job.id))
-    job.runs_on(actual.resident)
+    job.runs_on(actual.content.resident)
     actual.start(job.lease)
-    actual.take_over(work, job.request.tenant)
+    actual.hold(replace(actual.content, tenant=work.tenant))
+    actual.do(work)
 
 
 def finished(state: State, event: ev.Finished, now: float) -> None:
@@ -193,15 +196,16 @@ def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Residen
     if job.claim is SlotClaim.WHOLE_BACKEND:
         return UNKNOWN
     if job.knows_slot:
-        state.fleet.slots[job.slot].allow_save()  # what it held before is gone
+        slot = state.fleet.slots[job.slot]
+        slot.hold(replace(slot.content, savable=True))  # what it held before is gone
         limit = state.fleet.backends[job.slot.backend].info.checkpoints
         return after_finish(job.request.prompt, event.reported, job.resident_at_dispatch, limit)
     _doubt_watched(state, job)
     placement_gate.mix(state, job)
     for slot in state.fleet.slots.of(job.slot.backend):
         if slot.is_idle:
-            slot.hold(after_either(slot.resident, job.request.prompt))
-            slot.mix(job.request)
+            either = after_either(slot.content.resident, job.request.prompt)
+            slot.hold(replace(slot.content.mixed_with(job.request), resident=either))
     return after_either(job.resident_at_dispatch, job.request.prompt)
 
 
@@ -250,18 +254,20 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
     )
     own = state.fleet.slots[job.slot]
     own.abandon(job.lease)
-    own.expect_end(inf if wipe else now + TUNING.abandoned_s(progress))
+    busy_until = inf if wipe else now + TUNING.abandoned_s(progress)
+    own.do(replace(own.work, busy_until=busy_until))
     state.out.append(WatchSlot(job.id, job.slot, progress, wipe, flush))
     for lease in job.others:
         slot = state.fleet.slots[lease.slot]
-        slot.release(lease, slot.resident if refused else UNKNOWN, now)
+        held = slot.content.resident if refused else UNKNOWN
+        slot.release(lease, replace(slot.content, resident=held, saved=False), now)
     if unseen:
         _doubt_watched(state, job)
         placement_gate.mix(state, job)
         for slot in state.fleet.slots.of(job.slot.backend):
             if slot.is_idle:
                 if not refused:
-                    slot.mix(job.request)
+                    slot.hold(slot.content.mixed_with(job.request))
                 other = RequestProgress.ANSWERED if answered else RequestProgress.UNSEEN
                 watch(state, slot, progress=other, wipe=wipe, flush=flush, likely_unchanged=refused)
 
@@ -316,8 +322,8 @@ def _doubt_watched(state: State, job: RequestJob) -> None:
         if isinstance(other, SlotWatch) and other.slot.backend == job.slot.backend:
             other.doubt()
             slot = state.fleet.slots[other.slot]
-            slot.expect_end(inf)
-            slot.forbid_save_of(job.request)
+            slot.do(replace(slot.work, busy_until=inf))
+            slot.hold(slot.content.touched_by(job.request))
 
 
 def watch(
@@ -364,12 +370,12 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
     if not isinstance(watch, SlotWatch):
         return
     slot, n_tokens = state.fleet.slots[watch.slot], event.n_tokens
-    if watch.likely_unchanged and not watch.is_doubtful and n_tokens == len(slot.resident):
+    if watch.likely_unchanged and not watch.is_doubtful and n_tokens == len(slot.content.resident):
         end(state, watch, now)
     elif watch.request is None or watch.is_doubtful:
         if watch.likely_unchanged:
             state.fleet.note_displaced(slot)
-        slot.own(NO_TENANT)  # an unknown client may have used it
+        slot.hold(replace(slot.content, tenant=NO_TENANT))  # an unknown client may have used it
         end(state, watch, now, UNKNOWN if n_tokens is None else Resident(unread=n_tokens))
     else:
         prompt, begun = watch.request.prompt, watch.has_begun
@@ -382,7 +388,8 @@ def answer_read(state: State, event: ev.AnswerRead) -> None:
     if event.slot.index < len(slots):
         slot = slots[event.slot.index]
         if slot.is_idle and slot.generation == event.generation:
-            slot.hold(after_answer(slot.resident, event.prompt, event.answer))
+            read = after_answer(slot.content.resident, event.prompt, event.answer)
+            slot.hold(replace(slot.content, resident=read))
 
 
 def end(state: State, job: Job, now: float, resident: Resident | None = None) -> None:
@@ -399,13 +406,13 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
         if not state.fleet.slots.holds(lease):
             continue  # lost with its backend
         slot = state.fleet.slots[lease.slot]
-        held = slot.resident if resident is None else resident
+        held = slot.content.resident if resident is None else resident
         if job.others and was_sent and held is not NOTHING:
             held = UNKNOWN  # the server chose the slots
-        if request is not None and resident is not None and not request.reuse:
-            slot.forbid_save()
-        slot.release(lease, held, slot.last_used if in_background else now)
-        slot.mark_saved(saved=in_background)
+        uncached = request is not None and resident is not None and not request.reuse
+        savable = slot.content.savable and not uncached
+        left = replace(slot.content, resident=held, savable=savable, saved=in_background)
+        slot.release(lease, left, slot.last_used if in_background else now)
         if lease == job.lease and len(held) > 0 and _has_used_slot(job):
             state.fleet.note_use(slot)
 

@@ -10,8 +10,9 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from router.base.errors import NoBackendError
-from router.base.tokens import Tokens, common_prefix, count, head
+from router.base.tokens import EMPTY, Tokens, common_prefix, count, head
 from router.base.types import (
+    NO_TENANT,
     Lease,
     MemoryKind,
     RequestId,
@@ -47,7 +48,7 @@ from router.core.model.jobs import (
 )
 from router.core.model.memory_kinds import goes_back
 from router.core.model.server_placement import SlotClaim
-from router.core.model.slots import NOTHING, UNKNOWN, Resident, Slot
+from router.core.model.slots import NOTHING, UNKNOWN, Content, Resident, Slot
 from router.core.model.tenancy import model_of, namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.branch_saves import branch_save_pays
@@ -73,7 +74,9 @@ def next_step(state: State, job: RequestJob, now: float) -> None:  # noqa: C901 
         case SaveStep():
             # A request for this very content can wait for the save.
             slot = state.fleet.slots[step.slot]
-            save_s = state.fleet.backends[step.slot.backend].rates.save_s(len(slot.resident))
+            save_s = state.fleet.backends[step.slot.backend].rates.save_s(
+                len(slot.content.resident)
+            )
             prefill_queue.save(state, job, save_s, now)
             save(state, job.id, slot, step.reason)
         case CutStep():
@@ -92,7 +95,7 @@ def next_step(state: State, job: RequestJob, now: float) -> None:  # noqa: C901 
                 job.went_cold("the snapshot turned out to be unusable")
                 next_step(state, job, now)
                 return
-            held = state.fleet.slots[job.slot].resident
+            held = state.fleet.slots[job.slot].content.resident
             erase = len(held) > 0 or held.may_hold_more
             state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot], erase))
         case PrefillStep():
@@ -129,8 +132,8 @@ def _may_save_branch(state: State, job: RequestJob) -> bool:
 
 def save(state: State, job: RequestId, slot: Slot, reason: SaveReason) -> None:
     """Begin to save a slot that the job holds."""
-    namespace = namespace_of(state.fleet.backends[slot.id.backend].info, slot.tenant)
-    slot.begin_save()
+    namespace = namespace_of(state.fleet.backends[slot.id.backend].info, slot.content.tenant)
+    slot.do(replace(slot.work, saving=slot.content.resident.tokens))
     state.out.append(Save(job, slot.id, namespace, reason))
 
 
@@ -143,7 +146,7 @@ def _prefill(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
     last = [s.tokens for s in job.steps if isinstance(s, PrefillStep)][-1:]
     whole = last[0] if last else tokens
     whole_s = remaining_prefill_s(state.fleet, slot, whole)
-    slot.expect(whole, shared=True, until=now + whole_s)
+    slot.do(replace(slot.work, pending=whole, sharing=True, busy_until=now + whole_s))
     piece_s = remaining_prefill_s(state.fleet, slot, step.now)
     prefill_queue.begin(state, job, piece_s, now)
     state.out.append(Prefill(job.id, job.slot, step.now))
@@ -178,9 +181,10 @@ def _dispatch(state: State, job: RequestJob, now: float) -> None:
     for lease in (job.lease, *job.others):
         state.fleet.slots[lease.slot].start(lease)
     answer_s = state.fleet.backends[job.slot.backend].rates.generation_s(job.request.max_new_tokens)
-    slot.expect(job.request.prompt.tokens, shared=False, until=now + answer_s)
+    prompt = job.request.prompt.tokens
+    slot.do(replace(slot.work, pending=prompt, sharing=False, busy_until=now + answer_s))
     prefill_queue.hand_over(state, job, now)
-    job.dispatch(slot.resident, now)
+    job.dispatch(slot.content.resident, now)
     if not state.fleet.manages(job.slot.backend):
         state.fleet.backends[job.slot.backend].note_sent(job.request)
     pin = job.claim is SlotClaim.PINNED
@@ -209,7 +213,8 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
     job = state.fleet.jobs.get(event.request)
     if job is not None and job.lease_of(event.slot) is not None:
         slot = state.fleet.slots[event.slot]
-        slot.hold(Resident(snapshot.tokens, 0, slot.resident.checkpoints))
+        read = Resident(snapshot.tokens, 0, slot.content.resident.checkpoints)
+        slot.hold(replace(slot.content, resident=read))
     _save_over(state, event, snapshot, now)
 
 
@@ -268,7 +273,8 @@ def _save_over(
         return
     lease = job.lease_of(event.slot)  # None: lost with its backend
     if lease is not None:
-        state.fleet.slots[event.slot].end_save()
+        slot = state.fleet.slots[event.slot]
+        slot.do(replace(slot.work, saving=EMPTY))
     if not isinstance(job, RequestJob):
         end(state, job, now)
         return
@@ -284,8 +290,7 @@ def _copy_over(
     if lease in job.others:
         source = state.fleet.slots[lease.slot]
         job.give_back([lease])
-        source.release(lease, source.resident, source.last_used)
-        source.mark_saved()
+        source.release(lease, replace(source.content, saved=True), source.last_used)
     if job.steps and isinstance(job.steps[0], RestoreStep):
         usable = _find(state, snapshot) if snapshot is not None else None
         job.replace_next(RestoreStep(usable))
@@ -319,7 +324,8 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
         rates.rewrite.observe(1.0, snapshot.size_bytes, event.rewrite_s)
     slot = state.fleet.slots[job.slot]
     whole = Resident(snapshot.tokens, 0, snapshot.shape.checkpoints)
-    slot.hold(whole if event.n_tokens == len(snapshot) else UNKNOWN, surely=True)
+    read = whole if event.n_tokens == len(snapshot) else UNKNOWN
+    slot.hold(slot.content.replaced_by(read))
     state.restore_over(event.request)
     next_step(state, job, now)
 
@@ -343,7 +349,8 @@ def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
             state.out.append(Quarantine(forgotten, event.reason))
     state.restore_over(event.request)
     if job is not None:
-        state.fleet.slots[job.slot].hold(NOTHING)
+        slot = state.fleet.slots[job.slot]
+        slot.hold(replace(slot.content, resident=NOTHING))
         job.went_cold(f"restore failed: {event.reason}")
         next_step(state, job, now)
 
@@ -363,16 +370,16 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
         slot = state.fleet.slots[event.slot]
         own = event.slot == job.slot
         # A slot of the same tenant was only to make room.
-        refuse = refuse and (own or slot.tenant != job.request.tenant)
+        refuse = refuse and (own or slot.content.tenant != job.request.tenant)
         if not own:  # noted already for the job's own slot
             state.fleet.note_displaced(slot)
         if failed:
-            slot.not_erased()
+            slot.hold(replace(slot.content, resident=UNKNOWN, tenant=NO_TENANT))
         else:
-            slot.erased(job.request.tenant)
+            slot.hold(Content(tenant=job.request.tenant))
         if not own and job.claim is not SlotClaim.WHOLE_BACKEND:
             job.give_back([lease])
-            slot.release(lease, slot.resident, slot.last_used)
+            slot.release(lease, replace(slot.content, saved=False), slot.last_used)
     if refuse:
         _refuse(state, job)
     next_step(state, job, now)
@@ -393,10 +400,10 @@ def prefill_broke(state: State, request: RequestId, now: float) -> None:
     job = state.request_job(request)
     if job is not None and isinstance(job.doing, PrefillStep):
         slot = state.fleet.slots[job.slot]
-        slot.stop_sharing()
+        slot.do(replace(slot.work, sharing=False))
         prefill_queue.broke_off(state, job)
-        if not slot.prefill_abandoned:
-            slot.expect_end(inf)
+        if not slot.work.prefill_abandoned:
+            slot.do(replace(slot.work, busy_until=inf))
             if (server := state.fleet.servers.get(slot.id.backend)) is not None:
                 server.lost_request(now)
 
@@ -408,18 +415,20 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         return
     slot = state.fleet.slots[job.slot]
     if isinstance(event, ev.PrefillFailed):
-        slot.abandon_prefill(abandoned=False)
+        slot.do(replace(slot.work, prefill_abandoned=False))
         if event.began:
-            slot.hold(after_quiet(slot.resident, job.request.prompt, event.n_tokens))
+            left = after_quiet(slot.content.resident, job.request.prompt, event.n_tokens)
+            slot.hold(replace(slot.content, resident=left))
         # There is nothing to save, also not for the requests that wait for it.
         job.set_steps(step for step in job.steps if isinstance(step, DispatchStep))
         if job.cancelled:
             job.drop_steps()
     else:
         state.stalled(job.slot.backend, Stall.PREFILL, event.reported.prompt_s or 0.0)
-        compare(state, job, slot.resident, job.doing.now, event.reported, now)
+        compare(state, job, slot.content.resident, job.doing.now, event.reported, now)
         limit = state.fleet.backends[job.slot.backend].info.checkpoints
-        slot.hold(after_prefill(slot.resident, job.doing.now, event.reported, limit), surely=True)
+        held = after_prefill(slot.content.resident, job.doing.now, event.reported, limit)
+        slot.hold(slot.content.replaced_by(held))
         job.note_prefill(event.reported)
         state.fleet.backends[job.slot.backend].rates.observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)

@@ -48,8 +48,7 @@ def take(state: State, job: RequestJob) -> None:
 def wait(state: State, job: RequestJob, now: float) -> None:
     """Let the job wait at the gate. Its prefill is over: no request waits for its end."""
     slot = state.fleet.slots[job.slot]
-    slot.stop_sharing()
-    slot.expect_end(now)
+    slot.do(replace(slot.work, sharing=False, busy_until=now))
     state.fleet.backends[job.slot.backend].prefills.leave(job.id)
     state.fleet.backends[job.slot.backend].gate.wait(job.id)
     job.do(AtGate(now))
@@ -71,11 +70,11 @@ def reuses_nothing_foreign(state: State, job: RequestJob) -> bool:
     """
     request = job.request
     leased = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
-    if any(slot.tenant != request.tenant for slot in leased):
+    if any(slot.content.tenant != request.tenant for slot in leased):
         return False
     if job.claim not in (SlotClaim.STEERED, SlotClaim.SERVER_PLACED):
         return True
-    computed = leased[0].resident.covers(request.prompt)
+    computed = leased[0].content.resident.covers(request.prompt)
     slots = state.fleet.slots.of(job.slot.backend)
     return not any(attracts(slot, request, computed_first=computed) for slot in slots)
 
@@ -88,15 +87,15 @@ def swap_leases(state: State, job: RequestJob, other: RequestJob) -> None:
     actual = state.fleet.slots[other.slot]
     meant, request = state.fleet.slots[job.slot], job.request
     ours, theirs = meant.work, actual.work
-    job.runs_on(actual.resident)
-    meant.release(job.lease, meant.resident, meant.last_used)
-    actual.release(other.lease, actual.resident, actual.last_used)
+    job.runs_on(actual.content.resident)
+    meant.release(job.lease, replace(meant.content, saved=False), meant.last_used)
+    content = replace(actual.content, tenant=request.tenant, saved=False)
+    actual.release(other.lease, content, actual.last_used)
     job.move(actual.lease(job.id))
     actual.start(job.lease)
-    actual.take_over(ours, request.tenant)
+    actual.do(ours)
     other.move(meant.lease(other.id))
-    meant.lend(other.request.tenant)
-    meant.expect(theirs.pending, shared=False, until=theirs.busy_until)
+    meant.do(theirs)
 
 
 def mix(state: State, job: RequestJob) -> None:
@@ -109,10 +108,10 @@ def mix(state: State, job: RequestJob) -> None:
     for slot in state.fleet.slots.of(job.slot.backend):
         if waits_in(state, slot) is None:
             continue
-        if computed and not may_hold(slot.resident, request.prompt):
+        if computed and not may_hold(slot.content.resident, request.prompt):
             continue
-        slot.hold(after_either(slot.resident, request.prompt))
-        slot.mix(request)
+        either = after_either(slot.content.resident, request.prompt)
+        slot.hold(replace(slot.content.mixed_with(request), resident=either))
 
 
 def _is_in_the_way(state: State, job: RequestJob, slot: Slot, computed: bool) -> bool:
@@ -135,13 +134,13 @@ def _is_in_the_way(state: State, job: RequestJob, slot: Slot, computed: bool) ->
     if not computed:  # (4)
         return other is None
     if other is not None:  # (5)
-        own = state.fleet.slots[job.slot].resident
+        own = state.fleet.slots[job.slot].content.resident
         theirs = other.request.prompt
-        loses = slot.resident.covers(theirs) and not may_hold(own, theirs)
-        return may_hold(slot.resident, request.prompt) and loses
+        loses = slot.content.resident.covers(theirs) and not may_hold(own, theirs)
+        return may_hold(slot.content.resident, request.prompt) and loses
     if isinstance(holder, ProbeLoan):
         return True  # it may write anything there
-    held, coming = slot.resident, [slot.pending]
+    held, coming = slot.content.resident, [slot.work.pending]
     if isinstance(holder, RequestJob):
         coming += _restored(state, holder)
         if isinstance(holder.doing, PrefillStep):  # in use, and not known to have it
@@ -155,7 +154,7 @@ def _restored(state: State, job: RequestJob) -> list[Tokens]:
     """Return the tokens that are restored into the job's slot, now or in a later step."""
     fleet = state.fleet
     # The source of a copy is a slot that the job holds, until it is a snapshot.
-    tokens = [fleet.slots[lease.slot].resident.tokens for lease in job.others]
+    tokens = [fleet.slots[lease.slot].content.resident.tokens for lease in job.others]
     return tokens if job.using is None else [*tokens, fleet.catalog[job.using].tokens]
 
 

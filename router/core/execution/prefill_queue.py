@@ -17,6 +17,8 @@ be ready when the last could be.
 
 from math import inf
 
+from msgspec.structs import replace
+
 from router.base.tokens import Tokens
 from router.base.types import RequestId
 from router.core.execution.state import State
@@ -152,5 +154,6 @@ def _foretell(state: State, queue: PrefillQueue, now: float) -> RequestJob:
     total_s = 0.0
     for (rank_s, remaining_s), job in entries:
         total_s += remaining_s
-        fleet.slots[job.slot].expect_end(now + before_s(others, rank_s) + total_s)
+        slot = fleet.slots[job.slot]
+        slot.do(replace(slot.work, busy_until=now + before_s(others, rank_s) + total_s))
     return entries[0][1]

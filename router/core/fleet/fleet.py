@@ -150,21 +150,21 @@ class Fleet:
         needed = max(len(request.prompt), held) + self._answer_cells(backend, request)
         needed += sum(self._cells_of(slot) for slot in others if not slot.is_idle)
         idle = sorted((s for s in others if s.is_idle), key=lambda s: (s.last_used, s.id))
-        left = sum(len(slot.resident) for slot in idle)
-        found = [slot for slot in idle if slot.resident.may_hold_more]  # of unknown length
+        left = sum(len(slot.content.resident) for slot in idle)
+        found = [slot for slot in idle if slot.content.resident.may_hold_more]  # of unknown length
         for slot in idle:
             if needed + left <= self.backends[backend].info.n_ctx:
                 break
-            if len(slot.resident) and slot not in found:
+            if len(slot.content.resident) and slot not in found:
                 found.append(slot)
-                left -= len(slot.resident)
+                left -= len(slot.content.resident)
         return found
 
     def _cells_of(self, slot: Slot) -> int:
         job = self.job_in(slot)
         request = job.request if isinstance(job, RequestJob | SlotWatch) else None
         answer = self._answer_cells(slot.id.backend, request)
-        return max(count(slot.pending), len(slot.resident)) + answer
+        return max(count(slot.work.pending), len(slot.content.resident)) + answer
 
     def _answer_cells(self, backend: BackendId, request: Request | None) -> int:
         """Return the cells that are kept for an answer: not the limit that few answers reach."""
@@ -228,7 +228,7 @@ class Fleet:
 
     def is_computed(self, job: RequestJob) -> bool:
         """Return whether the job's slot has most of its prompt, and steers the server."""
-        resident = self.slots[job.slot].resident
+        resident = self.slots[job.slot].content.resident
         return job.claim is SlotClaim.STEERED and resident.covers(job.request.prompt)
 
     def _at_gate(self, backend: BackendId) -> list[Expected]:
@@ -273,7 +273,7 @@ class Fleet:
         if not self.slots.phases(backend)[Phase.PREPARING]:
             return []
         slots = self.slots.of(backend)
-        return [slot for slot in slots if slot.phase is Phase.PREPARING and slot.sharing]
+        return [slot for slot in slots if slot.phase is Phase.PREPARING and slot.work.sharing]
 
     def held_up(self, backend: BackendId) -> int:
         """Count the requests that a transfer or a prefill would hold up.
@@ -285,7 +285,7 @@ class Fleet:
 
     def reusable(self, slot: Slot, n_prompt: int, common: int) -> int:
         """Return the prompt tokens that need no computing in a slot that shares `common`."""
-        held = slot.resident
+        held = slot.content.resident
         return reusable_tokens(
             self.backends[slot.id.backend].info.memory_kind,
             n_prompt,
@@ -299,8 +299,8 @@ class Fleet:
 
         The price of displacing any slot depends on this number, which seldom changes.
         """
-        resident, info = slot.resident, self.backends[slot.id.backend].info
-        tenant, changes = slot.tenant, self.catalog.changes
+        resident, info = slot.content.resident, self.backends[slot.id.backend].info
+        tenant, changes = slot.content.tenant, self.catalog.changes
         known = slot.bench.reaches.get(slot.id.index)
         if known and known[0] is resident and known[1] is info and known[2:4] == (tenant, changes):
             return known[4]
@@ -356,10 +356,10 @@ class Fleet:
 
         Nothing is recorded if a snapshot holds them all.
         """
-        tokens = slot.resident.tokens
+        tokens = slot.content.resident.tokens
         if count(tokens) > kept and count(tokens) > self.reach(slot):
             self.displaced.add(
-                namespace_of(self.backends[slot.id.backend].info, slot.tenant), tokens
+                namespace_of(self.backends[slot.id.backend].info, slot.content.tenant), tokens
             )
 
     def wants(self, slot: Slot, request: Request) -> bool:

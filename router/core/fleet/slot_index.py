@@ -43,7 +43,7 @@ class Holdings:
                 continue
             known.changes, tokens_of = bench.changes, known.tokens
             for at, slot in enumerate(slots.of(backend)):
-                held = slot.resident.tokens if slot.phase is idle else slot.pending
+                held = slot.content.resident.tokens if slot.phase is idle else slot.work.pending
                 if held is not tokens_of[at]:
                     self._change(slot.id, tokens_of[at], held)
                     tokens_of[at] = held

@@ -6,9 +6,9 @@ A slot's life is the table `TRANSITIONS`; an illegal move raises, because it is 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from router.base.errors import StaleLeaseError
 from router.base.tokens import EMPTY, Tokens, common_prefix, count
@@ -94,7 +94,7 @@ def no_slots() -> Phases:
 class Bench:
     """Data that the slots of one backend share.
 
-    `changes` rises when the phase, the content, `pending` or `saved` of one of these slots changes.
+    `changes` rises when the phase, the content or `pending` of one of these slots changes.
     Results computed from these are computed again only if they may be stale.
     """
 
@@ -107,11 +107,47 @@ class Bench:
     unsaved_at: int = -1  # `changes` at the last `SlotTable.unsaved`
 
 
-class Work(NamedTuple):
-    """The tokens computed under a lease, and their predicted end."""
+class Content(Struct, frozen=True):
+    """What a slot is believed to hold, whose that is, and whether it may and need be saved."""
 
-    pending: Tokens
-    busy_until: float
+    resident: Resident = NOTHING
+    tenant: Tenant = NO_TENANT  # NO_TENANT, too: of several tenants
+    # False: there may be what a client asked not to cache, or KV that is not what its tokens say.
+    # The router cannot see whether a server restarted, so a slot that was lost may still hold it.
+    savable: bool = True
+    saved: bool = False  # an idle save was tried or ruled out
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Return whether it is due for an idle save."""
+        return self.savable and not self.saved and len(self.resident) > 0
+
+    def replaced_by(self, resident: Resident) -> "Content":
+        """Return the content after the router computed or restored `resident`: all else is gone."""
+        return replace(self, resident=resident, savable=True)
+
+    def mixed_with(self, request: Request) -> "Content":
+        """Return the content if a request may have used the slot: several tenants' is no one's."""
+        tenant = self.tenant if self.tenant == request.tenant else NO_TENANT
+        return replace(self.touched_by(request), tenant=tenant)
+
+    def touched_by(self, request: Request) -> "Content":
+        """Return the content: not savable if what the request may have left here is not."""
+        return replace(self, savable=self.savable and request.reuse and not request.shifts)
+
+
+class Work(Struct, frozen=True):
+    """What is done in a leased slot, and for whom. The default is that of an idle slot."""
+
+    tenant: Tenant = NO_TENANT  # of the request that holds the slot, and of `pending`
+    pending: Tokens = EMPTY  # what is computed
+    saving: Tokens = EMPTY  # tokens of the save in progress
+    sharing: bool = False  # PREPARING: queued requests may reuse `pending` later
+    prefill_abandoned: bool = False  # PREPARING: the prefill in progress was abandoned
+    busy_until: float = 0.0  # clock seconds, an estimate; inf: nothing is known of the end
+
+
+EMPTY_SLOT, NO_WORK = Content(), Work()
 
 
 _NO_BENCH = Bench()  # for a backend without slots
@@ -119,9 +155,10 @@ _NO_BENCH = Bench()  # for a backend without slots
 
 @dataclass(slots=True)
 class Slot:
-    """One slot. `busy_until` is an estimate in clock seconds, used to price waiting.
+    """One slot: its phase, its content, and the work under its lease.
 
-    Only its own methods change it; `tests/repository/test_state_owners.py` checks that.
+    Content and work are values: who changes one makes the next one of it, and sets it with `hold`
+    or `do`. `tests/repository/test_state_owners.py` checks that.
     """
 
     bench: Bench = field(kw_only=True, default_factory=Bench, repr=False, compare=False)
@@ -129,20 +166,10 @@ class Slot:
     phase: Phase = Phase.IDLE
     generation: int = 0
     holder: RequestId | None = None
-    resident: Resident = NOTHING
+    content: Content = EMPTY_SLOT
+    work: Work = NO_WORK
     last_used: float = 0.0
     used_no: int = 0  # its place among all uses of slots of its model (`Fleet.note_use`)
-    busy_until: float = 0.0
-    pending: Tokens = EMPTY  # computed under this lease
-    saving: Tokens = EMPTY  # tokens of the save in progress
-    tenant: Tenant = NO_TENANT  # of `resident` and `saving`
-    next_tenant: Tenant = NO_TENANT  # of the request that holds it, and of `pending`
-    sharing: bool = False  # PREPARING: queued requests may reuse `pending` later
-    prefill_abandoned: bool = False  # PREPARING: the prefill in progress was abandoned
-    saved: bool = False  # idle save: tried or ruled out
-    # The slot may hold content that a client asked not to cache, which is never saved. The router
-    # cannot see whether a server restarted, so a slot that was lost may still hold the content.
-    must_not_save: bool = False
 
     def __post_init__(self) -> None:
         self.bench.phases[self.phase] += 1
@@ -154,18 +181,17 @@ class Slot:
     @property
     def is_abandoned(self) -> bool:
         """Return whether the slot was abandoned and its backend may still use it."""
-        return self.phase is Phase.ABANDONED or self.prefill_abandoned
+        return self.phase is Phase.ABANDONED or self.work.prefill_abandoned
 
     @property
     def is_unsaved(self) -> bool:
         """Return whether the slot is idle and its content is due for an idle save."""
-        waits = self.phase is Phase.IDLE and not self.saved
-        return waits and not self.must_not_save and len(self.resident) > 0
+        return self.phase is Phase.IDLE and self.content.is_unsaved
 
     @property
     def offered_tenant(self) -> Tenant:
         """Return the tenant of the tokens that it offers, now or at the end of its lease."""
-        return self.tenant if self.phase is Phase.IDLE else self.next_tenant
+        return self.content.tenant if self.phase is Phase.IDLE else self.work.tenant
 
     def _move(self, move: Move) -> None:
         allowed = TRANSITIONS[self.phase]
@@ -198,130 +224,37 @@ class Slot:
         self._check(lease)
         self._move(Move.ABANDON)
 
-    def release(self, lease: Lease, resident: Resident, now: float) -> None:
-        """Release the slot, holding `resident`. Raise StaleLeaseError if the lease is stale."""
+    def release(self, lease: Lease, content: Content, now: float) -> None:
+        """Release the slot, holding `content`. Raise StaleLeaseError if the lease is stale."""
         self._check(lease)
         self._move(Move.RELEASE)
-        self._reset_lease()
-        self.resident = resident
+        self.holder, self.content, self.work = None, content, NO_WORK
         self.last_used = now
-        self.saved = False
-        self.bench.changes += 1
 
     def lose(self) -> None:
         """Drop the slot's content and its lease, because the backend is down."""
         self._move(Move.LOSE)
         self.generation += 1
-        self._reset_lease()
-        self.resident, self.tenant = NOTHING, NO_TENANT
+        self.holder, self.work = None, NO_WORK
+        self.content = Content(savable=self.content.savable)
+
+    def hold(self, content: Content) -> None:
+        """Change the content."""
+        self.content = content
         self.bench.changes += 1
 
-    # -- content ---------------------------------------------------------------------------------
-
-    def hold(self, resident: Resident, *, surely: bool = False) -> None:
-        """Change the content; `surely`: it is what the router computed or restored there."""
-        self.resident = resident
-        self.must_not_save = self.must_not_save and not surely
-        self.bench.changes += 1
-
-    def erased(self, tenant: Tenant) -> None:
-        """Note that the slot was emptied, for a request of `tenant`."""
-        self.hold(NOTHING, surely=True)
-        self.tenant = tenant
-
-    def not_erased(self) -> None:
-        """Note that the slot could not be emptied: nothing is known of its content."""
-        self.hold(UNKNOWN)
-        self.tenant = NO_TENANT
-
-    def own(self, tenant: Tenant) -> None:
-        """Change the tenant of the content."""
-        self.tenant = tenant
-
-    def mix(self, request: Request) -> None:
-        """Note that the slot may hold what a request left; mixed tenants make it no tenant's."""
-        if self.tenant != request.tenant:
-            self.tenant = NO_TENANT
-        self.forbid_save_of(request)
-
-    def forbid_save_of(self, request: Request) -> None:
-        """Keep what a request may have left here from being saved, if that must not be saved.
-
-        The client asked for no cache, or the KV may not be what its tokens say.
-        """
-        if not request.reuse or request.shifts:
-            self.forbid_save()
-
-    def forbid_save(self) -> None:
-        """Keep the content from being saved."""
-        self.must_not_save = True
-        self.bench.changes += 1
-
-    def allow_save(self) -> None:
-        """Note that content which must not be saved is gone."""
-        self.must_not_save = False
-        self.bench.changes += 1
-
-    def mark_saved(self, *, saved: bool = True) -> None:
-        """Note that an idle save was tried or ruled out; not `saved`: consider one again."""
-        self.saved = saved
-        self.bench.changes += 1
+    def do(self, work: Work) -> None:
+        """Change the work under the lease."""
+        self.bench.changes += work.pending is not self.work.pending
+        self.work = work
 
     def note_use(self, number: int) -> None:
         """Note its place among all uses of slots of its model."""
         self.used_no = number
 
-    # -- during a lease --------------------------------------------------------------------------
-
-    def lend(self, tenant: Tenant) -> None:
-        """Note the tenant of the request that holds the slot."""
-        self.next_tenant = tenant
-
-    def expect(self, pending: Tokens, *, shared: bool, until: float) -> None:
-        """Note what is computed under this lease, until when, and whether others may reuse it."""
-        self.pending, self.sharing, self.busy_until = pending, shared, until
-        self.bench.changes += 1
-
-    def expect_end(self, at: float) -> None:
-        """Predict when the slot is idle or its prompt computed; inf: nothing is known of that."""
-        self.busy_until = at
-
-    def stop_sharing(self) -> None:
-        """Note that what is computed is not for other requests."""
-        self.sharing = False
-
-    def begin_save(self) -> None:
-        """Note that the content is being saved."""
-        self.saving = self.resident.tokens
-
-    def end_save(self) -> None:
-        """Note that the save is over."""
-        self.saving = EMPTY
-
-    def abandon_prefill(self, *, abandoned: bool) -> None:
-        """Note whether a prefill that was broken off may still run."""
-        self.prefill_abandoned = abandoned
-
-    @property
-    def work(self) -> Work:
-        """Return what is computed under the lease."""
-        return Work(self.pending, self.busy_until)
-
-    def take_over(self, work: Work, tenant: Tenant) -> None:
-        """Take over what was to be computed in another slot, for `tenant`."""
-        self.tenant = self.next_tenant = tenant
-        self.pending, self.busy_until = work
-        self.bench.changes += 1
-
     def invalidate_lease(self) -> None:
         """Make late reports on the last lease be ignored: its answer is in another slot."""
         self.generation += 1
-
-    # --------------------------------------------------------------------------------------------
-
-    def _reset_lease(self) -> None:
-        self.holder = None
-        self.pending, self.saving, self.sharing, self.prefill_abandoned = EMPTY, EMPTY, False, False
 
     def _check(self, lease: Lease) -> None:
         if not self.holds(lease):
@@ -385,17 +318,17 @@ class SlotTable:
         """Add the slots of a backend that has just come up, all empty.
 
         Generations keep rising, so a report from before the restart cannot be taken for new.
-        `must_not_save` is kept: perhaps only the connection was lost.
+        What must not be saved stays so: perhaps only the connection was lost.
         """
         for old in self.of(backend):
             old.lose()
         generations = [slot.generation for slot in self.of(backend)]
         generations += [self._first] * n_slots
-        unsavable = [slot.must_not_save for slot in self.of(backend)] + [False] * n_slots
+        contents = [slot.content for slot in self.of(backend)] + [EMPTY_SLOT] * n_slots
         bench = self._benches[backend] = Bench()
         self._slots[backend] = [
-            Slot(SlotId(backend, index), generation=number, must_not_save=no, bench=bench)
-            for index, number, no in zip(range(n_slots), generations, unsavable, strict=False)
+            Slot(SlotId(backend, index), generation=number, content=content, bench=bench)
+            for index, number, content in zip(range(n_slots), generations, contents, strict=False)
         ]
 
     def remove(self, backend: BackendId) -> None:

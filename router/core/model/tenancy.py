@@ -45,11 +45,11 @@ def attracts(slot: Slot, request: Request, *, computed_first: bool) -> bool:
         return True
     if slot.is_idle:
         held, goes_on = (
-            slot.resident.tokens,
-            slot.resident.may_hold_more or slot.resident.unread > 0,
+            slot.content.resident.tokens,
+            slot.content.resident.may_hold_more or slot.content.resident.unread > 0,
         )
     else:
-        held, goes_on = slot.pending, True
+        held, goes_on = slot.work.pending, True
     common = common_prefix(held, prompt.tokens)
     return common >= len(prompt) - 1 or (goes_on and common == count(held))
 
@@ -62,7 +62,7 @@ def may_attract(slot: Slot, request: Request, *, computed_first: bool) -> bool:
     """
     if slot.offered_tenant == request.tenant or not request.reuse:
         return False
-    held, prompt = slot.resident, request.prompt
+    held, prompt = slot.content.resident, request.prompt
     if not computed_first or not prompt.is_exact:
         return True
     return held.may_hold_more or held.unread > 0 or len(held) >= len(prompt) - 1

@@ -39,8 +39,8 @@ def baseline(context: PricingContext, room: list[BackendId]) -> Plan | None:
         slot = min(free, key=lambda s: in_turn.index(s.id))
     else:
         slot = min(free, key=lambda s: (context.running(s.id.backend), s.last_used, s.id))
-    held, wanted = slot.resident.tokens, context.request.prompt.tokens
-    foreign = slot.tenant != context.request.tenant
+    held, wanted = slot.content.resident.tokens, context.request.prompt.tokens
+    foreign = slot.content.tenant != context.request.tenant
     common = 0 if foreign or context.has_no_say else common_prefix(held, wanted)
     reused = context.fleet.reusable(slot, context.n_prompt, common)
     chosen = resident(context, slot, common, reused) if reused else cold(context, slot)

@@ -57,6 +57,6 @@ def boundary_saves(
 def _branch(fleet: Fleet, info: BackendInfo, request: Request) -> int:
     """Return how many tokens the prompt shares with anything known of its tenant."""
     tokens, tenant = request.prompt.tokens, request.tenant
-    slots = [slot for slot in fleet.slots.of(info.id) if slot.tenant == tenant]
-    shared = [common_prefix(slot.resident.tokens, tokens) for slot in slots]
+    slots = [slot for slot in fleet.slots.of(info.id) if slot.content.tenant == tenant]
+    shared = [common_prefix(slot.content.resident.tokens, tokens) for slot in slots]
     return max([fleet.catalog.covered(namespace_of(info, tenant), tokens), *shared])

@@ -23,12 +23,12 @@ def branch_save_pays(fleet: Fleet, job: RequestJob) -> bool:
     """
     info, slot = fleet.backends[job.slot.backend].info, fleet.slots[job.slot]
     prompt, rates = job.request.prompt, fleet.backends[info.id].rates
-    held = slot.resident.tokens
+    held = slot.content.resident.tokens
     cost_s = rates.save_s(count(held)) * (1 + fleet.running(info.id)) + 2 * rates.handling_s.value
     generation_s = rates.generation_s(job.request.max_new_tokens)
     if cost_s >= generation_s:
         return False
-    if not (job.knows_slot and job.request.reuse and prompt.is_exact) or slot.must_not_save:
+    if not (job.knows_slot and job.request.reuse and prompt.is_exact) or not slot.content.savable:
         return False
     if not can_save(fleet, info, count(held)):
         return False
@@ -49,9 +49,9 @@ def _chance(fleet: Fleet, info: BackendInfo, own: Slot, job: RequestJob, shared:
     Another slot that holds most of this beginning shows that prompts do.
     """
     tokens, tenant = job.request.prompt.tokens, job.request.tenant
-    others = (s for s in fleet.slots.of(info.id) if s.id != own.id and s.tenant == tenant)
+    others = (s for s in fleet.slots.of(info.id) if s.id != own.id and s.content.tenant == tenant)
     for slot in others:
-        held = slot.pending or slot.resident.tokens
+        held = slot.work.pending or slot.content.resident.tokens
         if shared < 2 * common_prefix(held, tokens):
             return fleet.policy.reuse_probability
     return TUNING.branch_chance

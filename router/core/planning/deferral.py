@@ -61,7 +61,8 @@ def _would_hold_last_slot_idle(fleet: Fleet, made: Plan, now: float, waited_s: f
     if fleet.slots.phases(backend)[Phase.IDLE] > 1:
         return False
     others = [
-        (slot, remaining_prefill_s(fleet, slot, slot.pending)) for slot in fleet.prefilling(backend)
+        (slot, remaining_prefill_s(fleet, slot, slot.work.pending))
+        for slot in fleet.prefilling(backend)
     ]
     others = [
         (slot, remaining_s) for slot, remaining_s in others if fleet.policy.is_long(remaining_s)

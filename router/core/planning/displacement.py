@@ -65,9 +65,13 @@ class Displacing:
         2. Saving now and restoring later is cheaper than computing it again: it is saved.
         3. Otherwise the part that no snapshot holds is computed again.
         """
-        held = slot.resident
+        held = slot.content.resident
         n_held = len(held)
-        if n_held <= kept or slot.must_not_save or (self._apart and slot.tenant == NO_TENANT):
+        if (
+            n_held <= kept
+            or not slot.content.savable
+            or (self._apart and slot.content.tenant == NO_TENANT)
+        ):
             return _NOTHING
         rates, stopped = self._rates, self._stopped
         chance = self._chance / (1 + self._fleet.neglect(slot))

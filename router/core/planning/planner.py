@@ -69,7 +69,9 @@ def _waits_for_room(context: PricingContext, room: list[BackendId]) -> bool:
         return False
     fleet, whole = context.fleet, context.n_prompt + (context.request.max_new_tokens or 0)
     waits_s = (
-        slot.busy_until - context.now if slot.busy_until > context.now else TUNING.unknown_end_s
+        slot.work.busy_until - context.now
+        if slot.work.busy_until > context.now
+        else TUNING.unknown_end_s
         for backend, there in fleet.up.items()
         if backend not in room
         and there.info.n_ctx >= whole

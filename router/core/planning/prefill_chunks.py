@@ -26,7 +26,7 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
         return None
     if not _beside_others(fleet, slot):
         limit_s *= TUNING.chunk_alone
-    resident = fleet.slots[slot].resident
+    resident = fleet.slots[slot].content.resident
     held = common_prefix(resident.tokens, wanted)
     if held == count(resident.tokens):
         if resident.may_hold_more and resident.tokens:

@@ -38,7 +38,7 @@ def before_s(parts: list[Ahead], rank_s: float) -> float:
 
 def remaining_prefill_s(fleet: Fleet, slot: Slot, tokens: Tokens) -> float:
     """Return the seconds that computing `tokens` adds to what the slot holds."""
-    n, common = count(tokens), common_prefix(slot.resident.tokens, tokens)
+    n, common = count(tokens), common_prefix(slot.content.resident.tokens, tokens)
     there = fleet.reusable(slot, n, common)
     return fleet.backends[slot.id.backend].rates.prefill_s(n - there, there)
 
@@ -48,7 +48,7 @@ def slot_ahead(fleet: Fleet, slot: Slot, now: float) -> list[Ahead]:
     job = fleet.job_in(slot)
     if not (isinstance(job, RequestJob) and job.chunk_until):
         return [prefill_ahead(fleet, slot, now)]
-    piece_s, remaining_s = job.chunk_until - now, max(slot.busy_until - job.chunk_until, 0.0)
+    piece_s, remaining_s = job.chunk_until - now, max(slot.work.busy_until - job.chunk_until, 0.0)
     return [
         Ahead(-inf, max(piece_s, 0.0)),
         Ahead(rank(remaining_s, job.past_queue_s), remaining_s),
@@ -57,9 +57,9 @@ def slot_ahead(fleet: Fleet, slot: Slot, now: float) -> list[Ahead]:
 
 def prefill_ahead(fleet: Fleet, slot: Slot, now: float) -> Ahead:
     """Return the entry of a prompt of which nothing is being computed now."""
-    remaining_s, job = remaining_prefill_s(fleet, slot, slot.pending), fleet.job_in(slot)
+    remaining_s, job = remaining_prefill_s(fleet, slot, slot.work.pending), fleet.job_in(slot)
     if not isinstance(job, RequestJob):
         return Ahead(rank(remaining_s, 0.0), remaining_s)
     if not isinstance(job.doing, InPrefillQueue):  # a restore brings it as far as was planned
-        remaining_s = min(remaining_s, max(slot.busy_until - now, 0.0))
+        remaining_s = min(remaining_s, max(slot.work.busy_until - now, 0.0))
     return Ahead(rank(remaining_s, job.prefill_queue_s(now)), remaining_s)

@@ -59,7 +59,7 @@ def _once_free(request: Request, fleet: Fleet, queue: Queue, now: float) -> Quot
         reused = 0
         for slot in fleet.slots.of(backend):
             ends_s.append(0.0 if slot.phase is Phase.IDLE else _until_free_s(fleet, slot, now))
-            held = max(len(slot.resident), shared.get(slot.id, 0))
+            held = max(len(slot.content.resident), shared.get(slot.id, 0))
             common = shared.get(slot.id, 0)
             reused = max(reused, reusable_tokens(info.memory_kind, n_prompt, common, held))
         if info.kv_dir is not None:
@@ -131,6 +131,6 @@ def _until_free_s(fleet: Fleet, slot: Slot, now: float) -> float:
 
     An answer that is longer than predicted is taken to need as long again as it is late.
     """
-    left_s = slot.busy_until - now
+    left_s = slot.work.busy_until - now
     late_s = TUNING.late_share * fleet.backends[slot.id.backend].rates.generation_s(None)
     return min(max(left_s, -left_s, late_s), TUNING.unknown_end_s)

@@ -71,7 +71,7 @@ def _residents(context: PricingContext, room: list[BackendId], found: Cheapest) 
             continue
         if reused := fleet.reusable(slot, context.n_prompt, common):
             leads.append((context.least_s(name.backend, reused), name, common, reused))
-            if not slot.must_not_save:
+            if slot.content.savable:
                 owners.append((-reused, position[name.backend], name))
     for least_s, name, common, reused in sorted(leads):
         if found.beat(least_s):
@@ -80,7 +80,7 @@ def _residents(context: PricingContext, room: list[BackendId], found: Cheapest) 
     if not owners:
         return None
     owner = min(owners)[2]
-    info, held = fleet.backends[owner.backend].info, fleet.slots[owner].resident
+    info, held = fleet.backends[owner.backend].info, fleet.slots[owner].content.resident
     if not can_save(fleet, info, len(held)):
         return None
     size_bytes = round(len(held) * fleet.backends[info.id].rates.bytes_per_token.value)

@@ -39,28 +39,30 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
     saved, owners = Cheapest(n), Cheapest(n)
     for slot in _busy(context):
         if (
-            slot.saving
-            and slot.tenant == context.request.tenant
+            slot.work.saving
+            and slot.content.tenant == context.request.tenant
             and (way := _once_saved(context, slot, at_least))
         ):
             saved.add(way)
         hoped = (
-            context.now < slot.busy_until + TUNING.abandoned_trusted_s < inf
+            context.now < slot.work.busy_until + TUNING.abandoned_trusted_s < inf
             if slot.is_abandoned
             else may_wait
         )
-        sharing = slot.sharing and context.now < slot.busy_until + TUNING.shared_prefill_late_s
+        sharing = (
+            slot.work.sharing and context.now < slot.work.busy_until + TUNING.shared_prefill_late_s
+        )
         if not (sharing or hoped):
             continue
         common = shared.get(slot.id, 0)
         if common < at_least:
             continue  # so little is not saved for others
         info, rates = fleet.backends[slot.id.backend].info, fleet.backends[slot.id.backend].rates
-        held = count(slot.pending)
+        held = count(slot.work.pending)
         reused = reusable_tokens(info.memory_kind, context.n_prompt, common, held)
         if reused < at_least:
             continue
-        wait_s = max(slot.busy_until - context.now, 0.0)
+        wait_s = max(slot.work.busy_until - context.now, 0.0)
         remaining_s = rates.prefill_s(context.n_prompt - reused, reused)
         if sharing and can_save(fleet, info, held):
             context.computing = max(context.computing, reused)
@@ -69,7 +71,7 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
         elif (
             hoped
             # A prefill that was broken off ends sooner than predicted.
-            and (slot.prefill_abandoned or wait_s <= fleet.policy.max_wait_s)
+            and (slot.work.prefill_abandoned or wait_s <= fleet.policy.max_wait_s)
             and _is_to_be_had(context, slot)
         ):
             cut_off_s = context.cut_off_s(slot.id.backend)
@@ -91,8 +93,8 @@ def _homes(context: PricingContext, at_least: int) -> Iterator[Candidate]:
         reused = there.sent_before(request)
         if reused < at_least:
             continue
-        slot = min(fleet.slots.of(backend), key=lambda one: one.busy_until)
-        wait_s = max(slot.busy_until - context.now, 0.0)
+        slot = min(fleet.slots.of(backend), key=lambda one: one.work.busy_until)
+        wait_s = max(slot.work.busy_until - context.now, 0.0)
         prefill_s = there.rates.prefill_s(context.n_prompt - reused, reused)
         price = Price(wait_s=wait_s, prefill_s=prefill_s, loss_s=context.cut_off_s(backend))
         yield Candidate(slot.id, Source.NONE, reused, price, wait_for=slot.id)
@@ -104,12 +106,12 @@ def hope_ends(fleet: Fleet, now: float) -> float:
     In clock seconds; inf: there is none.
     """
     ends = (
-        slot.busy_until
+        slot.work.busy_until
         + (TUNING.abandoned_trusted_s if slot.is_abandoned else TUNING.shared_prefill_late_s)
         for backend, bench in fleet.slots.benches()
         if bench.phases[Phase.ABANDONED] or bench.phases[Phase.PREPARING]
         for slot in fleet.slots.of(backend)
-        if slot.is_abandoned or slot.sharing
+        if slot.is_abandoned or slot.work.sharing
     )
     return min((end for end in ends if now < end), default=inf)
 
@@ -141,8 +143,8 @@ def _once_saved(context: PricingContext, slot: Slot, at_least: int) -> Candidate
     Until the save is over no request can have that content. If the slot is another request's
     already, the content is nowhere else.
     """
-    info, held = context.fleet.backends[slot.id.backend].info, len(slot.resident)
-    common = common_prefix(slot.saving, context.request.prompt.tokens)
+    info, held = context.fleet.backends[slot.id.backend].info, len(slot.content.resident)
+    common = common_prefix(slot.work.saving, context.request.prompt.tokens)
     reused = reusable_tokens(info.memory_kind, context.n_prompt, common, held)
     if reused < at_least or not can_save(context.fleet, info, held):
         return None

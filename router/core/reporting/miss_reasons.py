@@ -120,7 +120,7 @@ def _in_slots(
             continue
         slot = fleet.slots[name]
         if slot.is_idle or name == taken:
-            held = slot.resident
+            held = slot.content.resident
             most.see(common, held.tokens, slot=name)
             reused = reusable_tokens(
                 info.memory_kind, n_prompt, common, len(held), checkpoints=held.checkpoints
@@ -128,7 +128,7 @@ def _in_slots(
             usable = max(usable, reused)
         else:
             # The source of a copy computes nothing, so its resident tokens count.
-            tokens = slot.pending or slot.resident.tokens
+            tokens = slot.work.pending or slot.content.resident.tokens
             most.see(common, tokens, slot=name)
             # A kind that was not probed yet is not the reason of a miss: count it as FULL.
             known = info.memory_kind is not MemoryKind.UNKNOWN

@@ -51,11 +51,11 @@ class Losses:
         own = job.plan.chosen.slot
         idle = busy = 0
         for slot in fleet.slots:
-            common = common_prefix(slot.resident.tokens, prompt)
+            common = common_prefix(slot.content.resident.tokens, prompt)
             if slot.id == own or slot.phase is Phase.IDLE or _is_source(job.plan.chosen, slot.id):
                 idle = max(idle, common)
             else:
-                busy = max(busy, common, common_prefix(slot.pending, prompt))
+                busy = max(busy, common, common_prefix(slot.work.pending, prompt))
         info = fleet.backends[own.backend].info
         kept = fleet.catalog.covered(info.namespace, prompt)
         self._known[job.id] = (idle, kept, busy, self._ever.longest(prompt))
@@ -66,8 +66,8 @@ class Losses:
         slot = state.fleet.slots[chosen.slot]
         kept = 0 if chosen.source is not Source.RESIDENT else chosen.reused_tokens
         info = state.fleet.backends[chosen.slot.backend].info
-        covered = state.fleet.catalog.covered(info.namespace, slot.resident.tokens)
-        lost = len(slot.resident) - max(kept, covered)
+        covered = state.fleet.catalog.covered(info.namespace, slot.content.resident.tokens)
+        lost = len(slot.content.resident) - max(kept, covered)
         if lost > 0:
             running = state.fleet.running(info.id)
             how = "saved" if chosen.save_displaced else "not saved"

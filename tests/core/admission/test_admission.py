@@ -465,7 +465,7 @@ def test_where_slots_hold_nothing_embeddings_go_side_by_side() -> None:
     assert isinstance(dispatch, Dispatch)
     assert (dispatch.request, dispatch.lease.slot) == (R3, A0)
     finish(s, "r3")
-    assert slot(s, A0).resident == NOTHING
+    assert slot(s, A0).content.resident == NOTHING
     assert not s.state.fleet.gated
 
 
@@ -490,7 +490,7 @@ def test_where_slots_hold_nothing_ours_may_run_in_any() -> None:
     statuses = tuple(SlotStatus(i, True, 5, 4096, adapted=True) for i in range(2))
     assert s.handle(ev.BackendUp(EMBEDDER, statuses), NOW) == []
     assert [slot(s, A0).phase, slot(s, A1).phase] == [Phase.IDLE, Phase.IDLE]
-    assert slot(s, A0).resident == NOTHING
+    assert slot(s, A0).content.resident == NOTHING
 
 
 def test_a_prompt_is_too_long_for_those_that_are_meant() -> None:

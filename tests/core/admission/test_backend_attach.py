@@ -18,7 +18,7 @@ from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.effects import Delete, WatchSlot
 from router.core.model.rates import LinearFit, Rates
-from router.core.model.slots import UNKNOWN, Phase, Resident
+from router.core.model.slots import UNKNOWN, Content, Phase, Resident
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
     A0,
@@ -48,7 +48,7 @@ def test_what_a_slot_holds_is_known_in_number_only() -> None:
     s = scheduler()
     s.handle(ev.BackendUp(backend("b", 3), (status(0), status(1, n=None))), NOW)
 
-    assert [x.resident for x in s.state.fleet.slots.of(B)] == [
+    assert [x.content.resident for x in s.state.fleet.slots.of(B)] == [
         Resident(unread=5),
         Resident(may_hold_more=True),
         Resident(),
@@ -77,7 +77,7 @@ def test_what_an_adapter_of_its_own_has_computed_is_wiped(busy: bool) -> None:
         WatchSlot(STRANGER, B0, wipe=True)
     ]
     assert s.handle(ev.Quiet(STRANGER, None), NOW) == []
-    assert slot(s, B0).resident == UNKNOWN
+    assert slot(s, B0).content.resident == UNKNOWN
 
 
 def test_of_a_stranger_only_the_length_is_known() -> None:
@@ -85,7 +85,7 @@ def test_of_a_stranger_only_the_length_is_known() -> None:
     s.handle(ev.BackendUp(backend("b", 1), (status(busy=True),)), NOW)
     s.handle(ev.Quiet(STRANGER, 7), NOW)
 
-    assert slot(s, B0).resident == Resident(unread=7)
+    assert slot(s, B0).content.resident == Resident(unread=7)
 
 
 def test_priors_come_from_the_probe_and_outlive_a_restart() -> None:
@@ -122,17 +122,17 @@ def lent(s: Scheduler, backend_id: BackendId = A) -> list[SlotId]:
 
 def test_two_slots_that_hold_least_are_lent_and_come_back_unknown() -> None:
     s = scheduler(UNTRIED)
-    slot(s, A0).resident = Resident(unread=50)
+    slot(s, A0).hold(Content(Resident(unread=50)))
     assert s.handle(ev.ProbeDue(A), NOW) == []
     assert lent(s) == [A1, A2]
-    slot(s, A0).saved = True
+    slot(s, A0).hold(replace(slot(s, A0).content, saved=True))
 
     effects = s.handle(ev.Probed(TRIED), NOW)
     assert lent(s) == []
     assert s.state.fleet.backends[A].info == TRIED
     assert s.state.fleet.backends[A].rates.bytes_per_token.value == 7.0
-    assert [slot(s, x).resident for x in (A1, A2)] == [UNKNOWN, UNKNOWN]
-    assert slot(s, A0).resident == Resident(unread=50)
+    assert [slot(s, x).content.resident for x in (A1, A2)] == [UNKNOWN, UNKNOWN]
+    assert slot(s, A0).content.resident == Resident(unread=50)
     # Content that could not be saved so far is saved now.
     assert names(effects) == ["Save"]
     assert not [job for job in s.state.fleet.jobs if job == probe_name(A)]
@@ -326,12 +326,12 @@ def test_what_is_found_later_is_valued_at_once() -> None:
 
 def test_an_idle_slot_found_busy_is_left_alone() -> None:
     s = scheduler(backend("a", 2), idle_save_after_s=None)
-    slot(s, A0).resident = Resident(run_of(900))
+    slot(s, A0).hold(Content(Resident(run_of(900))))
 
     assert s.handle(ev.FoundBusy({A0: 0}), NOW) == [WatchSlot(RequestId("stranger-a/0-0"), A0)]
     assert (slot(s, A0).phase, slot(s, A1).phase) == (Phase.ABANDONED, Phase.IDLE)
     s.handle(ev.Quiet(RequestId("stranger-a/0-0"), 7), NOW)
-    assert (slot(s, A0).phase, slot(s, A0).resident) == (Phase.IDLE, Resident(unread=7))
+    assert (slot(s, A0).phase, slot(s, A0).content.resident) == (Phase.IDLE, Resident(unread=7))
 
 
 def test_what_was_leased_meanwhile_is_no_stranger() -> None:

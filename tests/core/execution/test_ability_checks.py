@@ -9,7 +9,7 @@ from router.base.types import BackendInfo, MemoryKind, Outcome, Reported, Reques
 from router.core.execution.ability_checks import NO_EXTENSION, NO_USE_OF_STATES
 from router.core.model import events as ev
 from router.core.model.effects import Dispatch, Effect, Limited, Prefill
-from router.core.model.slots import Resident
+from router.core.model.slots import Content, Resident
 from router.core.model.tuning import TUNING
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
@@ -70,7 +70,7 @@ def test_a_prompt_is_computed_ahead_again_after_a_while() -> None:
         assert info(s).extends
         assert s.state.fleet.backends[A].limited == ""
 
-        s.state.fleet.slots[A0].hold(Resident())
+        s.state.fleet.slots[A0].hold(Content(Resident()))
         computed_ahead(s, cached=0)
         assert not info(s).extends
 
@@ -100,7 +100,7 @@ def test_a_prompt_that_is_reused_changes_nothing(cached: int) -> None:
 
 def test_a_slot_that_extends_after_all_is_believed_again() -> None:
     s = scheduler(backend(n_slots=1, extends=False))
-    s.state.fleet.slots[A0].hold(Resident(LONG))
+    s.state.fleet.slots[A0].hold(Content(Resident(LONG)))
     s.state.fleet.backends[A].limited = NO_EXTENSION
 
     plan = plan_of(arrive(s, ids=NEXT))
@@ -131,7 +131,7 @@ class Back:
 )
 def test_a_checkpoint_that_is_not_there(back: Back) -> None:
     s = scheduler(backend(n_slots=1, memory_kind=HYBRID, kv_dir=None))
-    s.state.fleet.slots[A0].hold(Resident(LONG, checkpoints=(296, 596)))
+    s.state.fleet.slots[A0].hold(Content(Resident(LONG, checkpoints=(296, 596))))
     other = join([head(LONG, back.shared), run_of(20, 5)]) if back.shared < 600 else LONG
 
     arrive(s, ids=other)
@@ -154,7 +154,7 @@ def test_restored_states_that_are_not_used() -> None:
         assert arrive(s, name, NEXT)
         restored(s, 600, name)
         effects = finish(s, name, cached_tokens=0, prompt_tokens=660, generated_tokens=0)
-        s.state.fleet.slots[A0].hold(Resident(tokens(9)))
+        s.state.fleet.slots[A0].hold(Content(Resident(tokens(9))))
 
     assert limits(effects) == [Limited(A, NO_USE_OF_STATES)]
     assert info(s).kv_dir is None

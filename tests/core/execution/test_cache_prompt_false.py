@@ -10,7 +10,7 @@ from router.core.execution.idle_saves import wakeup
 from router.core.model import events as ev
 from router.core.model.effects import Save, SaveReason
 from router.core.model.jobs import SlotWatch
-from router.core.model.slots import SlotTable
+from router.core.model.slots import Content, SlotTable
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
     A0,
@@ -107,7 +107,7 @@ def test_nor_for_a_copy_elsewhere() -> None:
 
 def test_another_that_holds_the_same_can_be_copied() -> None:
     s = declined(backend("a", 2), backend("b", 1), idle_save_after_s=None)
-    slot(s, A1).resident = slot(s, A0).resident
+    slot(s, A1).hold(Content(slot(s, A0).content.resident))
     s.state.fleet.backends[A].rates = rates(prefill_s=1.0)
 
     assert arrive(s, "r2", LONGER)[0] == Save(RequestId("r2"), A1, NS, SaveReason.COPY)
@@ -139,7 +139,7 @@ def test_what_is_computed_first_for_another_is_saved_for_those_who_wait() -> Non
 
     (save,) = prefilled(s, "r2", prompt_tokens=999)
     assert save == Save(RequestId("r2"), A0, NS, SaveReason.SHARED)
-    assert not slot(s, A0).must_not_save
+    assert slot(s, A0).content.savable
 
 
 def test_what_is_restored_is_no_longer_what_it_left() -> None:
@@ -147,7 +147,7 @@ def test_what_is_restored_is_no_longer_what_it_left() -> None:
 
     assert names(arrive(s, "r2", ELSE)) == ["Restore"]
     restored(s, 900, "r2")
-    assert not slot(s, A0).must_not_save
+    assert slot(s, A0).content.savable
 
 
 @pytest.mark.parametrize("failed", [True, False])
@@ -157,7 +157,7 @@ def test_nor_what_is_erased(failed: bool) -> None:
 
     name = RequestId("r2")
     s.handle(ev.EraseFailed(name, A0, "no") if failed else ev.Erased(name, A0), NOW)
-    assert slot(s, A0).must_not_save is failed
+    assert slot(s, A0).content.savable is not failed
 
 
 # -- other ends ----------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_a_client_that_left_on_the_way_to_any_slot() -> None:
 
     quiet(s, n=800)
     quiet(s, stranger(A1, slot(s, A1).generation - 1), n=800)
-    assert [len(slot(s, at).resident) for at in (A0, A1)] == [800, 800]
+    assert [len(slot(s, at).content.resident) for at in (A0, A1)] == [800, 800]
     assert s.handle(ev.Stopping(save=True), NOW) == []
 
 
@@ -193,7 +193,7 @@ def test_a_slot_that_was_watched_may_be_the_one() -> None:
     finish(s, "r2", prompt_tokens=3, **ANSWER)
 
     quiet(s, n=800)
-    assert slot(s, A0).must_not_save
+    assert not slot(s, A0).content.savable
 
 
 def test_where_it_did_not_run_nothing_changes() -> None:
@@ -203,7 +203,7 @@ def test_where_it_did_not_run_nothing_changes() -> None:
     launched(s, 0)
     finish(s)
 
-    assert [slot(s, at).must_not_save for at in (A0, A1)] == [True, False]
+    assert [slot(s, at).content.savable for at in (A0, A1)] == [False, True]
 
 
 @pytest.mark.parametrize("pinnable", [True, False])
@@ -213,16 +213,16 @@ def test_a_connection_that_was_lost_leaves_it_where_it_was(pinnable: bool) -> No
 
     s.handle(ev.BackendDown(A), NOW)
     s.handle(ev.BackendUp(backend("a", 3)), NOW)
-    assert [one.must_not_save for one in s.state.fleet.slots] == [True, not pinnable, False]
+    assert [one.content.savable for one in s.state.fleet.slots] == [False, pinnable, True]
 
 
 def test_slots_that_come_back_are_still_declined() -> None:
     table = SlotTable()
     table.add(A, 2)
-    table[A1].must_not_save = True
+    table[A1].hold(Content(savable=False))
 
     table.add(A, 3)
-    assert [one.must_not_save for one in table] == [False, True, False]
+    assert [one.content.savable for one in table] == [True, False, True]
 
 
 def test_a_doubted_watch_keeps_no_other_slot_from_being_saved() -> None:
@@ -237,4 +237,4 @@ def test_a_doubted_watch_keeps_no_other_slot_from_being_saved() -> None:
 
     s.handle(ev.BackendDown(A), NOW)
 
-    assert [found.id for found in s.state.fleet.slots if found.must_not_save] == [own]
+    assert [found.id for found in s.state.fleet.slots if not found.content.savable] == [own]

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.tokens import EMPTY, head
 from router.base.types import (
@@ -18,7 +19,7 @@ from router.base.types import (
 from router.core.model import events as ev
 from router.core.model.effects import Account, Prefill, StopWork, WatchSlot
 from router.core.model.rates import LinearFit, Rates
-from router.core.model.slots import UNKNOWN, Phase, Resident
+from router.core.model.slots import UNKNOWN, Content, Phase, Resident
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
     A0,
@@ -123,7 +124,7 @@ def test_a_slot_that_was_left_in_the_middle_is_watched(outcome: Outcome) -> None
     assert finish(s, "r", outcome)[1:] == [WatchSlot(R, A0, left)]
     assert slot(s, A0).phase is Phase.ABANDONED
     assert quiet(s, n=2) == []
-    assert slot(s, A0).resident == Resident(tokens(1, 2))
+    assert slot(s, A0).content.resident == Resident(tokens(1, 2))
     assert s.state.fleet.jobs == {}
 
 
@@ -229,7 +230,7 @@ def test_several_answers_of_an_adapter_leave_nothing_anywhere() -> None:
     ]
     quiet(s, n=None)
     quiet(s, stranger(A1, 1), None)
-    assert [slot(s, which).resident for which in (A0, A1)] == [UNKNOWN, UNKNOWN]
+    assert [slot(s, which).content.resident for which in (A0, A1)] == [UNKNOWN, UNKNOWN]
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.REFUSED, GONE])
@@ -255,13 +256,13 @@ def test_a_slot_that_nobody_can_tell_about_claims_nothing() -> None:
     finish(s, "r", GONE)
     quiet(s, n=None)
 
-    assert slot(s, A0).resident == UNKNOWN
+    assert slot(s, A0).content.resident == UNKNOWN
 
 
 def test_who_is_refused_takes_nothing_from_others() -> None:
     """Refusals name no slot; a slot of unchanged length keeps its content."""
     s = astray(holding={A0: tokens(2), A1: tokens(7, 8)})
-    slot(s, A1).tenant = Tenant("bob")
+    slot(s, A1).hold(replace(slot(s, A1).content, tenant=Tenant("bob")))
     watched = finish(s, outcome=Outcome.REFUSED)[1:]
     assert watched == [
         WatchSlot(R, A0, RequestProgress.ANSWERED),
@@ -269,17 +270,20 @@ def test_who_is_refused_takes_nothing_from_others() -> None:
     ]
     quiet(s, stranger(A1), 2)
 
-    assert (held(s, A1), slot(s, A1).tenant) == (tokens(7, 8), "bob")
+    assert (held(s, A1), slot(s, A1).content.tenant) == (tokens(7, 8), "bob")
     assert slot(s, A1).is_idle
 
 
 def test_but_a_slot_of_another_length_is_nobodys() -> None:
     s = astray(holding={A1: tokens(7, 8)})
-    slot(s, A1).tenant = Tenant("bob")
+    slot(s, A1).hold(replace(slot(s, A1).content, tenant=Tenant("bob")))
     finish(s, outcome=Outcome.REFUSED)
     quiet(s, stranger(A1), 3)
 
-    assert (slot(s, A1).resident, slot(s, A1).tenant) == (Resident(unread=3), NO_TENANT)
+    assert (slot(s, A1).content.resident, slot(s, A1).content.tenant) == (
+        Resident(unread=3),
+        NO_TENANT,
+    )
 
 
 # -- server-placed requests ------------------------------------------------------------------------
@@ -309,12 +313,12 @@ def test_the_answer_of_a_request_that_moved_is_not_taken_for_one_of_the_slot_it_
     """Both slots hold the same prompt and equally many answer tokens."""
     s = astray()
     lease = s.state.job_of(R).lease
-    slot(s, A0).resident = Resident(tokens(1), 2)
+    slot(s, A0).hold(Content(Resident(tokens(1), 2)))
     launched(s, 1)
     finish(s, prompt_tokens=1, generated_tokens=3)
     s.handle(ev.AnswerRead(A0, lease.generation, tokens(1), tokens(7, 8)), NOW)
 
-    assert slot(s, A0).resident == Resident(tokens(1), 2)
+    assert slot(s, A0).content.resident == Resident(tokens(1), 2)
 
 
 @pytest.mark.parametrize("index", [1, 9])
@@ -342,7 +346,7 @@ def test_nothing_is_claimed_where_it_ran_in_a_slot_that_was_left(last: str) -> N
         quiet(s, "r2", 3)
 
     assert held(s, A0) == EMPTY
-    assert slot(s, A1).resident.may_hold_more
+    assert slot(s, A1).content.resident.may_hold_more
 
 
 def test_who_waits_for_a_request_that_is_over_before_it_is_seen_goes_on_from_it() -> None:
@@ -360,8 +364,8 @@ def test_a_request_gone_before_we_saw_where_puts_all_idle_slots_in_doubt() -> No
     s = astray(holding={A0: tokens(2), A1: tokens(1, 5)})
     finish(s, prompt_tokens=1, cached_tokens=0, generated_tokens=5)
 
-    assert slot(s, A0).resident == Resident(EMPTY, may_hold_more=True)
-    assert slot(s, A1).resident == Resident(tokens(1), may_hold_more=True)
+    assert slot(s, A0).content.resident == Resident(EMPTY, may_hold_more=True)
+    assert slot(s, A1).content.resident == Resident(tokens(1), may_hold_more=True)
 
 
 def test_what_was_prepared_for_it_is_there_wherever_it_ran() -> None:
@@ -381,7 +385,7 @@ def test_a_request_left_before_we_saw_where_keeps_all_idle_slots_out_of_use() ->
     assert effects[1:] == [WatchSlot(R, A0, RequestProgress.SENT), WatchSlot(stranger(A1), A1)]
     assert arrive(s, "r2", [5]) == []
     quiet(s, n=1)
-    assert slot(s, A0).resident == Resident(unread=1)
+    assert slot(s, A0).content.resident == Resident(unread=1)
 
 
 def test_a_slot_that_was_still_watched_is_in_doubt_too() -> None:
@@ -394,7 +398,7 @@ def test_a_slot_that_was_still_watched_is_in_doubt_too() -> None:
     finish(s, "r", prompt_tokens=1)
 
     quiet(s, "x", n=1)
-    assert slot(s, A1).resident == Resident(unread=1)
+    assert slot(s, A1).content.resident == Resident(unread=1)
 
 
 def fleeting(*sent: str, pinnable: bool = False) -> Scheduler:
@@ -416,7 +420,7 @@ def test_after_a_batch_nothing_is_known_of_any_slot() -> None:
     launched(s, 1)
     finish(s, prompt_tokens=3)
 
-    assert [x.resident for x in s.state.fleet.slots] == [UNKNOWN, UNKNOWN]
+    assert [x.content.resident for x in s.state.fleet.slots] == [UNKNOWN, UNKNOWN]
 
 
 def test_a_batch_on_a_backend_of_one_slot_is_a_batch() -> None:
@@ -424,7 +428,7 @@ def test_a_batch_on_a_backend_of_one_slot_is_a_batch() -> None:
     s = running(backend("a", 1), whole_backend=True)
     finish(s, prompt_tokens=3)
 
-    assert slot(s, A0).resident == UNKNOWN
+    assert slot(s, A0).content.resident == UNKNOWN
 
 
 def test_after_a_batch_that_was_left_all_slots_are_watched() -> None:
@@ -453,7 +457,7 @@ def answered() -> tuple[Scheduler, int]:
 
 def read(s: Scheduler, generation: int, where: SlotId = A0) -> Resident:
     s.handle(ev.AnswerRead(where, generation, tokens(1, 2, 3), tokens(7, 8)), NOW)
-    return slot(s, A0).resident
+    return slot(s, A0).content.resident
 
 
 def test_an_answer_that_was_read_is_known() -> None:

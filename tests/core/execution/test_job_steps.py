@@ -92,7 +92,7 @@ def test_what_is_of_no_use_in_another_slot_is_not_waited_for() -> None:
     limits = SnapshotLimits(min_tokens=9)
     s = scheduler(ONE, backend("b", 1), holding={A0: ELSE, B0: ELSE}, limits=limits, **OFF)
     arrive(s, ids=LONG)
-    assert slot(s, A0).saving == ELSE
+    assert slot(s, A0).work.saving == ELSE
 
     assert names(arrive(s, "r2", run_of(5, 7))) == ["Save"]  # 5 tokens are too few
 

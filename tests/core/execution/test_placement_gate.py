@@ -5,6 +5,7 @@ from collections import deque
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.errors import DeadlineError
 from router.base.tokens import head
@@ -23,7 +24,7 @@ from router.core.model import events as ev
 from router.core.model.effects import Dispatch, Effect, Erase, Prefill, Reject, Restore, Save
 from router.core.model.jobs import AtGate
 from router.core.model.request_queue import QueueLimits
-from router.core.model.slots import UNKNOWN, Resident
+from router.core.model.slots import UNKNOWN, Content, Resident
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import A0, A1, A, backend, rates, run_of, scheduler, snapshot
 from tests.support.scheduler.drive import (
@@ -126,7 +127,7 @@ def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
     s = fresh(coalesce_above_s=None)
     message(s)
     taken = slot(s, A1)
-    taken.resident = Resident(LONG)
+    taken.hold(Content(Resident(LONG)))
     lease = taken.lease(RequestId("r"))
     job = dataclasses.replace(
         s.state.job_of(RequestId("m")), id=RequestId("r"), lease=lease, steps=deque()
@@ -136,8 +137,8 @@ def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
     assert waits(s)
     assert of(arrive(s, "r3", SHORT)) == ["Dispatch r3"], "nobody else is kept out"
     assert arrive(s, "r4", LONG) == [], "but who would be in the way"
-    taken.resident = Resident()
-    taken.pending = SHORT
+    taken.hold(Content(Resident()))
+    taken.do(replace(taken.work, pending=SHORT))
     assert of(tick(s, 0.0)) == ["Dispatch m"]
 
 
@@ -148,7 +149,8 @@ def test_what_is_restored_beside_it_may_be_its_prompt() -> None:
     assert of(arrive(s, "r", longer)) == ["Restore r"]
     s.state.fleet.catalog.remove(s.state.fleet.catalog.snapshots()[0][0].id)
     assert message(s) == ["Prefill m"]
-    slot(s, A0).pending = SHORT  # as if they diverged after the restored tokens
+    # as if they diverged after the restored tokens
+    slot(s, A0).do(replace(slot(s, A0).work, pending=SHORT))
     assert of(prefilled(s, "m")) == []
     assert of(restored(s, 900, "r")) == ["Dispatch r", "Dispatch m"]
 
@@ -156,7 +158,7 @@ def test_what_is_restored_beside_it_may_be_its_prompt() -> None:
 def test_a_tie_with_an_idle_slot_moves_the_lease() -> None:
     s = fresh(coalesce_above_s=None)
     message(s)
-    slot(s, A1).resident = Resident(LONG)
+    slot(s, A1).hold(Content(Resident(LONG)))
     assert of(prefilled(s, "m")) == ["Dispatch m"]
     launched(s, 1, "m")
     assert s.state.job_of(RequestId("m")).slot == A1
@@ -206,7 +208,7 @@ def test_who_leaves_at_the_gate_gives_back_the_slot() -> None:
     s = at_gate()
     assert cancel(s, "m2") == []
     assert slot(s, A1).is_idle
-    assert slot(s, A1).resident.tokens == head(OTHER, 199)
+    assert slot(s, A1).content.resident.tokens == head(OTHER, 199)
     assert s.state.fleet.gated == {A}
     assert of(launched(s, 0, "m")) == []
 
@@ -246,7 +248,7 @@ def test_what_ran_unseen_may_be_in_the_slot_of_one_who_waits() -> None:
     assert waits(s, "m2")
     s.state.job_of(RequestId("m")).resident_at_dispatch = UNKNOWN
     effects = finish(s, "m", prompt_tokens=300, generated_tokens=1)
-    assert slot(s, A1).resident.may_hold_more
+    assert slot(s, A1).content.resident.may_hold_more
     assert of(effects) == ["Dispatch m2"]
 
 

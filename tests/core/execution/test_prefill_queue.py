@@ -14,7 +14,7 @@ from router.core.model import events as ev
 from router.core.model.effects import Account, Dispatch, Effect, Prefill, Reject
 from router.core.model.jobs import InPrefillQueue
 from router.core.model.request_queue import QueueLimits
-from router.core.model.slots import Phase, Resident
+from router.core.model.slots import Content, Phase, Resident
 from router.core.planning.planner import plan
 from router.core.planning.prefill_wait import ahead, before_s
 from router.core.scheduler import Scheduler
@@ -352,7 +352,8 @@ def test_what_cannot_be_reused_is_computed() -> None:
     """Hybrid models cannot go back to the point of divergence, before the last tokens."""
     info = backend("a", 2, memory_kind=MemoryKind.HYBRID)
     s = scheduler(info, holding={A0: run_of(890, 1), A1: run_of(890, 1)}, reuse_probability=0.0)
-    slot(s, A0).resident = slot(s, A1).resident = Resident(pack([*[1] * 880, *[5] * 10]))
+    for which in (A0, A1):
+        slot(s, which).hold(Content(Resident(pack([*[1] * 880, *[5] * 10]))))
     arrive(s, "r", pack([*[1] * 880, *[6] * 30]))
 
     assert of(arrive(s, "r2", pack([*[1] * 880, *[7] * 30]))) == []
@@ -381,21 +382,21 @@ def test_the_rest_of_a_prompt_is_in_its_turn_however_short_it_is() -> None:
 def test_who_wants_the_same_is_told_how_long_the_line_is() -> None:
     s = two()
 
-    assert slot(s, A1).busy_until == pytest.approx(NOW + 2.99 + 1.99)
+    assert slot(s, A1).work.busy_until == pytest.approx(NOW + 2.99 + 1.99)
 
 
 def test_who_wants_the_same_is_told_anew_when_a_piece_ends() -> None:
     s = in_pieces(3)
     arrive(s, "r", run_of(2001, 1))
     arrive(s, "r2", run_of(1001, 2))
-    assert slot(s, A1).busy_until == pytest.approx(NOW + 5.12 + 10)  # r2 is next
+    assert slot(s, A1).work.busy_until == pytest.approx(NOW + 5.12 + 10)  # r2 is next
 
     arrive(s, "r3", run_of(901, 3))
-    assert slot(s, A1).busy_until == pytest.approx(NOW + 5.12 + 9 + 10)
+    assert slot(s, A1).work.busy_until == pytest.approx(NOW + 5.12 + 9 + 10)
     prefilled(s, "r")
-    assert slot(s, A2).busy_until == pytest.approx(NOW + 9)
-    assert slot(s, A1).busy_until == pytest.approx(NOW + 9 + 10)
-    assert slot(s, A0).busy_until == pytest.approx(NOW + 9 + 10 + 14.88)
+    assert slot(s, A2).work.busy_until == pytest.approx(NOW + 9)
+    assert slot(s, A1).work.busy_until == pytest.approx(NOW + 9 + 10)
+    assert slot(s, A0).work.busy_until == pytest.approx(NOW + 9 + 10 + 14.88)
 
 
 def test_who_goes_before_another_is_charged_for_the_piece_and_no_more() -> None:
@@ -476,13 +477,13 @@ class Played:
     def handle(self, event: ev.Event) -> None:
         for effect in self.s.handle(event, self.now):
             if isinstance(effect, Prefill):
-                n_held = count(slot(self.s, effect.slot).resident.tokens)
+                n_held = count(slot(self.s, effect.slot).content.resident.tokens)
                 ends = self.now + self.times * 0.01 * (count(effect.tokens) - n_held)
                 self._done.append((ends, ev.Prefilled(effect.request, Reported())))
                 self.computed.append((effect.request, self.now - NOW))
             elif isinstance(effect, Dispatch):
                 self._done.append((self.now, ev.Begun(effect.request)))
-        told = [x.busy_until for x in self.s.state.fleet.slots if x.phase is Phase.PREPARING]
+        told = [x.work.busy_until for x in self.s.state.fleet.slots if x.phase is Phase.PREPARING]
         self.latest_s = max([self.latest_s, *(at - NOW for at in told)])
 
     def go_on(self) -> bool:

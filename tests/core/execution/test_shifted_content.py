@@ -46,8 +46,8 @@ def test_what_was_moved_is_wiped() -> None:
     assert effects[1:] == [WIPED]
     assert arrive(s, "r2", LESS) == []
     assert names(quiet(s, n=None)) == ["Dispatch"]
-    assert slot(s, A0).resident == UNKNOWN
-    assert not slot(s, A0).must_not_save
+    assert slot(s, A0).content.resident == UNKNOWN
+    assert slot(s, A0).content.savable
 
 
 def test_what_was_not_is_kept() -> None:
@@ -55,7 +55,7 @@ def test_what_was_not_is_kept() -> None:
 
     assert names(effects) == ["Account"]
     assert held(s, A0) == LESS
-    assert not slot(s, A0).must_not_save
+    assert slot(s, A0).content.savable
 
 
 def test_a_client_that_leaves_may_have_left_it() -> None:
@@ -125,4 +125,4 @@ def test_a_connection_that_was_lost_may_leave_it_there(pinnable: bool) -> None:
 
     s.handle(ev.BackendDown(A), NOW)
     s.handle(ev.BackendUp(backend("a", 2)), NOW)
-    assert [slot(s, at).must_not_save for at in (A0, A1)] == [True, not pinnable]
+    assert [slot(s, at).content.savable for at in (A0, A1)] == [False, pinnable]

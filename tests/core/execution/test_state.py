@@ -6,7 +6,7 @@ import pytest
 
 from router.base.types import Reported, RequestId, SlotId, SnapshotId, Stall
 from router.core.model import events as ev
-from router.core.model.slots import Resident
+from router.core.model.slots import Content, Resident
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
     A0,
@@ -64,7 +64,7 @@ def test_a_prefill_of_the_router_does_as_far_as_its_time_is_known(
 def test_streams_of_other_backends_and_idle_slots_lose_nothing() -> None:
     s = scheduler(THREE, backend("b", 1), idle_save_after_s=None)
     busy(s.state.fleet, B0)
-    s.state.fleet.slots[A1].resident = Resident(run_of(5))
+    s.state.fleet.slots[A1].hold(Content(Resident(run_of(5))))
     s.handle(ev.Saved(RequestId("nobody"), A0, SNAP, 0.25), NOW)
 
     assert s.state.fleet.backends[A].stalled_s == {Stall.SAVE: 0.0}

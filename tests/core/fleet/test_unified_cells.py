@@ -4,7 +4,7 @@ from typing import Any
 
 from router.base.types import BackendInfo, MemoryKind
 from router.core.model.effects import Erase
-from router.core.model.slots import Resident
+from router.core.model.slots import Content, Resident
 from tests.support.scheduler.build import A0, A1, A2, A, backend, fleet, request, run_of, scheduler
 from tests.support.scheduler.drive import arrive, finish
 
@@ -44,7 +44,7 @@ def test_a_request_alone_is_given_all_cells() -> None:
 def test_slots_that_were_used_longest_ago_are_emptied_for_it() -> None:
     made = fleet(unified())
     for which, n, used in ((A0, 400, 3.0), (A1, 300, 1.0), (A2, 0, 2.0)):
-        made.slots[which].resident = Resident(run_of(n))
+        made.slots[which].hold(Content(Resident(run_of(n))))
         made.slots[which].last_used = used
 
     def in_the_way(n: int) -> list[object]:
@@ -58,8 +58,8 @@ def test_slots_that_were_used_longest_ago_are_emptied_for_it() -> None:
 
 def test_a_slot_of_unknown_length_is_emptied_first() -> None:
     made = fleet(unified())
-    made.slots[A0].resident = Resident(may_hold_more=True)
-    made.slots[A1].resident = Resident(run_of(300))
+    made.slots[A0].hold(Content(Resident(may_hold_more=True)))
+    made.slots[A1].hold(Content(Resident(run_of(300))))
 
     found = made.in_the_way(made.slots[A2], request(ids=run_of(200, 7), **ANSWER), 0)
 
@@ -70,7 +70,7 @@ def test_an_opaque_slot_is_emptied_before_another_prompt() -> None:
     """How far back its content is right is unknown, and the server goes back by itself."""
     for kind, erases in ((MemoryKind.OPAQUE, [A0]), (MemoryKind.HYBRID, [])):
         s = scheduler(backend(n_slots=1, memory_kind=kind, kv_dir=None), coalesce_above_s=None)
-        s.state.fleet.slots[A0].hold(Resident(run_of(300)))
+        s.state.fleet.slots[A0].hold(Content(Resident(run_of(300))))
 
         effects = arrive(s, ids=run_of(100))
 

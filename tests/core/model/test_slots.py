@@ -1,22 +1,25 @@
 """Leases: taken before any work, released once, harmless when stale."""
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.errors import StaleLeaseError
-from router.base.tokens import EMPTY
 from router.base.types import Lease
 from router.core.model.slots import (
-    NOTHING,
+    EMPTY_SLOT,
+    NO_WORK,
     TRANSITIONS,
+    Content,
     Move,
     Phase,
     Resident,
     Slot,
     SlotTable,
+    Work,
 )
 from tests.support.scheduler.build import A0, A1, B0, R2, A, B, R, tokens
 
-HELD = Resident(tokens(1, 2))
+HELD = Content(Resident(tokens(1, 2)))
 
 
 def slot_in(phase: Phase) -> tuple[Slot, Lease]:
@@ -25,7 +28,7 @@ def slot_in(phase: Phase) -> tuple[Slot, Lease]:
     lease = slot.lease(R)
     match phase:
         case Phase.IDLE:
-            slot.release(lease, NOTHING, 0.0)
+            slot.release(lease, EMPTY_SLOT, 0.0)
         case Phase.RUNNING:
             slot.start(lease)
         case Phase.ABANDONED:
@@ -47,7 +50,7 @@ def make(slot: Slot, move: Move, lease: Lease) -> None:
         case Move.ABANDON:
             slot.abandon(lease)
         case Move.RELEASE:
-            slot.release(lease, NOTHING, 0.0)
+            slot.release(lease, EMPTY_SLOT, 0.0)
         case Move.LOSE:
             slot.lose()
 
@@ -72,13 +75,13 @@ def test_every_phase_can_be_lost_and_only_idle_is_leased() -> None:
 
 
 def test_a_released_slot_holds_what_it_was_released_with() -> None:
-    slot = Slot(A0, saved=True)
+    slot = Slot(A0, content=Content(saved=True))
     lease = slot.lease(R)
-    slot.pending, slot.sharing = tokens(9), True
+    slot.do(Work(pending=tokens(9), sharing=True))
 
     slot.release(lease, HELD, 5.0)
 
-    assert slot == Slot(A0, generation=1, resident=HELD, last_used=5.0)
+    assert slot == Slot(A0, generation=1, content=HELD, last_used=5.0)
     assert slot.is_idle
 
 
@@ -101,12 +104,13 @@ def test_a_late_lease_says_nothing_about_its_successor() -> None:
 
 def test_a_lost_slot_holds_nothing_and_is_held_by_nobody() -> None:
     slot, lease = slot_in(Phase.RUNNING)
-    slot.resident, slot.pending, slot.sharing = HELD, tokens(9), True
+    slot.hold(replace(HELD, savable=False))
+    slot.do(Work(pending=tokens(9), sharing=True))
 
     slot.lose()
 
     assert not slot.holds(lease)
-    assert (slot.resident, slot.pending, slot.sharing) == (NOTHING, EMPTY, False)
+    assert (slot.content, slot.work) == (Content(savable=False), NO_WORK)
 
 
 def test_unread_tokens_count() -> None:
@@ -172,7 +176,7 @@ def test_what_could_be_saved_follows_the_slots() -> None:
         table[where].release(table[where].lease(R), HELD, now)
     assert table.unsaved() == {A: 1.0}
 
-    table[A1].mark_saved()
+    table[A1].hold(replace(HELD, saved=True))
     assert table.unsaved() == {A: 2.0}
 
     lease = table[A1].lease(R)

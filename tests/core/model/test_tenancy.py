@@ -30,7 +30,7 @@ from router.core.model.effects import (
     SaveReason,
 )
 from router.core.model.policy import PolicyName
-from router.core.model.slots import UNKNOWN, Resident
+from router.core.model.slots import UNKNOWN, Content, Resident
 from router.core.model.tenancy import attracts, may_attract, model_of, namespace_of, tenant_of
 from router.core.planning.planner import plan
 from router.core.reporting.miss_reasons import coverage_of
@@ -76,8 +76,7 @@ def apart(*infos: object, **more: object) -> Scheduler:
 
 def holds(s: Scheduler, where: SlotId, tenant: Tenant, held: Resident | None = None) -> None:
     """Put a tenant's tokens into a slot. None: LONG."""
-    slot(s, where).resident = Resident(LONG) if held is None else held
-    slot(s, where).tenant = tenant
+    slot(s, where).hold(Content(Resident(LONG) if held is None else held, tenant))
 
 
 def erased(s: Scheduler, where: SlotId = A0, name: str = "r") -> list[Effect]:
@@ -107,7 +106,7 @@ def test_anothers_slot_is_emptied_first() -> None:
     holds(s, A0, X)
     assert arrive(s, ids=LONG, tenant=Y) == [Erase(R, A0)]
     assert plan_of(erased(s)).chosen.source is Source.COLD
-    assert slot(s, A0).tenant == Y
+    assert slot(s, A0).content.tenant == Y
 
 
 def test_what_it_held_is_saved_for_its_tenant() -> None:
@@ -134,7 +133,7 @@ def test_nothing_is_sent_to_a_slot_that_could_not_be_emptied(
     (reject,) = erase_failed(s)
     assert isinstance(reject, Reject)
     assert isinstance(reject.error, NoBackendError)
-    assert (slot(s, A0).resident, slot(s, A0).tenant) == (UNKNOWN, NO_TENANT)
+    assert (slot(s, A0).content.resident, slot(s, A0).content.tenant) == (UNKNOWN, NO_TENANT)
     assert slot(s, A0).is_idle
     assert arrive(s, "r2", ids=LONG, tenant=X) == [Erase(R2, A0)], "not even for whose it was"
 
@@ -157,7 +156,7 @@ def test_snapshots_are_their_tenants() -> None:
     s = apart(
         reuse_probability=0.0, snapshots=[snapshot("s", LONG, ns=XS), snapshot("t", LONG, ns=NS)]
     )
-    slot(s, A0).tenant = Y
+    slot(s, A0).hold(replace(slot(s, A0).content, tenant=Y))
     assert plan_of(arrive(s, ids=LONG, tenant=Y)).chosen.source is Source.COLD
     finish(s, outcome=Outcome.OK, prompt_tokens=900, generated_tokens=1)
     assert arrive(s, "r2", ids=LONG, tenant=X) == [Erase(R2, A0)]
@@ -169,7 +168,7 @@ def test_snapshots_are_their_tenants() -> None:
 def test_no_copy_is_made_of_anothers() -> None:
     s = apart(backend("a", 1), backend("b", 1))
     holds(s, A0, X)
-    slot(s, B0).tenant = Y
+    slot(s, B0).hold(Content(tenant=Y))
     made = plan(request(ids=LONG, tenant=Y), s.state.fleet, NOW)
     assert made is not None
     assert {way.source for way in (made.chosen, *made.losers)} == {Source.COLD}
@@ -180,7 +179,7 @@ def test_nobody_waits_for_what_another_computes() -> None:
     for second, waits in ((X, True), (Y, False)):
         s = apart(backend("a", 3), coalesce_above_s=0.0)
         for index, whose in enumerate((X, second, second)):
-            s.state.fleet.slots[SlotId(BackendId("a"), index)].tenant = whose
+            s.state.fleet.slots[SlotId(BackendId("a"), index)].hold(Content(tenant=whose))
         assert names(arrive(s, ids=LONG, tenant=X)) == ["Prefill"]
         arrive(s, "r2", ids=LONG, tenant=second)
         assert slot(s, A1).is_idle is waits
@@ -189,7 +188,7 @@ def test_nobody_waits_for_what_another_computes() -> None:
 def test_nothing_is_saved_for_another_who_waits() -> None:
     for second, expected in ((X, ["Save"]), (Y, ["Dispatch"])):
         s = apart(backend("a", 1), coalesce_above_s=0.0)
-        slot(s, A0).tenant = X
+        slot(s, A0).hold(replace(slot(s, A0).content, tenant=X))
         arrive(s, ids=LONG, tenant=X)
         arrive(s, "r2", ids=LONG, tenant=second)
         assert names(prefilled(s)) == expected
@@ -199,7 +198,7 @@ def test_nobody_waits_for_what_is_being_saved_of_another() -> None:
     for second, waits in ((X, True), (Y, False)):
         s = apart(backend("a", 1), backend("b", 1), reuse_probability=1.0)
         holds(s, A0, X)
-        slot(s, B0).tenant = second
+        slot(s, B0).hold(Content(tenant=second))
         # The slot is leased to another prompt, and its displaced content is being saved.
         effects = arrive(s, ids=[7, 8, 9], tenant=X, avoid=frozenset({B0.backend}))
         assert names(effects) == ["Save"]
@@ -329,7 +328,8 @@ def test_one_that_is_shorter_stays_as_it_is() -> None:
 
 def test_it_is_not_sent_while_one_runs_that_the_server_could_prefer_afterwards() -> None:
     s = apart(backend("a", 2), reuse_probability=0.0)
-    slot(s, A0).tenant, slot(s, A1).tenant = X, Y
+    slot(s, A0).hold(replace(slot(s, A0).content, tenant=X))
+    slot(s, A1).hold(replace(slot(s, A1).content, tenant=Y))
     assert names(arrive(s, ids=LONG, tenant=X)) == ["Dispatch"]
     assert unpinned(s, "r2") == []
     # After the answer, the slot is emptied.
@@ -341,7 +341,8 @@ def test_it_is_not_sent_while_one_runs_that_the_server_could_prefer_afterwards()
 
 def test_it_is_sent_beside_one_that_runs_something_else() -> None:
     s = apart(backend("a", 2), reuse_probability=0.0)
-    slot(s, A0).tenant, slot(s, A1).tenant = X, Y
+    slot(s, A0).hold(replace(slot(s, A0).content, tenant=X))
+    slot(s, A1).hold(replace(slot(s, A1).content, tenant=Y))
     assert names(arrive(s, ids=run_of(900, 5), tenant=X)) == ["Dispatch"]
     assert names(unpinned(s, "r2")) == ["Prefill"]
 
@@ -358,7 +359,8 @@ def test_without_the_prefill_it_is_not_sent_where_another_slot_has_more() -> Non
 
 def test_nor_where_another_slot_may_have_more_when_its_answer_ends() -> None:
     s = apart(backend("a", 2), reuse_probability=0.0)
-    slot(s, A0).tenant, slot(s, A1).tenant = X, Y
+    slot(s, A0).hold(replace(slot(s, A0).content, tenant=X))
+    slot(s, A1).hold(replace(slot(s, A1).content, tenant=Y))
     arrive(s, ids=run_of(900, 5), tenant=X)
     unpinned(s, "r2")
     (reject,) = prefill_failed(s, "r2")
@@ -373,7 +375,7 @@ def test_where_it_ran_unseen_nobody_owns_what_is_left() -> None:
     unpinned(s)
     prefilled(s)
     finish(s, prompt_tokens=900, generated_tokens=2)
-    assert (slot(s, A0).tenant, slot(s, A1).tenant) == (Y, NO_TENANT)
+    assert (slot(s, A0).content.tenant, slot(s, A1).content.tenant) == (Y, NO_TENANT)
 
 
 def test_where_it_was_left_unseen_nobody_owns_what_is_left() -> None:
@@ -383,7 +385,7 @@ def test_where_it_was_left_unseen_nobody_owns_what_is_left() -> None:
     unpinned(s)
     prefilled(s)
     finish(s, outcome=Outcome.CLIENT_GONE)
-    assert slot(s, A1).tenant == NO_TENANT
+    assert slot(s, A1).content.tenant == NO_TENANT
 
 
 def test_where_it_ran_instead_is_its_tenants_now() -> None:
@@ -394,13 +396,14 @@ def test_where_it_ran_instead_is_its_tenants_now() -> None:
     prefilled(s)
     launched(s, 1)
     finish(s, prompt_tokens=900, generated_tokens=2)
-    assert (slot(s, A0).tenant, slot(s, A1).tenant) == (Y, Y)
+    assert (slot(s, A0).content.tenant, slot(s, A1).content.tenant) == (Y, Y)
 
 
 def test_a_slot_that_may_have_been_used_by_another_is_nobodys() -> None:
     """X's client disconnected; while its slot is watched, the server may pick that slot."""
     s = apart(backend("a", 2), reuse_probability=0.0)
-    slot(s, A0).tenant, slot(s, A1).tenant = Y, X
+    slot(s, A0).hold(replace(slot(s, A0).content, tenant=Y))
+    slot(s, A1).hold(replace(slot(s, A1).content, tenant=X))
     arrive(s, ids=[7, 8, 9], tenant=Y, pinnable=False)
     prefilled(s)
     launched_at = slot(s, A0).phase
@@ -411,7 +414,7 @@ def test_a_slot_that_may_have_been_used_by_another_is_nobodys() -> None:
     finish(s, "r2", outcome=Outcome.CLIENT_GONE)
     finish(s, "r", prompt_tokens=3, generated_tokens=1)
     quiet(s, "r2", 3)
-    assert slot(s, A1).tenant == NO_TENANT
+    assert slot(s, A1).content.tenant == NO_TENANT
 
 
 def test_all_slots_of_a_backend_are_emptied_for_a_batch() -> None:
@@ -430,19 +433,19 @@ def test_slots_that_are_lent_to_the_probe_are_nobodys() -> None:
     s = apart()
     holds(s, A0, X)
     s.handle(ev.ProbeDue(A0.backend), NOW)
-    assert slot(s, A0).tenant == NO_TENANT
+    assert slot(s, A0).content.tenant == NO_TENANT
 
 
 def test_where_all_share_nothing_is_emptied() -> None:
     s = scheduler(backend("a", 1), idle_save_after_s=None, coalesce_above_s=None)
-    slot(s, A0).resident = UNKNOWN
+    slot(s, A0).hold(Content(UNKNOWN))
     assert names(arrive(s, ids=LONG)) == ["Dispatch"]
 
 
 def test_sight_is_of_ones_own() -> None:
     s = apart(backend("a", 2))
     holds(s, A0, X)
-    slot(s, A1).tenant = Y
+    slot(s, A1).hold(replace(slot(s, A1).content, tenant=Y))
     asked = request(ids=LONG, tenant=Y)
     made = plan(asked, s.state.fleet, NOW)
     assert made is not None
@@ -454,7 +457,7 @@ def test_sight_is_of_ones_own() -> None:
 def test_what_is_somebodys_stays_theirs_when_all_may_share_from_now_on() -> None:
     """Reload enables sharing while a tenant's tokens are still in a slot."""
     s = apart(backend("a", 2))
-    slot(s, A0).tenant = X
+    slot(s, A0).hold(replace(slot(s, A0).content, tenant=X))
     arrive(s, ids=LONG, tenant=X)
     finish(s, prompt_tokens=900, generated_tokens=1)
     s.state.fleet.policy = replace(s.state.fleet.policy, keeps_apart=False)

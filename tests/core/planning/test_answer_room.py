@@ -4,7 +4,7 @@ import pytest
 
 from router.core.model.effects import Dispatch
 from router.core.model.rates import Mean
-from router.core.model.slots import Resident
+from router.core.model.slots import Content, Resident
 from router.core.planning.pricing import PricingContext
 from tests.support.scheduler.build import A0, B0, A, B, backend, busy, request, run_of, scheduler
 from tests.support.scheduler.drive import NOW, arrive, plan_of
@@ -16,7 +16,7 @@ PROMPT = run_of(600)
 def test_an_idle_slot_with_room_for_the_whole_answer_is_taken() -> None:
     """Even if another slot holds the prompt."""
     s = scheduler(SMALL, LARGE, coalesce_above_s=None)
-    s.state.fleet.slots[A0].hold(Resident(PROMPT))
+    s.state.fleet.slots[A0].hold(Content(Resident(PROMPT)))
 
     plan = plan_of(arrive(s, ids=PROMPT, max_new_tokens=700, streams=False))
 
@@ -25,7 +25,7 @@ def test_an_idle_slot_with_room_for_the_whole_answer_is_taken() -> None:
 
 def test_a_short_answer_goes_to_what_is_cheapest() -> None:
     s = scheduler(SMALL, LARGE, coalesce_above_s=None)
-    s.state.fleet.slots[A0].hold(Resident(PROMPT))
+    s.state.fleet.slots[A0].hold(Content(Resident(PROMPT)))
 
     plan = plan_of(arrive(s, ids=PROMPT, max_new_tokens=100))
 

@@ -18,7 +18,7 @@ from router.base.types import (
 from router.core.model import events as ev
 from router.core.model.effects import Account, Delete, Dispatch, Prefill, Save, SaveReason
 from router.core.model.plan import Plan
-from router.core.model.slots import Resident
+from router.core.model.slots import Content, Resident
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.boundary_saves import boundary_saves
 from router.core.planning.planner import plan
@@ -115,7 +115,7 @@ def test_where_somebody_parted_before_there_is_a_snapshot_from_the_second_time_o
     assert planned(made, Prompt(OTHER)).boundary_saves == (600, 904)
 
     made = fleet(HYBRID)
-    made.slots[A1].resident = Resident(run_of(700))
+    made.slots[A1].hold(Content(Resident(run_of(700))))
     assert planned(made, Prompt(OTHER)).boundary_saves == (600, 904)
 
 
@@ -205,7 +205,7 @@ def test_prefill_save_prefill_save_send() -> None:
     ]
     assert names(saved(s, snapshot("b2", run_of(900)))) == ["Dispatch"]
     assert held(s, A0) == run_of(900)
-    assert slot(s, A0).resident.checkpoints == (596, 896)
+    assert slot(s, A0).content.resident.checkpoints == (596, 896)
     job = s.state.job_of(R)
     assert job.prefilled is not None
     assert job.prefilled.tokens == 900
@@ -219,7 +219,7 @@ def test_the_next_turn_a_regenerate_and_a_sibling_find_a_snapshot() -> None:
     saved(s, snapshot("b2", run_of(900)))
 
     fleet_ = s.state.fleet
-    fleet_.slots[A1].resident = Resident(run_of(50, 9))
+    fleet_.slots[A1].hold(Content(Resident(run_of(50, 9))))
     for prompt, reused in (
         (Prompt(run_of(905)), 900),
         (Prompt(join([run_of(900), run_of(300, 3)])), 900),
@@ -242,7 +242,7 @@ def test_a_prefill_that_fails_leaves_nothing_to_save() -> None:
 
     effects = s.handle(ev.PrefillFailed(R, "no"), NOW)
     assert names(effects) == ["Dispatch"]
-    assert slot(s, A0).resident.may_hold_more
+    assert slot(s, A0).content.resident.may_hold_more
 
 
 def test_a_client_that_leaves_at_a_pause_is_the_end_of_it() -> None:
@@ -258,7 +258,7 @@ def test_a_client_that_leaves_at_a_pause_is_the_end_of_it() -> None:
 def test_who_wants_the_same_waits_for_the_last_pause() -> None:
     s = started()
     assert arrive(s, "r2", prompt=CHAT) == []
-    assert slot(s, A0).pending == run_of(900)
+    assert slot(s, A0).work.pending == run_of(900)
 
     # Saved at the boundary, and not once more for r2.
     assert names(prefilled(s, prompt_tokens=600, cached_tokens=0)) == ["Save"]

@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.tokens import join
 from router.base.types import MemoryKind, Prompt, Tenant
 from router.core.model.effects import Save, SaveReason
 from router.core.model.rates import LinearFit, Mean
-from router.core.model.slots import Resident
+from router.core.model.slots import Content, Resident
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import A0, A1, R, backend, busy, run_of, scheduler, snapshot
@@ -163,7 +164,7 @@ def test_each_running_stream_waits_for_the_save(runs: bool, wanted: list[SaveRea
     if runs:
         busy(s.state.fleet, A1, until=100.0, pending=OTHER)
     else:
-        slot(s, A1).hold(Resident(OTHER))
+        slot(s, A1).hold(Content(Resident(OTHER)))
 
     assert saves(arrive(s, R, QUESTION, slot_hint=0)) == wanted
 
@@ -171,7 +172,7 @@ def test_each_running_stream_waits_for_the_save(runs: bool, wanted: list[SaveRea
 def test_a_slot_that_must_not_be_saved() -> None:
     s = world()
     busy(s.state.fleet, A1, until=100.0, pending=OTHER)
-    slot(s, A0).forbid_save()
+    slot(s, A0).hold(replace(slot(s, A0).content, savable=False))
 
     assert SaveReason.BRANCH not in saves(arrive(s, R, QUESTION))
 
@@ -180,6 +181,6 @@ def test_the_slot_of_another_tenant_shows_nothing() -> None:
     """A dear save, and a sibling only in the slot of another tenant: its prompts are not ours."""
     s = world(save_s=2.0)
     busy(s.state.fleet, A1, until=100.0, pending=OTHER)
-    slot(s, A1).own(Tenant("other"))
+    slot(s, A1).hold(replace(slot(s, A1).content, tenant=Tenant("other")))
 
     assert saves(arrive(s, R, QUESTION)) == []

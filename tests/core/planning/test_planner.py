@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.tokens import join
 from router.base.types import MemoryKind, Prompt, Request, RequestId, SlotId, Source
@@ -10,7 +11,7 @@ from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
 from router.core.model.rates import Mean
-from router.core.model.slots import Resident
+from router.core.model.slots import Content, Resident
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.displacement import can_save, saving_pays
 from router.core.planning.planner import plan
@@ -112,8 +113,8 @@ def test_of_two_that_compute_the_prefix_the_first_to_be_done_is_waited_for() -> 
     made = fleet(backend("a", 1), backend("b", 1), backend("c", 1))
     for slot, until in ((A0, 1.0), (B0, 20.0)):
         made.slots[slot].lease(R2)
-        made.slots[slot].sharing, made.slots[slot].pending = True, LONG
-        made.slots[slot].busy_until = until
+        made.slots[slot].do(replace(made.slots[slot].work, sharing=True, pending=LONG))
+        made.slots[slot].do(replace(made.slots[slot].work, busy_until=until))
 
     decision = plan(request(ids=[*([1] * 1000), 2]), made, 0.0, losers=0)
     assert decision is not None
@@ -224,7 +225,7 @@ def test_namespaces_never_mix() -> None:
     infos = (backend("a", 1, namespace=OTHER_NS), backend("b", 1))
     made = fleet(*infos, holding={A0: run_of(500)}, snapshots=[snapshot("s", LONG, ns=OTHER_NS)])
     made.backends[A].rates = rates(prefill_s=1.0)
-    made.slots[A0].resident = Resident(run_of(500))
+    made.slots[A0].hold(Content(Resident(run_of(500))))
 
     decision = plan(request(ids=LONG, avoid=frozenset({A})), made, 0.0)
     assert sources(decision) == {Source.COLD}
@@ -328,7 +329,7 @@ def test_the_end_that_a_continued_conversation_leaves_is_not_worth_a_file() -> N
     made.backends[A].rates = rates(transfer_s=0.01)
     assert saving_pays(made, made.slots[A0], kept=970)[2]
 
-    made.slots[A0].resident = Resident(ELSE, 0, (500, 966))
+    made.slots[A0].hold(Content(Resident(ELSE, 0, (500, 966))))
     save_s, loss_s, save = saving_pays(made, made.slots[A0], kept=970)
     assert (save_s, save) == (0.0, False)
     assert loss_s == pytest.approx(0.5 * 0.03 * 0.3)
@@ -361,15 +362,15 @@ def test_saving_does_not_pay_when_it_stops_too_much() -> None:
 def test_a_prompt_that_the_router_computes_counts_as_load() -> None:
     made = fleet(backend("a", 2), backend("b", 2))
     made.slots[A0].lease(R2)
-    made.slots[A0].sharing = True
+    made.slots[A0].do(replace(made.slots[A0].work, sharing=True))
     assert chosen(request(ids=LONG), made).slot == B0
 
 
 def test_nobody_waits_for_less_than_is_worth_a_file() -> None:
     made = fleet(backend("a", 1), backend("b", 1))
     made.slots[A0].lease(R2)
-    made.slots[A0].sharing, made.slots[A0].pending = True, run_of(100)
-    made.slots[A0].busy_until = 0.5
+    made.slots[A0].do(replace(made.slots[A0].work, sharing=True, pending=run_of(100)))
+    made.slots[A0].do(replace(made.slots[A0].work, busy_until=0.5))
     assert chosen(request(ids=run_of(101)), made).wait_for == A0
     made.catalog.limits = SnapshotLimits(min_tokens=101)
     assert chosen(request(ids=run_of(101)), made).wait_for is None

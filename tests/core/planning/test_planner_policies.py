@@ -1,6 +1,7 @@
 """Policies: voluntary waits, prefills before a request, and the baselines."""
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.tokens import Tokens
 from router.base.types import Prompt, Request, SlotId, Source
@@ -54,8 +55,8 @@ def shared_prefill(policy: PolicyName = PolicyName.PREFER_IDLE, until: float = 2
     """Return a fleet in which a/0 prefills LONG for sharing; a/1 is idle."""
     made = fleet(policy=policy)
     lease = made.slots[A0].lease(R)
-    made.slots[A0].pending, made.slots[A0].sharing = LONG, True
-    made.slots[A0].busy_until = until
+    made.slots[A0].do(replace(made.slots[A0].work, sharing=True, pending=LONG))
+    made.slots[A0].do(replace(made.slots[A0].work, busy_until=until))
     planned = Plan(Candidate(A0, Source.COLD, 0, Price()))
     made.jobs[R] = RequestJob(id=R, lease=lease, request=request(), plan=planned, chunk_until=until)
     return made
@@ -143,7 +144,7 @@ def test_the_owner_is_not_waited_for_beyond_the_cap_or_against_the_hint() -> Non
     busy(made, A0, until=3.0, pending=LONG)
     assert waits(request(ids=MORE), made) is None
 
-    made.slots[A0].busy_until = 1.0
+    made.slots[A0].do(replace(made.slots[A0].work, busy_until=1.0))
     assert waits(request(ids=MORE), made) == A0
     assert waits(request(ids=MORE, slot_hint=1), made) is None
 

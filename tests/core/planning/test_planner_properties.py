@@ -12,7 +12,7 @@ from router.base.types import KvDir, MemoryKind, Prompt, Request, RequestId, Slo
 from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
-from router.core.model.slots import Resident
+from router.core.model.slots import Content, Resident
 from router.core.planning.planner import plan
 from tests.support.scheduler.build import (
     NS,
@@ -56,7 +56,9 @@ def fleets(draw: Any, policies: list[PolicyName] = list(PolicyName)) -> Fleet:  
         namespace = draw(st.sampled_from([NS, OTHER_NS]))
         made.catalog.add(snapshot(f"s{n}", held, ns=namespace), MemoryKind.UNKNOWN, 1.0)
     for slot in made.slots:
-        slot.resident = Resident(pack(draw(st.one_of(st.just([]), ids))), draw(st.integers(0, 3)))
+        slot.hold(
+            Content(Resident(pack(draw(st.one_of(st.just([]), ids))), draw(st.integers(0, 3))))
+        )
         slot.last_used = draw(st.sampled_from([0.0, 1.0]))
         doing = ["idle", "idle", "idle", "running", "sharing", "saving", "draining"]
         match draw(st.sampled_from(doing)):
@@ -64,11 +66,11 @@ def fleets(draw: Any, policies: list[PolicyName] = list(PolicyName)) -> Fleet:  
                 busy(made, slot.id, until=draw(st.floats(0, 2)), pending=pack(draw(ids)))
             case "sharing":
                 slot.lease(request("x").id)
-                slot.pending, slot.sharing = pack(draw(ids)), True
-                slot.busy_until = draw(st.floats(0, 2))
+                slot.do(replace(slot.work, sharing=True, pending=pack(draw(ids))))
+                slot.do(replace(slot.work, busy_until=draw(st.floats(0, 2))))
             case "saving":
                 slot.lease(request("x").id)
-                slot.saving, slot.pending = pack(draw(ids)), pack(draw(ids))
+                slot.do(replace(slot.work, saving=pack(draw(ids)), pending=pack(draw(ids))))
             case "draining":
                 slot.abandon(slot.lease(request("x").id))
             case _:
@@ -164,9 +166,9 @@ def test_what_is_reused_is_there_and_of_the_same_namespace(made: Fleet, asked: R
             assert source.is_idle
             assert source.id.backend != info.id
             assert made.backends[source.id.backend].info.namespace == info.namespace
-            assert len(source.resident) <= info.n_ctx
+            assert len(source.content.resident) <= info.n_ctx
         if way.source is Source.RESIDENT and way.wait_for is None:
-            held = made.slots[way.slot].resident.tokens
+            held = made.slots[way.slot].content.resident.tokens
             assert way.reused_tokens <= common_prefix(held, asked.prompt.tokens)
         if way.source in (Source.COLD, Source.NONE) and info.is_managed:
             assert way.reused_tokens == 0
@@ -209,7 +211,7 @@ def test_a_longer_resident_never_costs_more(prompt: list[int], lengths: list[int
     prices = []
     for length in lengths:
         made = fleet(backend("a", 1))
-        made.slots[SlotId(A, 0)].resident = Resident(head(asked.prompt.tokens, length))
+        made.slots[SlotId(A, 0)].hold(Content(Resident(head(asked.prompt.tokens, length))))
         prices.append(price_s(asked, made))
 
     short, long = prices

@@ -10,7 +10,7 @@ from router.base.types import MemoryKind, RequestId
 from router.core.model import events as ev
 from router.core.model.effects import Account, Effect, Prefill, Restore, Save, StopWork
 from router.core.model.effects import SaveReason as Why
-from router.core.model.slots import UNKNOWN, Resident
+from router.core.model.slots import UNKNOWN, Content, Resident
 from router.core.planning.planner import plan
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import A1, NS, R2, backend, request, run_of, scheduler, snapshot
@@ -190,8 +190,8 @@ def test_who_left_a_prefill_is_gone_from_its_slot_soon() -> None:
     cancel(s, MINE)
     s.handle(ev.PrefillBroke(RequestId(MINE)), NOW)
     held = next(slot for slot in s.state.fleet.slots if slot.holder == MINE)
-    assert held.prefill_abandoned
-    assert held.busy_until < inf
+    assert held.work.prefill_abandoned
+    assert held.work.busy_until < inf
 
 
 def test_nobody_waits_for_one_that_broke_off_and_was_left() -> None:
@@ -228,16 +228,16 @@ def test_nor_for_those_who_waited_and_left_as_well() -> None:
 def test_an_answer_that_nobody_has_read_is_not_cut_off(may_hold_more: bool) -> None:
     """Shorter prefills would make the server drop the unread tokens after them."""
     s = beside(reuse_probability=0.0)
-    slot(s, A1).resident = Resident(
-        head(LONG, 600), 0 if may_hold_more else 400, may_hold_more=may_hold_more
-    )
+    unread = 0 if may_hold_more else 400
+    resident = Resident(head(LONG, 600), unread, may_hold_more=may_hold_more)
+    slot(s, A1).hold(Content(resident))
 
     assert n_asked(arrive(s, MINE, LONG)) == (1999 if may_hold_more else 1512)
 
 
 def test_a_slot_that_was_never_used_has_nothing_to_be_cut_off() -> None:
     s = beside()
-    slot(s, A1).resident = UNKNOWN
+    slot(s, A1).hold(Content(UNKNOWN))
 
     assert n_asked(arrive(s, MINE, LONG)) == 512
     assert n_asked(prefilled(s, MINE)) == 1024
@@ -245,14 +245,14 @@ def test_a_slot_that_was_never_used_has_nothing_to_be_cut_off() -> None:
 
 def test_of_what_was_there_before_the_router_nothing_is_cut_off() -> None:
     s = beside(reuse_probability=0.0)
-    slot(s, A1).resident = Resident(unread=400)
+    slot(s, A1).hold(Content(Resident(unread=400)))
 
     assert n_asked(arrive(s, MINE, LONG)) == 912
 
 
 def test_a_kind_that_cannot_go_back_has_no_pieces_on_such_a_slot_either() -> None:
     s = beside(kind=MemoryKind.HYBRID)
-    slot(s, A1).resident = UNKNOWN
+    slot(s, A1).hold(Content(UNKNOWN))
 
     assert n_asked(arrive(s, MINE, LONG)) == 1999
 
@@ -267,7 +267,7 @@ def test_a_piece_that_fails_is_the_last() -> None:
 def test_who_waits_is_told_what_is_left() -> None:
     s = beside()
     arrive(s, MINE, LONG)
-    assert slot(s, A1).busy_until == pytest.approx(NOW + 19.99)
+    assert slot(s, A1).work.busy_until == pytest.approx(NOW + 19.99)
     prefilled(s, MINE)
 
-    assert slot(s, A1).busy_until == pytest.approx(NOW + 14.87)
+    assert slot(s, A1).work.busy_until == pytest.approx(NOW + 14.87)

@@ -1,11 +1,13 @@
 """Quotes: what serving a request would take, free or busy, loaded or not."""
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.tokens import pack
 from router.base.types import NO_TENANT, BackendId, SlotId, Source
 from router.core.model.request_queue import Queue
 from router.core.model.servers import ServerSpec
+from router.core.model.slots import Work
 from router.core.planning.planner import plan
 from router.core.planning.quote import is_surely_cheap, quote
 from tests.support.scheduler.build import backend, fleet, request
@@ -30,7 +32,7 @@ def test_a_busy_backend_is_quoted_with_its_wait_and_what_it_will_hold() -> None:
     made = fleet(backend("a", n_slots=1))
     (slot,) = made.slots.of(BackendId("a"))
     slot.lease(request("other").id)
-    slot.expect(PROMPT, shared=False, until=7.0)
+    slot.do(Work(pending=PROMPT, busy_until=7.0))
     found = quote(request(ids=pack(range(1100))), made, Queue(), 2.0)
 
     assert found is not None
@@ -44,7 +46,7 @@ def test_each_queued_request_takes_a_slot_first() -> None:
     assert made.backends[BackendId("a")].rates.generation_s(None) < 10.0
     for slot, until in zip(made.slots.of(BackendId("a")), (6.0, 8.0), strict=True):
         slot.lease(request(str(until)).id)
-        slot.expect(pack([1]), shared=False, until=until)
+        slot.do(Work(pending=pack([1]), busy_until=until))
     queue, waits = Queue(), []
     for n in range(3):
         found = quote(request(), made, queue, 0.0)
@@ -59,7 +61,7 @@ def test_an_answer_that_is_late_is_not_taken_to_be_over() -> None:
     made = fleet(backend("a", n_slots=1))
     (slot,) = made.slots.of(BackendId("a"))
     slot.lease(request("other").id)
-    slot.expect(pack([1]), shared=False, until=1.0)
+    slot.do(Work(pending=pack([1]), busy_until=1.0))
     at_least_s = made.backends[BackendId("a")].rates.generation_s(None) / 2
     waits = {}
     for now in (1.0, 1.0 + at_least_s + 1.0, 5.0 + at_least_s, 1000.0):
@@ -79,7 +81,7 @@ def test_an_end_that_nobody_knows_is_not_waited_for_without_end() -> None:
     made = fleet(backend("a", n_slots=1))
     (slot,) = made.slots.of(BackendId("a"))
     slot.lease(request("other").id)
-    slot.expect_end(float("inf"))
+    slot.do(replace(slot.work, busy_until=float("inf")))
     found = quote(request(), made, Queue(), 0.0)
 
     assert found is not None
@@ -110,7 +112,9 @@ def test_a_short_prompt_is_surely_cheap_where_a_slot_is_free() -> None:
 
 def test_asking_changes_nothing() -> None:
     made = fleet(holding={SLOT: PROMPT})
-    before = [(slot.phase, slot.resident, slot.bench.changes) for slot in made.slots]
+    before = [(slot.phase, slot.content.resident, slot.bench.changes) for slot in made.slots]
     quote(request(ids=PROMPT, tenant=NO_TENANT), made, Queue(), 0.0)
 
-    assert [(slot.phase, slot.resident, slot.bench.changes) for slot in made.slots] == before
+    assert [
+        (slot.phase, slot.content.resident, slot.bench.changes) for slot in made.slots
+    ] == before

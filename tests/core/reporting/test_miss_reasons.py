@@ -13,7 +13,7 @@ from router.core.fleet.fleet import Fleet
 from router.core.model import events as ev
 from router.core.model.plan import Coverage
 from router.core.model.policy import PolicyName
-from router.core.model.slots import Resident
+from router.core.model.slots import Content, Resident
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.planner import plan
 from router.core.reporting.miss_reasons import coverage_of, missed
@@ -153,7 +153,7 @@ def test_a_state_that_cannot_go_back() -> None:
 
 def test_one_that_can_go_back_to_a_checkpoint() -> None:
     made = fleet(backend("a", 1, memory_kind=MemoryKind.HYBRID))
-    made.slots[A0].resident = Resident(AWAY, checkpoints=(150,))
+    made.slots[A0].hold(Content(Resident(AWAY, checkpoints=(150,))))
 
     assert why(made, request(ids=PROMPT)) == {Miss.KIND: 50, Miss.DIVERGED: 100}
 

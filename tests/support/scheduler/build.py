@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from msgspec.structs import replace
+
 from router.base.tokens import EMPTY, Tokens, count, pack
 from router.base.types import (
     BackendId,
@@ -23,7 +25,7 @@ from router.core.fleet.fleet import Fleet
 from router.core.model.policy import Policy, PolicyName
 from router.core.model.rates import LinearFit, Mean, Rates
 from router.core.model.request_queue import Queue, QueueLimits
-from router.core.model.slots import Resident
+from router.core.model.slots import Content, Resident
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.scheduler import Scheduler
 
@@ -107,7 +109,7 @@ def fleet(
     for info in infos or (backend(),):
         made.take(info, rates())
     for slot, held in (holding or {}).items():
-        made.slots[slot].resident = Resident(held)
+        made.slots[slot].hold(Content(Resident(held)))
     for one in snapshots:
         made.catalog.add(one, MemoryKind.FULL, 1.0)
     return made
@@ -117,7 +119,7 @@ def busy(fleet_: Fleet, slot: SlotId, *, until: float = 10.0, pending: Tokens = 
     """Let another request run on a slot."""
     held = fleet_.slots[slot]
     held.start(held.lease(RequestId(f"busy-{slot}")))
-    held.busy_until, held.pending = until, pending
+    held.do(replace(held.work, busy_until=until, pending=pending))
 
 
 def scheduler(

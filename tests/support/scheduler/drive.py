@@ -45,7 +45,7 @@ def slot(s: Scheduler, which: SlotId) -> Slot:
 
 def held(s: Scheduler, which: SlotId) -> Tokens:
     """Return the tokens that the slot is known to hold."""
-    return slot(s, which).resident.tokens
+    return slot(s, which).content.resident.tokens
 
 
 def plan_of(effects: list[Effect]) -> Plan:

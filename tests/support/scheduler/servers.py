@@ -108,7 +108,7 @@ class ServerWorld:
             case ef.Reject(request=rid, error=error):
                 self.rejected[rid] = error
             case ef.Save(request=rid, slot=slot, namespace=namespace):
-                held = self.s.state.fleet.slots[slot].resident.tokens
+                held = self.s.state.fleet.slots[slot].content.resident.tokens
                 made = snapshot(f"f{next(self._files)}", held, ns=namespace)
                 self.at(self.now, lambda: self.feed(ev.Saved(rid, slot, made, 0.001)))
             case ef.Restore(request=rid, snapshot=file):

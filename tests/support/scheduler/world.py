@@ -370,7 +370,7 @@ class World:
             # before.
             slots = self.scheduler.state.fleet.slots
             first = [
-                isinstance(o.effect, ef.Prefill) and slots[o.slot].resident.may_hold_more
+                isinstance(o.effect, ef.Prefill) and slots[o.slot].content.resident.may_hold_more
                 for o in peers
             ]
             peers = [o for o, is_first in zip(peers, first, strict=True) if not is_first]
