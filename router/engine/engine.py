@@ -306,7 +306,9 @@ class Engine:
 
     def keeps_snapshots(self, backend: BackendId) -> bool:
         """Return whether saving and restoring this backend's slots has any effect."""
-        return keeps_snapshots(self._scheduler.state.fleet, backend)
+        fleet = self._scheduler.state.fleet
+        there = fleet.up.get(backend)
+        return there is not None and keeps_snapshots(fleet, there)
 
     async def stop(self, *, save: bool) -> None:
         """Admit no more requests, let running ones end; `save`: save slots where that pays."""

@@ -277,10 +277,11 @@ class FleetView:
     def is_waited_for(self, backend: BackendId) -> bool:
         """Return whether a queued request could be served by a slot more of the backend."""
         fleet, queue = self._state.fleet, self._state.queue
-        if backend not in fleet.up:
+        there = fleet.up.get(backend)
+        if there is None:
             return bool(queue)
         oldest = islice(queue, TUNING.checked_for_backend)
-        return any(fleet.serves(backend, waiting.request) for waiting in oldest)
+        return any(fleet.serves(there, waiting.request) for waiting in oldest)
 
     def limit(self, backend: BackendId) -> str | None:
         """Return why a backend does less than its probe showed; None: it does not."""
@@ -301,8 +302,9 @@ class FleetView:
         return found
 
     def serves(self, backend: BackendId, request: Request) -> bool:
-        """Return whether a backend fits the request and is not draining."""
-        return self._state.fleet.serves(backend, request)
+        """Return whether a backend is up, fits the request and is not draining."""
+        there = self._state.fleet.up.get(backend)
+        return there is not None and self._state.fleet.serves(there, request)
 
     def up(self) -> list[BackendInfo]:
         """Return the backends that are up and not draining."""

@@ -356,7 +356,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             if all(slot.is_idle for slot in state.fleet.slots.of(name))
         ]
         for waiting in state.queue:
-            if not any(state.fleet.serves(name, waiting.request) for name in idle):
+            if not any(backend.id in idle for backend in state.fleet.serving(waiting.request)):
                 continue
             asked = replace(waiting.request, avoid=frozenset(state.fleet.up.keys() - idle))
             if plan(asked, state.fleet, self.now, self.now - waiting.since) is None:
@@ -404,7 +404,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         fleet = self.scheduler.state.fleet
         since: dict[BackendId, float] = {}
         for slot in fleet.slots:
-            phases = fleet.slots.phases(slot.id.backend)
+            phases = slot.bench.phases
             if slot.is_unsaved and not (phases[Phase.RUNNING] or phases[Phase.PREPARING]):
                 first = since.get(slot.id.backend, slot.last_used)
                 since[slot.id.backend] = min(first, slot.last_used)

@@ -87,7 +87,7 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
         return
     # A slot action cannot be cancelled; the job ends with the step that is under way.
     job.cancel()
-    step, slot = job.doing, state.fleet.slots[job.slot]
+    step, slot = job.doing, state.slot_of(job)
     if isinstance(step, PrefillStep) and slot.work.sharing and is_wanted(state, job, step.tokens):
         # Other requests wait for this very prefill: it goes on.
         job.append(SaveStep(job.slot, SaveReason.SHARED))
@@ -100,7 +100,7 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
 
 def _break_off(state: State, job: RequestJob) -> None:
     """Break off what the job does; a prefill's result so far stays in the slot."""
-    slot = state.fleet.slots[job.slot]
+    slot = state.slot_of(job)
     abandoned = isinstance(job.doing, PrefillStep)
     slot.do(replace(slot.work, sharing=False, prefill_abandoned=abandoned))
     if abandoned:
@@ -115,7 +115,7 @@ def _stop_for_nobody(state: State) -> None:
             continue
         if not isinstance(step := job.doing, PrefillStep):
             continue
-        if state.fleet.slots[job.slot].work.sharing and not is_wanted(state, job, step.tokens):
+        if state.slot_of(job).work.sharing and not is_wanted(state, job, step.tokens):
             job.drop_steps()
             _break_off(state, job)
 
@@ -272,13 +272,12 @@ def _to_reserve(state: State, request: Request) -> list[BackendId]:
     fleet = state.fleet
     shut = [
         backend
-        for backend in fleet.up
-        if fleet.serves(backend, request)
-        and not fleet.is_open(backend, request)
+        for backend in fleet.serving(request)
+        if not fleet.is_open(backend, request)
         and fleet.claim(backend, request) is not SlotClaim.STEERED  # it takes one slot of any
-        and all(job.is_ours or job.slot.backend != backend for job in state.fleet.jobs.values())
+        and all(job.is_ours or job.slot.backend != backend.id for job in fleet.jobs.values())
     ]
-    return sorted(shut, key=fleet.running)[:1]
+    return [backend.id for backend in sorted(shut, key=lambda one: one.slots.running)[:1]]
 
 
 def explain_admitted(state: State) -> None:
@@ -315,8 +314,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     fleet, request, chosen = state.fleet, waiting.request, decision.chosen
     if request.pinnable is not pinnable:
         request = replace(request, pinnable=pinnable)
-    backend = chosen.slot.backend
-    slot = fleet.slots[chosen.slot]
+    backend, slot = fleet.backend_of(chosen.slot), fleet.slots[chosen.slot]
     claim = fleet.claim(backend, request)
     job = RequestJob(
         id=request.id,
@@ -327,9 +325,9 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         waited_s=now - waiting.since,
         claim=claim,
     )
-    state.fleet.jobs[job.id] = job
+    fleet.jobs[job.id] = job
     state.unexplained.append(job)
-    needs_s = decision.ttft_s + fleet.backends[backend].rates.generation_s(request.max_new_tokens)
+    needs_s = decision.ttft_s + backend.rates.generation_s(request.max_new_tokens)
     # What the router computes first can be shared. A save or a restore before it does not matter to
     # requests that wait for it.
     tokens, shared = request.prompt.tokens, decision.prefill_first
@@ -345,13 +343,13 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     crowding = _lease_others(fleet, job, slot)
     for lease in job.others:
         fleet.slots[lease.slot].do(Work(request.tenant))
-    if not fleet.manages(backend):  # the router keeps no tokens there
+    if not backend.info.is_managed:  # the router keeps no tokens there
         for lease in (job.lease, *job.others):
             used = fleet.slots[lease.slot]
             used.hold(replace(used.content, tenant=request.tenant))
     fleet.has_tenants = fleet.has_tenants or bool(request.tenant)
-    if claim in (SlotClaim.SERVER_PLACED, SlotClaim.WHOLE_BACKEND) and fleet.manages(backend):
-        fleet.backends[backend].gate.take(job.id)
+    if claim in (SlotClaim.SERVER_PLACED, SlotClaim.WHOLE_BACKEND) and backend.info.is_managed:
+        backend.gate.take(job.id)
     if chosen.snapshot is not None:
         fleet.catalog.add_reference(chosen.snapshot, now)
         job.use(chosen.snapshot)
@@ -366,9 +364,9 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
 
 def _lease_others(fleet: Fleet, job: RequestJob, slot: Slot) -> list[Slot]:
     """Lease what the job needs beside its slot; return the slots that are emptied for room."""
-    request, chosen, backend = job.request, job.plan.chosen, slot.id.backend
+    request, chosen, backend = job.request, job.plan.chosen, fleet.backend_of(slot.id)
     if job.claim is SlotClaim.WHOLE_BACKEND:
-        rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]
+        rest = [other for other in backend.slots if other.id != slot.id]
         job.hold_also([other.lease(job.id) for other in rest])
     if chosen.copy_from is not None:
         job.hold_also([fleet.slots[chosen.copy_from].lease(job.id)])
@@ -376,7 +374,7 @@ def _lease_others(fleet: Fleet, job: RequestJob, slot: Slot) -> list[Slot]:
         others = fleet.attracting(backend, request)
         job.hold_also([other.lease(job.id) for other in others])
     crowding: list[Slot] = []
-    if fleet.backends[backend].info.unified and fleet.manages(backend):
+    if backend.info.unified and backend.info.is_managed:
         held = len(fleet.catalog[chosen.snapshot]) if chosen.snapshot is not None else 0
         crowding = fleet.in_the_way(slot, request, held)
         job.hold_also([other.lease(job.id) for other in crowding])
@@ -389,7 +387,7 @@ def _must_be_emptied(state: State, slot: Slot, chosen: Candidate) -> bool:
     Of an opaque state it is not known how far back it is right (a window with `--swa-full`), and
     the server goes back as far as it likes.
     """
-    opaque = state.fleet.backends[slot.id.backend].info.memory_kind is MemoryKind.OPAQUE
+    opaque = state.fleet.backend_of(slot.id).info.memory_kind is MemoryKind.OPAQUE
     return opaque and chosen.source is Source.COLD and len(slot.content.resident) > 0
 
 

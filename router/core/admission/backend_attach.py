@@ -15,6 +15,7 @@ from router.base.types import (
 )
 from router.core.execution.job_ends import end, watch
 from router.core.execution.state import State
+from router.core.fleet.backend import Backend
 from router.core.model import events as ev
 from router.core.model.jobs import ProbeLoan
 from router.core.model.rates import LinearFit, Mean, Rates
@@ -32,9 +33,9 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
     wipe.
     """
     info = event.info
-    state.fleet.take(info, _rates_for(info, state.fleet.learned))
+    backend = state.fleet.take(info, _rates_for(info, state.fleet.learned))
     statuses = {status.index: status for status in event.slots}
-    for slot in state.fleet.slots.of(info.id):
+    for slot in backend.slots:
         slot.note_use(state.fleet.uses.get(info.namespace, 0))  # as far as is known
         status = statuses.get(slot.id.index)
         if status is None or not info.is_managed:
@@ -48,7 +49,7 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
             # Of a slot that never ran the server reports nothing, even restored (section 5.1).
             unread = Resident(unread=status.n_tokens or 0, may_hold_more=status.n_tokens is None)
             slot.hold(replace(slot.content, resident=unread))
-    _value_anew(state, info)
+    _value_anew(state, backend)
 
 
 def probe_name(backend: BackendId) -> RequestId:
@@ -66,7 +67,8 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
     leaves = state.stopping or backend in state.fleet.draining
     if leaves or name in state.fleet.jobs or backend in state.fleet.gated:
         return
-    if backend in state.fleet.up and not state.fleet.manages(backend):
+    info = state.fleet.info(backend)
+    if info is not None and not info.is_managed:
         return  # the server may place a request in any of its slots
     idle = [slot for slot in state.fleet.slots.of(backend) if slot.is_idle]
     chosen = sorted(idle, key=lambda slot: len(slot.content.resident))[: TUNING.probe_slots]
@@ -82,7 +84,7 @@ def put_off(state: State, event: ev.ProbePutOff, now: float) -> None:
     """Take back the slots of a probe that made way for a request."""
     job = state.fleet.jobs.get(probe_name(event.backend))
     if job is not None:
-        managed = state.fleet.manages(event.backend)
+        managed = state.backend_of(job).info.is_managed
         end(state, job, now, UNKNOWN if managed else NOTHING)
 
 
@@ -99,8 +101,8 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     backend = state.fleet.backends[info.id]
     backend.come_up(info)
     _expect(backend.rates, info, state.fleet.learned)
-    _value_anew(state, info)
-    for slot in state.fleet.slots.of(info.id):
+    _value_anew(state, backend)
+    for slot in backend.slots:
         slot.hold(replace(slot.content, saved=False))  # nothing could be saved so far
         if slot.is_idle and not info.is_managed:
             slot.hold(replace(slot.content, resident=NOTHING))
@@ -116,13 +118,13 @@ def snapshots_found(state: State, event: ev.SnapshotsFound) -> None:
         state.keep(snapshot, MemoryKind.UNKNOWN)
 
 
-def _value_anew(state: State, info: BackendInfo) -> None:
+def _value_anew(state: State, backend: Backend) -> None:
     """Value all snapshots again, now that this backend's rates are known.
 
     Snapshots on disk were valued without them: by a laptop's rates, a GPU's states are worth twenty
     times their value, and would push out all that are saved from now on.
     """
-    if is_known(state.fleet.backends[info.id].rates):
+    if is_known(backend.rates):
         state.fleet.catalog.value_anew(lambda snapshot: worth_of(state.fleet, snapshot))
 
 

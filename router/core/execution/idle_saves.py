@@ -54,7 +54,7 @@ def end_backoffs(state: State, now: float) -> None:
     for backend in state.fleet.backends.values():
         if backend.backoff.is_due(now):
             backend.backoff.end()
-            for slot in state.fleet.slots.of(backend.id):
+            for slot in backend.slots:
                 slot.hold(replace(slot.content, saved=False))
 
 

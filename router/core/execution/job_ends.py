@@ -73,7 +73,7 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
 
 def _forbid_saves_of(state: State, request: Request, only: SlotId | None, job: Job) -> None:
     """Keep what the request may have left, in that slot or any, from being saved."""
-    for slot in state.fleet.slots.of(job.slot.backend):
+    for slot in state.backend_of(job).slots:
         if only is None or slot.id == only:
             slot.hold(slot.content.touched_by(request))
 
@@ -114,8 +114,8 @@ def launched(state: State, request: RequestId, index: int, now: float) -> None:
     job = state.request_job(request)
     if job is None or not job.is_sent or not state.fleet.slots.holds(job.lease):
         return
-    state.fleet.backends[job.slot.backend].gate.leave(job.id)
-    slots = state.fleet.slots.of(job.slot.backend)
+    state.backend_of(job).gate.leave(job.id)
+    slots = state.backend_of(job).slots
     actual = next((slot for slot in slots if slot.id.index == index), None)
     waits = placement_gate.waits_in(state, actual) if actual is not None else None
     known = index == job.slot.index or bool(job.others)
@@ -131,7 +131,7 @@ def launched(state: State, request: RequestId, index: int, now: float) -> None:
 
 def _follow(state: State, job: RequestJob, actual: Slot) -> None:
     """Move the job's lease to the idle slot where the server put its request."""
-    leased = state.fleet.slots[job.slot]
+    leased = state.slot_of(job)
     work = leased.work
     leased.release(job.lease, replace(leased.content, saved=False), leased.last_used)
     leased.invalidate_lease()  # the answer is read under this lease, and is elsewhere
@@ -149,7 +149,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
         return
     if event.index is not None:
         launched(state, event.request, event.index, now)
-    state.fleet.backends[job.slot.backend].gate.leave(job.id)
+    state.backend_of(job).gate.leave(job.id)
     state.out.append(
         Account(
             request=job.request,
@@ -161,9 +161,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
             prepared_s=job.prepared_s,
             prefill_queue_s=job.past_queue_s,
             prefilled=job.prefilled,
-            avoided_s=avoided_s(
-                state.fleet.backends[job.slot.backend].rates, event.reported, job.prefilled
-            ),
+            avoided_s=avoided_s(state.backend_of(job).rates, event.reported, job.prefilled),
         )
     )
     _learn(state, job, event)
@@ -191,18 +189,18 @@ def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Residen
     3. Server-placed, and over before its slot was seen: any idle slot may have been used.
     4. Prompt and answer.
     """
-    if not state.fleet.manages(job.slot.backend):
+    if not state.backend_of(job).info.is_managed:
         return NOTHING
     if job.claim is SlotClaim.WHOLE_BACKEND:
         return UNKNOWN
     if job.knows_slot:
-        slot = state.fleet.slots[job.slot]
+        slot = state.slot_of(job)
         slot.hold(replace(slot.content, savable=True))  # what it held before is gone
-        limit = state.fleet.backends[job.slot.backend].info.checkpoints
+        limit = state.backend_of(job).info.checkpoints
         return after_finish(job.request.prompt, event.reported, job.resident_at_dispatch, limit)
     _doubt_watched(state, job)
     placement_gate.mix(state, job)
-    for slot in state.fleet.slots.of(job.slot.backend):
+    for slot in state.backend_of(job).slots:
         if slot.is_idle:
             either = after_either(slot.content.resident, job.request.prompt)
             slot.hold(replace(slot.content.mixed_with(job.request), resident=either))
@@ -226,7 +224,7 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
     On a backend that is not managed there is nothing to destroy, and the slot is not known: the
     server makes other requests wait by itself.
     """
-    if not state.fleet.manages(job.slot.backend):
+    if not state.backend_of(job).info.is_managed:
         end(state, job, now, NOTHING)
         return
     refused = event.outcome is Outcome.REFUSED
@@ -252,7 +250,7 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
         is_elsewhere=unseen,
         is_doubtful=unseen,
     )
-    own = state.fleet.slots[job.slot]
+    own = state.slot_of(job)
     own.abandon(job.lease)
     busy_until = inf if wipe else now + TUNING.abandoned_s(progress)
     own.do(replace(own.work, busy_until=busy_until))
@@ -264,7 +262,7 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
     if unseen:
         _doubt_watched(state, job)
         placement_gate.mix(state, job)
-        for slot in state.fleet.slots.of(job.slot.backend):
+        for slot in state.backend_of(job).slots:
             if slot.is_idle:
                 if not refused:
                     slot.hold(slot.content.mixed_with(job.request))
@@ -276,7 +274,7 @@ def _is_to_be_wiped(state: State, job: RequestJob, event: ev.Finished, now: floa
     """Return True if what the request left is not exactly what its tokens say."""
     if event.outcome not in _OVER and _may_have_outgrown(state, job, event, now):
         return True
-    n_ctx = state.fleet.backends[job.slot.backend].info.n_ctx
+    n_ctx = state.backend_of(job).info.n_ctx
     pinned = job.claim is SlotClaim.PINNED
     exact = is_exact(job.request, job.resident_at_dispatch, event.reported, n_ctx, pinned=pinned)
     return job.request.adapted or not exact or _shares_state(state, job)
@@ -288,13 +286,13 @@ def _may_have_outgrown(state: State, job: RequestJob, event: ev.Finished, now: f
     With `--context-shift` the server then dropped tokens in the middle and moved the others
     (llama-server.md section 2.3). Of an abandoned answer only its time is known.
     """
-    request, backend = job.request, job.slot.backend
-    room = state.fleet.backends[backend].info.n_ctx - len(request.prompt)
+    request, backend = job.request, state.backend_of(job)
+    room = backend.info.n_ctx - len(request.prompt)
     if request.max_new_tokens is not None and request.max_new_tokens <= room:
         return False
     if request.streams and not event.begun:
         return False
-    rates = state.fleet.backends[backend].rates
+    rates = backend.rates
     usual_s = rates.output_s_per_token.value / TUNING.output_fastest
     token_s = min(usual_s, rates.output_fastest_s / 2)  # never seen twice as fast
     prompt_s = 0.0 if job.prefilled is not None else job.plan.chosen.price.prefill_s
@@ -307,7 +305,7 @@ def _shares_state(state: State, job: RequestJob) -> bool:
     The server copies that state from slot to slot with the next batch that it computes, and not
     before: into whatever is restored there meanwhile (llama-server.md section 2.1).
     """
-    whole, info = job.claim is SlotClaim.WHOLE_BACKEND, state.fleet.backends[job.slot.backend].info
+    whole, info = job.claim is SlotClaim.WHOLE_BACKEND, state.backend_of(job).info
     # How many streams an opaque state has is not known.
     return whole and (info.n_stream > 1 or info.memory_kind is MemoryKind.OPAQUE)
 
@@ -321,7 +319,7 @@ def _doubt_watched(state: State, job: RequestJob) -> None:
     for other in state.fleet.jobs.values():
         if isinstance(other, SlotWatch) and other.slot.backend == job.slot.backend:
             other.doubt()
-            slot = state.fleet.slots[other.slot]
+            slot = state.slot_of(other)
             slot.do(replace(slot.work, busy_until=inf))
             slot.hold(slot.content.touched_by(job.request))
 
@@ -357,7 +355,7 @@ def found_busy(state: State, event: ev.FoundBusy) -> None:
         slot = next((s for s in state.fleet.slots.of(slot_id.backend) if s.id == slot_id), None)
         if slot is None or slot_id.backend in state.fleet.gated:
             continue
-        if not state.fleet.manages(slot_id.backend):
+        if not state.fleet.backend_of(slot_id).info.is_managed:
             continue
         if slot.is_idle and slot.generation == generation:
             state.fleet.note_displaced(slot)
@@ -369,7 +367,7 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
     watch = state.fleet.jobs.get(event.request)
     if not isinstance(watch, SlotWatch):
         return
-    slot, n_tokens = state.fleet.slots[watch.slot], event.n_tokens
+    slot, n_tokens = state.slot_of(watch), event.n_tokens
     if watch.likely_unchanged and not watch.is_doubtful and n_tokens == len(slot.content.resident):
         end(state, watch, now)
     elif watch.request is None or watch.is_doubtful:
@@ -432,14 +430,14 @@ def _let_go(state: State, job: Job) -> None:
     """Take a job out of all that it waits for or keeps, but for its leases."""
     state.fleet.jobs.pop(job.id, None)
     if isinstance(job, RequestJob):
-        state.fleet.backends[job.slot.backend].prefills.leave(job.id)
-        state.fleet.backends[job.slot.backend].gate.leave(job.id)
+        state.backend_of(job).prefills.leave(job.id)
+        state.backend_of(job).gate.leave(job.id)
         state.release_snapshot(job)
 
 
 def _learn(state: State, job: RequestJob, event: ev.Finished) -> None:
     """Learn the backend's rates from what was measured."""
-    rates = state.fleet.backends[job.slot.backend].rates
+    rates = state.backend_of(job).rates
     reported = event.reported
     rates.observe_prompt(reported)
     if reported.generated_tokens and reported.generated_s:

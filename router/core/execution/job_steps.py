@@ -74,9 +74,7 @@ def next_step(state: State, job: RequestJob, now: float) -> None:  # noqa: C901 
         case SaveStep():
             # A request for this very content can wait for the save.
             slot = state.fleet.slots[step.slot]
-            save_s = state.fleet.backends[step.slot.backend].rates.save_s(
-                len(slot.content.resident)
-            )
+            save_s = state.fleet.backend_of(step.slot).rates.save_s(len(slot.content.resident))
             prefill_queue.save(state, job, save_s, now)
             save(state, job.id, slot, step.reason)
         case CutStep():
@@ -95,7 +93,7 @@ def next_step(state: State, job: RequestJob, now: float) -> None:  # noqa: C901 
                 job.went_cold("the snapshot turned out to be unusable")
                 next_step(state, job, now)
                 return
-            held = state.fleet.slots[job.slot].content.resident
+            held = state.slot_of(job).content.resident
             erase = len(held) > 0 or held.may_hold_more
             state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot], erase))
         case PrefillStep():
@@ -123,7 +121,7 @@ def _may_save_branch(state: State, job: RequestJob) -> bool:
     """
     if job.doing is not None and not isinstance(job.doing, PrefillStep | RestoreStep | EraseStep):
         return False
-    if goes_back(state.fleet.backends[job.slot.backend].info.memory_kind):
+    if goes_back(state.backend_of(job).info.memory_kind):
         return isinstance(job.steps[0], DispatchStep)
     return not isinstance(job.doing, PrefillStep) and isinstance(
         job.steps[0], PrefillStep | DispatchStep
@@ -132,14 +130,14 @@ def _may_save_branch(state: State, job: RequestJob) -> bool:
 
 def save(state: State, job: RequestId, slot: Slot, reason: SaveReason) -> None:
     """Begin to save a slot that the job holds."""
-    namespace = namespace_of(state.fleet.backends[slot.id.backend].info, slot.content.tenant)
+    namespace = namespace_of(state.fleet.backend_of(slot.id).info, slot.content.tenant)
     slot.do(replace(slot.work, saving=slot.content.resident.tokens))
     state.out.append(Save(job, slot.id, namespace, reason))
 
 
 def _prefill(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
     """Begin to compute tokens in the job's slot, or a chunk of them."""
-    slot = state.fleet.slots[job.slot]
+    slot = state.slot_of(job)
     step = PrefillStep(tokens, piece(state.fleet, job.slot, tokens))
     job.do(step)
     # Other requests may as well wait for the last of several prefills.
@@ -177,18 +175,18 @@ def pass_gate(state: State, now: float) -> int:
 
 
 def _dispatch(state: State, job: RequestJob, now: float) -> None:
-    slot = state.fleet.slots[job.slot]
+    slot = state.slot_of(job)
     for lease in (job.lease, *job.others):
         state.fleet.slots[lease.slot].start(lease)
-    answer_s = state.fleet.backends[job.slot.backend].rates.generation_s(job.request.max_new_tokens)
+    answer_s = state.backend_of(job).rates.generation_s(job.request.max_new_tokens)
     prompt = job.request.prompt.tokens
     slot.do(replace(slot.work, pending=prompt, sharing=False, busy_until=now + answer_s))
     prefill_queue.hand_over(state, job, now)
     job.dispatch(slot.content.resident, now)
-    if not state.fleet.manages(job.slot.backend):
-        state.fleet.backends[job.slot.backend].note_sent(job.request)
+    if not state.backend_of(job).info.is_managed:
+        state.backend_of(job).note_sent(job.request)
     pin = job.claim is SlotClaim.PINNED
-    gated = state.fleet.backends[job.slot.backend].gate.holder == job.id
+    gated = state.backend_of(job).gate.holder == job.id
     state.out.append(Dispatch(job.id, job.lease, job.plan, pin, gated, job.waited_s, job.prefilled))
 
 
@@ -200,16 +198,17 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
         # The backend went away during the save: nothing vouches for the file.
         state.delete([snapshot])
     else:
-        state.fleet.backends[info.id].backoff.succeed()
+        backend = state.fleet.backends[info.id]
+        backend.backoff.succeed()
         state.stalled(info.id, Stall.SAVE, event.seconds)
-        state.fleet.backends[info.id].rates.observe_save(
+        backend.rates.observe_save(
             len(snapshot), snapshot.size_bytes, event.seconds, event.handling_s
         )
         state.keep(snapshot, info.memory_kind)
         if not snapshot.shape.useful:
             # Shorter than the window, which the probe has not seen to its end: save none so short.
             window = max(info.window, len(snapshot))
-            state.fleet.backends[info.id].info = replace(info, window=window)
+            backend.info = replace(info, window=window)
     job = state.fleet.jobs.get(event.request)
     if job is not None and job.lease_of(event.slot) is not None:
         slot = state.fleet.slots[event.slot]
@@ -231,9 +230,7 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
     job = state.request_job(event.request)
     if job is None:
         return
-    state.fleet.backends[job.slot.backend].rates.rewrite.observe(
-        1.0, trunk.size_bytes, event.seconds
-    )
+    state.backend_of(job).rates.rewrite.observe(1.0, trunk.size_bytes, event.seconds)
     if job.steps:
         usable = _find(state, trunk)
         if usable is None:
@@ -258,7 +255,7 @@ def cut_failed(state: State, event: ev.CutFailed, now: float) -> None:
 def _restore_the_whole(state: State, job: RequestJob, reason: str) -> None:
     """Go on to the restore as it is, or cold if the slot is too short for it."""
     assert job.using is not None
-    if len(state.fleet.catalog[job.using]) > state.fleet.backends[job.slot.backend].info.n_ctx:
+    if len(state.fleet.catalog[job.using]) > state.backend_of(job).info.n_ctx:
         state.restore_over(job.id)
         job.went_cold(reason)
         job.drop_next()
@@ -318,11 +315,11 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
         return
     snapshot = state.fleet.catalog[event.snapshot]
     state.stalled(job.slot.backend, Stall.RESTORE, event.seconds)
-    rates = state.fleet.backends[job.slot.backend].rates
+    rates = state.backend_of(job).rates
     rates.restore.observe(1.0, snapshot.size_bytes, event.seconds)
     if event.rewrite_s:
         rates.rewrite.observe(1.0, snapshot.size_bytes, event.rewrite_s)
-    slot = state.fleet.slots[job.slot]
+    slot = state.slot_of(job)
     whole = Resident(snapshot.tokens, 0, snapshot.shape.checkpoints)
     read = whole if event.n_tokens == len(snapshot) else UNKNOWN
     slot.hold(slot.content.replaced_by(read))
@@ -349,7 +346,7 @@ def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
             state.out.append(Quarantine(forgotten, event.reason))
     state.restore_over(event.request)
     if job is not None:
-        slot = state.fleet.slots[job.slot]
+        slot = state.slot_of(job)
         slot.hold(replace(slot.content, resident=NOTHING))
         job.went_cold(f"restore failed: {event.reason}")
         next_step(state, job, now)
@@ -399,7 +396,7 @@ def prefill_broke(state: State, request: RequestId, now: float) -> None:
     """
     job = state.request_job(request)
     if job is not None and isinstance(job.doing, PrefillStep):
-        slot = state.fleet.slots[job.slot]
+        slot = state.slot_of(job)
         slot.do(replace(slot.work, sharing=False))
         prefill_queue.broke_off(state, job)
         if not slot.work.prefill_abandoned:
@@ -413,7 +410,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     job = state.request_job(event.request)
     if job is None or not isinstance(job.doing, PrefillStep):
         return
-    slot = state.fleet.slots[job.slot]
+    slot = state.slot_of(job)
     if isinstance(event, ev.PrefillFailed):
         slot.do(replace(slot.work, prefill_abandoned=False))
         if event.began:
@@ -426,11 +423,11 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     else:
         state.stalled(job.slot.backend, Stall.PREFILL, event.reported.prompt_s or 0.0)
         compare(state, job, slot.content.resident, job.doing.now, event.reported, now)
-        limit = state.fleet.backends[job.slot.backend].info.checkpoints
+        limit = state.backend_of(job).info.checkpoints
         held = after_prefill(slot.content.resident, job.doing.now, event.reported, limit)
         slot.hold(slot.content.replaced_by(held))
         job.note_prefill(event.reported)
-        state.fleet.backends[job.slot.backend].rates.observe_prompt(event.reported)
+        state.backend_of(job).rates.observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
         if job.doing.upto is not None:
             if not job.cancelled or (job.steps and is_wanted(state, job, job.doing.tokens)):
@@ -447,10 +444,10 @@ def is_wanted(state: State, job: RequestJob, held: Tokens) -> bool:
 
     The shared prefix has to be long enough for a snapshot.
     """
-    info = state.fleet.backends[job.slot.backend].info
-    if not can_save(state.fleet, info, count(held)):
+    backend = state.backend_of(job)
+    if not can_save(state.fleet, backend, count(held)):
         return False
-    namespace, catalog = namespace_of(info, job.request.tenant), state.fleet.catalog
+    namespace, catalog = namespace_of(backend.info, job.request.tenant), state.fleet.catalog
     # A request that shares no more than a snapshot holds needs no other: few are compared.
     enough = max(catalog.covered(namespace, held) + 1, catalog.limits.min_tokens)
     beginning = head(held, enough)

@@ -32,25 +32,25 @@ def needs_gate_now(job: RequestJob) -> bool:
 
 def is_free(state: State, job: RequestJob) -> bool:
     """Return whether no other job has the gate and the server will take the job's slot."""
-    fleet, backend = state.fleet, job.slot.backend
-    if fleet.backends[backend].gate.holder not in (None, job.id):
+    fleet, backend = state.fleet, state.backend_of(job)
+    if backend.gate.holder not in (None, job.id):
         return False
     computed = fleet.is_computed(job)
-    others = (s for s in fleet.slots.of(backend) if job.lease_of(s.id) is None)
+    others = (s for s in backend.slots if job.lease_of(s.id) is None)
     return not any(_is_in_the_way(state, job, slot, computed) for slot in others)
 
 
 def take(state: State, job: RequestJob) -> None:
     """Give the gate to the job: nothing else is sent until its request is known to run."""
-    state.fleet.backends[job.slot.backend].gate.take(job.id)
+    state.backend_of(job).gate.take(job.id)
 
 
 def wait(state: State, job: RequestJob, now: float) -> None:
     """Let the job wait at the gate. Its prefill is over: no request waits for its end."""
-    slot = state.fleet.slots[job.slot]
+    slot = state.slot_of(job)
     slot.do(replace(slot.work, sharing=False, busy_until=now))
-    state.fleet.backends[job.slot.backend].prefills.leave(job.id)
-    state.fleet.backends[job.slot.backend].gate.wait(job.id)
+    state.backend_of(job).prefills.leave(job.id)
+    state.backend_of(job).gate.wait(job.id)
     job.do(AtGate(now))
 
 
@@ -75,7 +75,7 @@ def reuses_nothing_foreign(state: State, job: RequestJob) -> bool:
     if job.claim not in (SlotClaim.STEERED, SlotClaim.SERVER_PLACED):
         return True
     computed = leased[0].content.resident.covers(request.prompt)
-    slots = state.fleet.slots.of(job.slot.backend)
+    slots = state.backend_of(job).slots
     return not any(attracts(slot, request, computed_first=computed) for slot in slots)
 
 
@@ -84,8 +84,7 @@ def swap_leases(state: State, job: RequestJob, other: RequestJob) -> None:
 
     Nothing is under way in that slot. From now on each job has the other's slot.
     """
-    actual = state.fleet.slots[other.slot]
-    meant, request = state.fleet.slots[job.slot], job.request
+    actual, meant, request = state.slot_of(other), state.slot_of(job), job.request
     ours, theirs = meant.work, actual.work
     job.runs_on(actual.content.resident)
     meant.release(job.lease, replace(meant.content, saved=False), meant.last_used)
@@ -105,7 +104,7 @@ def mix(state: State, job: RequestJob) -> None:
     """
     request = job.request
     computed = job.resident_at_dispatch.covers(request.prompt)
-    for slot in state.fleet.slots.of(job.slot.backend):
+    for slot in state.backend_of(job).slots:
         if waits_in(state, slot) is None:
             continue
         if computed and not may_hold(slot.content.resident, request.prompt):
@@ -134,7 +133,7 @@ def _is_in_the_way(state: State, job: RequestJob, slot: Slot, computed: bool) ->
     if not computed:  # (4)
         return other is None
     if other is not None:  # (5)
-        own = state.fleet.slots[job.slot].content.resident
+        own = state.slot_of(job).content.resident
         theirs = other.request.prompt
         loses = slot.content.resident.covers(theirs) and not may_hold(own, theirs)
         return may_hold(slot.content.resident, request.prompt) and loses

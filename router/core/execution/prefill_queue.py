@@ -129,7 +129,7 @@ def wakeup(state: State) -> float:
 
 
 def _queue(fleet: Fleet, job: RequestJob) -> PrefillQueue:
-    return fleet.backends[job.slot.backend].prefills
+    return fleet.backend_of(job.slot).prefills
 
 
 def _is_long(fleet: Fleet, job: RequestJob, tokens: Tokens) -> bool:
@@ -147,7 +147,7 @@ def _foretell(state: State, queue: PrefillQueue, now: float) -> RequestJob:
     entries.sort(key=lambda entry: entry[0].rank_s)
     others = [
         part
-        for slot in fleet.prefilling(jobs[0].slot.backend)
+        for slot in state.backend_of(jobs[0]).slots.prefilling
         if slot.holder not in queue.waiting
         for part in slot_ahead(fleet, slot, now)
     ]

@@ -7,7 +7,7 @@ from router.core.fleet.backend_queues import PlacementGate, PrefillQueue
 from router.core.fleet.ghost_list import GhostList
 from router.core.fleet.write_backoff import WriteBackoff
 from router.core.model.rates import Rates
-from router.core.model.slots import Slot
+from router.core.model.slots import Bench, Slot
 
 
 @dataclass(slots=True)
@@ -16,12 +16,12 @@ class Backend:
 
     It may go down and come back. What it learned survives that: `rates`, `backoff`, `stalled_s`.
     What belongs to its process does not: `lose` drops the jobs that wait and the prompts that were
-    sent, `come_up` also what it was seen not to do. When it leaves for good, all is dropped. Its
-    slots are in `Fleet.slots`.
+    sent, `come_up` also what it was seen not to do. When it leaves for good, all is dropped.
     """
 
     info: BackendInfo  # while it is down, the last one
     rates: Rates = field(default_factory=Rates)
+    slots: Bench = field(default_factory=Bench)  # the same as in `Fleet.slots`
     gate: PlacementGate = field(default_factory=PlacementGate)
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
     backoff: WriteBackoff = field(default_factory=WriteBackoff)
@@ -70,6 +70,13 @@ class Backend:
         cannot say so (/v1/messages drops the field).
         """
         return self.info.extends and (self.info.caches_by_default or request.pinnable)
+
+    def free(self, request: Request) -> list[Slot]:
+        """Return the idle slots that the request may use."""
+        idle = [slot for slot in self.slots if slot.is_idle]
+        if request.slot_hint is None:
+            return idle
+        return [slot for slot in idle if self.wants(slot, request)]
 
     def wants(self, slot: Slot, request: Request) -> bool:
         """Return whether a slot meets the client's `id_slot`, if the backend has that slot."""

@@ -51,14 +51,17 @@ class Fleet:
     displaced: GhostList = field(default_factory=GhostList, repr=False, compare=False)
     servers: Servers = field(default_factory=Servers)  # that the router starts and stops
 
-    def serves(self, backend: BackendId, request: Request) -> bool:
-        """Return whether the backend fits the request and is not draining."""
-        return backend not in self.draining and self.fits(backend, request)
+    def backend_of(self, slot: SlotId) -> Backend:
+        """Return the backend of a slot."""
+        return self.backends[slot.backend]
 
-    def fits(self, backend: BackendId, request: Request) -> bool:
-        """Return whether the backend is up, has the model, and the prompt fits into a slot."""
-        found = self.up.get(backend)
-        return found is not None and found.fits(request)
+    def serves(self, backend: Backend, request: Request) -> bool:
+        """Return whether a backend that is up fits the request and is not draining."""
+        return backend.id not in self.draining and backend.fits(request)
+
+    def serving(self, request: Request) -> Iterator[Backend]:
+        """Yield the backends that could serve a request, busy or not."""
+        return (backend for backend in self.up.values() if self.serves(backend, request))
 
     def info(self, backend: BackendId) -> BackendInfo | None:
         """Return what a backend is; None: it is not up."""
@@ -69,7 +72,7 @@ class Fleet:
         """Yield what each backend is that is up."""
         return (backend.info for backend in self.up.values())
 
-    def is_open(self, backend: BackendId, request: Request) -> bool:
+    def is_open(self, backend: Backend, request: Request) -> bool:
         """Return whether the backend could take the request now, if one of its slots is idle.
 
         The server may place a request on any idle slot, also on one that is being prepared for
@@ -77,14 +80,14 @@ class Fleet:
         until it is known to run (llama-server.md section 2.2). Any slot will do where slots hold
         nothing. A steered request needs the idle slots only when it is sent (`placement_gate.py`).
         """
-        if self.backends[backend].gate.is_closed:
+        if backend.gate.is_closed:
             return False
         if any(holds_up(request, first) for first in self._at_gate(backend)):
             return False
-        phases = self.slots.phases(backend)
+        phases = backend.slots.phases
         match self.claim(backend, request):
             case SlotClaim.WHOLE_BACKEND:
-                return phases[Phase.IDLE] == len(self.slots.of(backend))
+                return phases[Phase.IDLE] == len(backend.slots.slots)
             case SlotClaim.SERVER_PLACED:
                 # The slot of an abandoned request may be idle already, and that of another tenant
                 # is as soon as its answer ends.
@@ -98,44 +101,41 @@ class Fleet:
         """Return the backends where a job holds the placement gate."""
         return {name for name, backend in self.up.items() if backend.gate.is_closed}
 
-    def room(self, request: Request) -> list[BackendId]:
+    def room(self, request: Request) -> list[Backend]:
         """Return the backends that could take the request now.
 
         If one of them has room for the whole answer, those that do not are left out.
         """
         hinted = request.slot_hint is not None
         found = [
-            name
-            for name, backend in self.up.items()
-            if self.slots.phases(name)[Phase.IDLE]
-            and name not in self.draining
-            and backend.fits(request)
-            and self.is_open(name, request)
-            and not (hinted and not self.free(name, request))
-            and (not backend.info.unified or self.has_cells(name, request))
+            backend
+            for backend in self.serving(request)
+            if backend.slots.has_idle
+            and self.is_open(backend, request)
+            and not (hinted and not backend.free(request))
+            and (not backend.info.unified or self.has_cells(backend, request))
         ]
         whole = len(request.prompt) + (request.max_new_tokens or 0)
-        return [name for name in found if self.up[name].info.n_ctx >= whole] or found
+        return [backend for backend in found if backend.info.n_ctx >= whole] or found
 
-    def has_cells(self, backend: BackendId, request: Request) -> bool:
+    def has_cells(self, backend: Backend, request: Request) -> bool:
         """Return whether unified KV has cells for a request beside those that run.
 
         If they run out, the server ends all requests (llama-server.md section 3). One that runs
         alone is given all cells.
         """
-        busy = [slot for slot in self.slots.of(backend) if slot.phase is not Phase.IDLE]
+        busy = [slot for slot in backend.slots if not slot.is_idle]
         taken = sum(self._cells_of(slot) for slot in busy)
         needed = len(request.prompt) + self._answer_cells(backend, request)
-        return not busy or taken + needed <= self.backends[backend].info.n_ctx
+        return not busy or taken + needed <= backend.info.n_ctx
 
     def lacks_cells(self, request: Request) -> list[BackendId]:
         """Return the backends where a request waits for cells of unified KV alone."""
         return [
-            backend
-            for backend, info in ((one.id, one) for one in self.infos())
-            if info.unified
-            and self.slots.phases(backend)[Phase.IDLE]
-            and self.serves(backend, request)
+            backend.id
+            for backend in self.serving(request)
+            if backend.info.unified
+            and backend.slots.has_idle
             and not self.has_cells(backend, request)
         ]
 
@@ -145,15 +145,15 @@ class Fleet:
         `held`: tokens of the state that it begins with. The server would empty slots by itself, in
         their order; before a restore it does not, and the restore fails.
         """
-        backend = own.id.backend
-        others = [slot for slot in self.slots.of(backend) if slot.id != own.id]
+        backend = self.backend_of(own.id)
+        others = [slot for slot in backend.slots if slot.id != own.id]
         needed = max(len(request.prompt), held) + self._answer_cells(backend, request)
         needed += sum(self._cells_of(slot) for slot in others if not slot.is_idle)
         idle = sorted((s for s in others if s.is_idle), key=lambda s: (s.last_used, s.id))
         left = sum(len(slot.content.resident) for slot in idle)
         found = [slot for slot in idle if slot.content.resident.may_hold_more]  # of unknown length
         for slot in idle:
-            if needed + left <= self.backends[backend].info.n_ctx:
+            if needed + left <= backend.info.n_ctx:
                 break
             if len(slot.content.resident) and slot not in found:
                 found.append(slot)
@@ -163,14 +163,14 @@ class Fleet:
     def _cells_of(self, slot: Slot) -> int:
         job = self.job_in(slot)
         request = job.request if isinstance(job, RequestJob | SlotWatch) else None
-        answer = self._answer_cells(slot.id.backend, request)
+        answer = self._answer_cells(self.backend_of(slot.id), request)
         return max(count(slot.work.pending), len(slot.content.resident)) + answer
 
-    def _answer_cells(self, backend: BackendId, request: Request | None) -> int:
+    def _answer_cells(self, backend: Backend, request: Request | None) -> int:
         """Return the cells that are kept for an answer: not the limit that few answers reach."""
         if request is None:
             return 0
-        usual = self.backends[backend].rates.output_tokens.value
+        usual = backend.rates.output_tokens.value
         most = max(TUNING.answer_cells * usual, TUNING.answer_cells_least)
         limit = request.max_new_tokens
         return round(most if limit is None else min(limit, most))
@@ -178,9 +178,9 @@ class Fleet:
     def has_idle(self, model: str | None) -> bool:
         """Return whether a backend with the model has an idle slot and is not draining."""
         return any(
-            self.slots.phases(backend)[Phase.IDLE]
-            for backend, info in ((one.id, one) for one in self.infos())
-            if info.answers_to(model) and backend not in self.draining
+            backend.slots.has_idle
+            for backend in self.up.values()
+            if backend.info.answers_to(model) and backend.id not in self.draining
         )
 
     def kind(self, request: Request) -> Hashable:
@@ -207,20 +207,9 @@ class Fleet:
             else None,
         )
 
-    def free(self, backend: BackendId, request: Request) -> list[Slot]:
-        """Return the idle slots of a backend that the request may use."""
-        idle = [slot for slot in self.slots.of(backend) if slot.phase is Phase.IDLE]
-        if request.slot_hint is None:
-            return idle
-        return [slot for slot in idle if self.wants(slot, request)]
-
-    def manages(self, backend: BackendId) -> bool:
-        """Return whether the router decides what the backend's slots hold."""
-        return self.backends[backend].info.is_managed
-
-    def claim(self, backend: BackendId, request: Request) -> SlotClaim:
+    def claim(self, backend: Backend, request: Request) -> SlotClaim:
         """Return how a request takes slots of the backend."""
-        return slot_claim(request, self.backends[backend].info, computes_first=self.policy.moves_kv)
+        return slot_claim(request, backend.info, computes_first=self.policy.moves_kv)
 
     def job_in(self, slot: Slot) -> Job | None:
         """Return the job that holds the slot. None: no job does."""
@@ -231,32 +220,32 @@ class Fleet:
         resident = self.slots[job.slot].content.resident
         return job.claim is SlotClaim.STEERED and resident.covers(job.request.prompt)
 
-    def _at_gate(self, backend: BackendId) -> list[Expected]:
+    def _at_gate(self, backend: Backend) -> list[Expected]:
         """Return the requests at the placement gate: one in their way gets no slot there."""
-        jobs = [self.jobs[name] for name in self.backends[backend].gate.waiting]
+        jobs = [self.jobs[name] for name in backend.gate.waiting]
         return [
             Expected(job.request, self.is_computed(job))
             for job in jobs
             if isinstance(job, RequestJob)
         ]
 
-    def attracting(self, backend: BackendId, request: Request) -> list[Slot]:
+    def attracting(self, backend: Backend, request: Request) -> list[Slot]:
         """Return idle slots that another tenant's tokens may make the server pick.
 
         For server-placed requests. The baseline policies compute no prompt first.
         """
         return [
             slot
-            for slot in self.slots.of(backend)
+            for slot in backend.slots
             if slot.is_idle and may_attract(slot, request, computed_first=self.policy.moves_kv)
         ]
 
-    def _will_attract(self, backend: BackendId, request: Request) -> bool:
+    def _will_attract(self, backend: Backend, request: Request) -> bool:
         """Return whether the server may pick another tenant's running slot once it is idle."""
         return any(
             slot.phase is Phase.RUNNING
             and attracts(slot, request, computed_first=self.policy.moves_kv)
-            for slot in self.slots.of(backend)
+            for slot in backend.slots
         )
 
     def is_loaded(self, model: str | None) -> bool:
@@ -264,30 +253,11 @@ class Fleet:
         names = [server.name for server in self.servers.of(model)]
         return any(name in self.up and name not in self.draining for name in names)
 
-    def running(self, backend: BackendId) -> int:
-        """Count the running streams, which stop while a state file is written or read."""
-        return self.slots.phases(backend)[Phase.RUNNING]
-
-    def prefilling(self, backend: BackendId) -> list[Slot]:
-        """Return the slots that the router prefills before their request, now or soon."""
-        if not self.slots.phases(backend)[Phase.PREPARING]:
-            return []
-        slots = self.slots.of(backend)
-        return [slot for slot in slots if slot.phase is Phase.PREPARING and slot.work.sharing]
-
-    def held_up(self, backend: BackendId) -> int:
-        """Count the requests that a transfer or a prefill would hold up.
-
-        Requests that the router prefills first count too: without them a busy server would look
-        idle.
-        """
-        return self.running(backend) + len(self.prefilling(backend))
-
     def reusable(self, slot: Slot, n_prompt: int, common: int) -> int:
         """Return the prompt tokens that need no computing in a slot that shares `common`."""
         held = slot.content.resident
         return reusable_tokens(
-            self.backends[slot.id.backend].info.memory_kind,
+            self.backend_of(slot.id).info.memory_kind,
             n_prompt,
             common,
             len(held),
@@ -299,7 +269,7 @@ class Fleet:
 
         The price of displacing any slot depends on this number, which seldom changes.
         """
-        resident, info = slot.content.resident, self.backends[slot.id.backend].info
+        resident, info = slot.content.resident, self.backend_of(slot.id).info
         tenant, changes = slot.content.tenant, self.catalog.changes
         known = slot.bench.reaches.get(slot.id.index)
         if known and known[0] is resident and known[1] is info and known[2:4] == (tenant, changes):
@@ -310,14 +280,14 @@ class Fleet:
 
     def note_use(self, slot: Slot) -> None:
         """Note that the content of a slot was used just now."""
-        model = self.backends[slot.id.backend].info.namespace
+        model = self.backend_of(slot.id).info.namespace
         self.uses[model] = self.uses.get(model, 0) + 1
         slot.note_use(self.uses[model])
         self.sizes[model] = sum(i.n_slots for i in self.infos() if i.namespace == model)
 
     def neglect(self, slot: Slot) -> float:
         """Return the uses of its model's slots since this slot's last use, per slot."""
-        model = self.backends[slot.id.backend].info.namespace
+        model = self.backend_of(slot.id).info.namespace
         used, n = self.uses.get(model, 0), self.sizes.get(model, 1)
         return max(used - slot.used_no, 0) / max(n, 1)
 
@@ -331,7 +301,7 @@ class Fleet:
         backend = self.backends.setdefault(info.id, Backend(info, rates))
         backend.come_up(info)
         self.up[info.id] = backend
-        self.slots.add(info.id, info.n_slots)
+        backend.slots = self.slots.add(info.id, info.n_slots)
         return backend
 
     def lose(self, name: BackendId) -> None:
@@ -359,9 +329,9 @@ class Fleet:
         tokens = slot.content.resident.tokens
         if count(tokens) > kept and count(tokens) > self.reach(slot):
             self.displaced.add(
-                namespace_of(self.backends[slot.id.backend].info, slot.content.tenant), tokens
+                namespace_of(self.backend_of(slot.id).info, slot.content.tenant), tokens
             )
 
     def wants(self, slot: Slot, request: Request) -> bool:
         """Return whether the slot meets the client's `id_slot`, if its backend has that slot."""
-        return request.slot_hint is None or self.backends[slot.id.backend].wants(slot, request)
+        return request.slot_hint is None or self.backend_of(slot.id).wants(slot, request)

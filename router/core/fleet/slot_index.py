@@ -38,11 +38,11 @@ class Holdings:
         for backend, bench in slots.benches():
             known = self._known.get(backend)
             if known is None or known.bench is not bench:
-                known = self._anew(backend, bench, len(slots.of(backend)))
+                known = self._anew(backend, bench)
             elif known.changes == bench.changes:
                 continue
             known.changes, tokens_of = bench.changes, known.tokens
-            for at, slot in enumerate(slots.of(backend)):
+            for at, slot in enumerate(bench):
                 held = slot.content.resident.tokens if slot.phase is idle else slot.work.pending
                 if held is not tokens_of[at]:
                     self._change(slot.id, tokens_of[at], held)
@@ -54,10 +54,10 @@ class Holdings:
         for index, before in enumerate(known.tokens if known else ()):
             self._change(SlotId(backend, index), before, EMPTY)
 
-    def _anew(self, backend: BackendId, bench: Bench, n_slots: int) -> "_Known":
+    def _anew(self, backend: BackendId, bench: Bench) -> "_Known":
         """Start the entry of a backend that is new or came back."""
         self.forget(backend)
-        known = self._known[backend] = _Known(bench, -1, [EMPTY] * n_slots)
+        known = self._known[backend] = _Known(bench, -1, [EMPTY] * len(bench.slots))
         return known
 
     def _change(self, slot: SlotId, before: Tokens, held: Tokens) -> None:

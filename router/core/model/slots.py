@@ -90,21 +90,51 @@ def no_slots() -> Phases:
     return dict.fromkeys(Phase, 0)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class Bench:
-    """Data that the slots of one backend share.
+    """The slots of one backend, by index, and what they share.
 
-    `changes` rises when the phase, the content or `pending` of one of these slots changes.
-    Results computed from these are computed again only if they may be stale.
+    `changes` rises when the phase, the content or `pending` of one of them changes. Results
+    computed from these are computed again only if they may be stale.
     """
 
+    slots: "list[Slot]" = field(default_factory=list, repr=False)
     phases: Phases = field(default_factory=no_slots)  # slots in each phase
-    changes: int = 0
+    changes: int = field(default=0, compare=False)
     # The last results of `Fleet.reach` and their inputs, by slot index.
     reaches: "dict[int, tuple[Resident, BackendInfo, Tenant, int, int]]" = field(
-        default_factory=dict, repr=False
+        default_factory=dict, repr=False, compare=False
     )
-    unsaved_at: int = -1  # `changes` at the last `SlotTable.unsaved`
+    unsaved_at: int = field(default=-1, compare=False)  # `changes` at the last `SlotTable.unsaved`
+
+    def __iter__(self) -> "Iterator[Slot]":
+        return iter(self.slots)
+
+    @property
+    def has_idle(self) -> bool:
+        """Return whether a slot is idle."""
+        return self.phases[Phase.IDLE] > 0
+
+    @property
+    def running(self) -> int:
+        """Count the running streams, which stop while a state file is written or read."""
+        return self.phases[Phase.RUNNING]
+
+    @property
+    def prefilling(self) -> "list[Slot]":
+        """Return the slots that the router prefills before their request, now or soon."""
+        if not self.phases[Phase.PREPARING]:
+            return []
+        return [slot for slot in self.slots if slot.phase is Phase.PREPARING and slot.work.sharing]
+
+    @property
+    def held_up(self) -> int:
+        """Count the requests that a transfer or a prefill would hold up.
+
+        Requests that the router prefills first count too: without them a busy server would look
+        idle.
+        """
+        return self.running + len(self.prefilling)
 
 
 class Content(Struct, frozen=True):
@@ -148,9 +178,6 @@ class Work(Struct, frozen=True):
 
 
 EMPTY_SLOT, NO_WORK = Content(), Work()
-
-
-_NO_BENCH = Bench()  # for a backend without slots
 
 
 @dataclass(slots=True)
@@ -265,16 +292,15 @@ class Slot:
 class SlotTable:
     """All slots, in the order of their ids."""
 
-    _slots: dict[BackendId, list[Slot]] = field(default_factory=dict)
-    _benches: dict[BackendId, Bench] = field(default_factory=dict, compare=False)
+    _benches: dict[BackendId, Bench] = field(default_factory=dict)
     _unsaved: dict[BackendId, float] = field(default_factory=dict, compare=False)
     _first: int = 0  # generation of new slots
 
     def __getitem__(self, slot: SlotId) -> Slot:
-        return self._slots[slot.backend][slot.index]
+        return self._benches[slot.backend].slots[slot.index]
 
     def __iter__(self) -> Iterator[Slot]:
-        return (slot for slots in self._slots.values() for slot in slots)
+        return (slot for bench in self._benches.values() for slot in bench)
 
     def holds(self, lease: Lease) -> bool:
         """Return whether the lease is in force and its slot still exists."""
@@ -282,16 +308,13 @@ class SlotTable:
         return lease.slot.index < len(slots) and slots[lease.slot.index].holds(lease)
 
     def benches(self) -> Iterable[tuple[BackendId, Bench]]:
-        """Return each backend with the data that its slots share."""
+        """Return each backend with its slots, also those that are down."""
         return self._benches.items()
 
     def of(self, backend: BackendId) -> list[Slot]:
         """Return the slots of one backend, by index."""
-        return self._slots.get(backend, [])
-
-    def phases(self, backend: BackendId) -> Phases:
-        """Return the number of slots of one backend in each phase. Do not modify it."""
-        return self._benches.get(backend, _NO_BENCH).phases
+        bench = self._benches.get(backend)
+        return [] if bench is None else bench.slots
 
     def unsaved(self) -> Mapping[BackendId, float]:
         """Return the backends with an unsaved idle slot and no slot RUNNING or PREPARING.
@@ -305,17 +328,17 @@ class SlotTable:
                 self._unsaved.pop(backend, None)
                 if phases[Phase.RUNNING] or phases[Phase.PREPARING]:
                     continue
-                times = [slot.last_used for slot in self._slots[backend] if slot.is_unsaved]
+                times = [slot.last_used for slot in bench if slot.is_unsaved]
                 if times:
                     self._unsaved[backend] = min(times)
         return self._unsaved
 
     def any_idle(self) -> bool:
         """Return whether any slot is idle."""
-        return any(bench.phases[Phase.IDLE] for bench in self._benches.values())
+        return any(bench.has_idle for bench in self._benches.values())
 
-    def add(self, backend: BackendId, n_slots: int) -> None:
-        """Add the slots of a backend that has just come up, all empty.
+    def add(self, backend: BackendId, n_slots: int) -> Bench:
+        """Add the slots of a backend that has just come up, all empty; return them.
 
         Generations keep rising, so a report from before the restart cannot be taken for new.
         What must not be saved stays so: perhaps only the connection was lost.
@@ -326,16 +349,16 @@ class SlotTable:
         generations += [self._first] * n_slots
         contents = [slot.content for slot in self.of(backend)] + [EMPTY_SLOT] * n_slots
         bench = self._benches[backend] = Bench()
-        self._slots[backend] = [
+        bench.slots = [
             Slot(SlotId(backend, index), generation=number, content=content, bench=bench)
             for index, number, content in zip(range(n_slots), generations, contents, strict=False)
         ]
+        return bench
 
     def remove(self, backend: BackendId) -> None:
         """Remove the slots of a backend for good; its name may be used again."""
-        generations = [slot.generation for slot in self._slots.pop(backend, [])]
+        generations = [slot.generation for slot in self._benches.pop(backend, ())]
         self._first = max([self._first, *generations])
-        self._benches.pop(backend, None)
         self._unsaved.pop(backend, None)
 
     def lose(self, backend: BackendId) -> list[RequestId]:

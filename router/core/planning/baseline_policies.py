@@ -6,7 +6,8 @@ Content that a slot happens to hold still counts.
 from msgspec.structs import replace
 
 from router.base.tokens import common_prefix
-from router.base.types import BackendId, Request, SlotId
+from router.base.types import Request, SlotId
+from router.core.fleet.backend import Backend
 from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Plan
 from router.core.model.policy import PolicyName
@@ -16,7 +17,7 @@ from router.core.planning.start_candidates import cold, resident
 _SHORT = 64  # characters; most session names are shorter
 
 
-def baseline(context: PricingContext, room: list[BackendId]) -> Plan | None:
+def baseline(context: PricingContext, room: list[Backend]) -> Plan | None:
     """Choose by the policy's rule among the backends that have `room`. None: wait.
 
     1. `sticky`: the conversation's first slot, however long the wait; else the least busy. A first
@@ -25,7 +26,7 @@ def baseline(context: PricingContext, room: list[BackendId]) -> Plan | None:
     3. `least_busy`: the backend with the fewest running, then the slot idle for longest.
     """
     fleet = context.fleet
-    free = [slot for backend in room for slot in fleet.free(backend, context.request)]
+    free = [slot for backend in room for slot in backend.free(context.request)]
     if fleet.policy.name is PolicyName.STICKY:
         home = _home(fleet, context.request)
         if home is not None:
@@ -38,7 +39,7 @@ def baseline(context: PricingContext, room: list[BackendId]) -> Plan | None:
         in_turn = everyone[turn:] + everyone[:turn]
         slot = min(free, key=lambda s: in_turn.index(s.id))
     else:
-        slot = min(free, key=lambda s: (context.running(s.id.backend), s.last_used, s.id))
+        slot = min(free, key=lambda s: (context.running(fleet.backend_of(s.id)), s.last_used, s.id))
     held, wanted = slot.content.resident.tokens, context.request.prompt.tokens
     foreign = slot.content.tenant != context.request.tenant
     common = 0 if foreign or context.has_no_say else common_prefix(held, wanted)
@@ -54,10 +55,11 @@ def baseline(context: PricingContext, room: list[BackendId]) -> Plan | None:
 def _home(fleet: Fleet, request: Request) -> SlotId | None:
     """Return the first slot of the conversation, if it can still serve the request."""
     home = fleet.sticky.get(sticky_key(request))
-    if home is None or not fleet.serves(home.backend, request):
+    backend = fleet.up.get(home.backend) if home is not None else None
+    if home is None or backend is None or not fleet.serves(backend, request):
         return None
-    slots = fleet.slots.of(home.backend)
-    if home.index >= len(slots) or not fleet.wants(slots[home.index], request):
+    slots = backend.slots.slots
+    if home.index >= len(slots) or not backend.wants(slots[home.index], request):
         return None
     return home
 

@@ -55,14 +55,13 @@ def _would_hold_last_slot_idle(fleet: Fleet, made: Plan, now: float, waited_s: f
 
     As in the prefill queue, a longer wait counts as a shorter prefill, so no request starves.
     """
-    backend, own_s = made.chosen.slot.backend, made.chosen.price.prefill_s
+    slots, own_s = fleet.backend_of(made.chosen.slot).slots, made.chosen.price.prefill_s
     if not (made.prefill_first and fleet.policy.is_long(own_s)):
         return False
-    if fleet.slots.phases(backend)[Phase.IDLE] > 1:
+    if slots.phases[Phase.IDLE] > 1:
         return False
     others = [
-        (slot, remaining_prefill_s(fleet, slot, slot.work.pending))
-        for slot in fleet.prefilling(backend)
+        (slot, remaining_prefill_s(fleet, slot, slot.work.pending)) for slot in slots.prefilling
     ]
     others = [
         (slot, remaining_s) for slot, remaining_s in others if fleet.policy.is_long(remaining_s)

@@ -2,23 +2,24 @@
 
 from collections.abc import Iterable
 
-from router.base.types import NO_TENANT, BackendId, BackendInfo
+from router.base.types import NO_TENANT
+from router.core.fleet.backend import Backend
 from router.core.fleet.fleet import Fleet
 from router.core.model.memory_kinds import can_restore
 from router.core.model.slots import Slot
 
 
-def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
+def can_save(fleet: Fleet, backend: Backend, tokens: int) -> bool:
     """Return True if a state of `tokens` on this backend can become a useful snapshot.
 
     A state shorter than its sliding window cannot be extended (llama-server.md section 4.3).
     """
-    size_bytes = tokens * fleet.backends[info.id].rates.bytes_per_token.value
+    info, size_bytes = backend.info, tokens * backend.rates.bytes_per_token.value
     return (
         fleet.policy.moves_kv
         and info.is_managed
         and info.kv_dir is not None
-        and fleet.backends[info.id].may_write
+        and backend.may_write
         and can_restore(info.memory_kind)
         and info.extends
         and tokens > info.window
@@ -26,12 +27,9 @@ def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
     )
 
 
-def keeps_snapshots(fleet: Fleet, backend: BackendId) -> bool:
-    """Return True if this backend's slots can be saved and restored with effect."""
-    info = fleet.info(backend)
-    if info is None:
-        return False
-    return can_save(fleet, info, max(fleet.catalog.limits.min_tokens, info.window + 1))
+def keeps_snapshots(fleet: Fleet, backend: Backend) -> bool:
+    """Return True if the slots of a backend that is up can be saved and restored with effect."""
+    return can_save(fleet, backend, max(fleet.catalog.limits.min_tokens, backend.info.window + 1))
 
 
 # Save seconds, expected loss in seconds, and whether to save.
@@ -42,15 +40,13 @@ _NOTHING: Displaced = (0.0, 0.0, False)
 class Displacing:
     """Prices of displacement on one backend at this moment, for many slots at once."""
 
-    __slots__ = ("_apart", "_chance", "_fleet", "_info", "_rates", "_stopped")
+    __slots__ = ("_apart", "_backend", "_chance", "_fleet", "_stopped")
 
-    def __init__(self, fleet: Fleet, backend: BackendId) -> None:
-        self._fleet = fleet
-        self._info = fleet.backends[backend].info
-        self._rates = fleet.backends[backend].rates
+    def __init__(self, fleet: Fleet, backend: Backend) -> None:
+        self._fleet, self._backend = fleet, backend
         self._chance = fleet.policy.reuse_probability
         self._apart = fleet.policy.keeps_apart
-        self._stopped = 1 + fleet.running(backend)
+        self._stopped = 1 + backend.slots.running
 
     def price(self, slot: Slot, kept: int = 0) -> Displaced:
         """Price the displacement of a slot's content: `(save seconds, expected loss, save it)`.
@@ -73,7 +69,7 @@ class Displacing:
             or (self._apart and slot.content.tenant == NO_TENANT)
         ):
             return _NOTHING
-        rates, stopped = self._rates, self._stopped
+        rates, stopped = self._backend.rates, self._stopped
         chance = self._chance / (1 + self._fleet.neglect(slot))
         if kept and kept >= max(held.checkpoints, default=n_held):
             # The request goes on from the end of the slot's last prompt: it is the next turn, and
@@ -86,7 +82,7 @@ class Displacing:
             return 0.0, back_s, False
         loss_s = chance * stopped * rates.prefill_s(missing, n_held - missing)
         save_s = rates.save_s(n_held)
-        if save_s * stopped + back_s < loss_s and can_save(self._fleet, self._info, n_held):
+        if save_s * stopped + back_s < loss_s and can_save(self._fleet, self._backend, n_held):
             return save_s, back_s, True
         return 0.0, loss_s, False
 
@@ -101,4 +97,4 @@ class Displacing:
 
 def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> Displaced:
     """Return `Displacing.price` of one slot."""
-    return Displacing(fleet, slot.id.backend).price(slot, kept)
+    return Displacing(fleet, fleet.backend_of(slot.id)).price(slot, kept)

@@ -6,7 +6,8 @@ same function as production.
 
 from math import inf
 
-from router.base.types import BackendId, Request, Source
+from router.base.types import Request, Source
+from router.core.fleet.backend import Backend
 from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
@@ -59,7 +60,7 @@ def plan(
     )
 
 
-def _waits_for_room(context: PricingContext, room: list[BackendId]) -> bool:
+def _waits_for_room(context: PricingContext, room: list[Backend]) -> bool:
     """Return True if the answer may be cut off in all idle slots, and waiting costs less.
 
     The wait is for a slot that can hold the longest answer that the client allows.
@@ -72,11 +73,9 @@ def _waits_for_room(context: PricingContext, room: list[BackendId]) -> bool:
         slot.work.busy_until - context.now
         if slot.work.busy_until > context.now
         else TUNING.unknown_end_s
-        for backend, there in fleet.up.items()
-        if backend not in room
-        and there.info.n_ctx >= whole
-        and fleet.serves(backend, context.request)
-        for slot in fleet.slots.of(backend)
+        for backend in fleet.serving(context.request)
+        if backend not in room and backend.info.n_ctx >= whole
+        for slot in backend.slots
     )
     return loss_s > min(waits_s, default=inf)
 
@@ -103,15 +102,11 @@ def _prefill_first(request: Request, chosen: Candidate, fleet: Fleet) -> bool:
        prefix, so the server picks it (llama-server.md section 2.2).
     2. The prefill takes long: other requests with the same prefix can then share it.
     """
-    prompt = request.prompt
-    claim = fleet.claim(chosen.slot.backend, request)
+    prompt, backend = request.prompt, fleet.backend_of(chosen.slot)
+    claim = fleet.claim(backend, request)
     if claim in (SlotClaim.UNMANAGED, SlotClaim.WHOLE_BACKEND):
         return False
-    if (
-        not prompt.is_exact
-        or not request.reuse
-        or not fleet.backends[chosen.slot.backend].reuses(request)
-    ):
+    if not prompt.is_exact or not request.reuse or not backend.reuses(request):
         return False
     if len(prompt) - chosen.reused_tokens < 2:
         return False  # only the last token is left, and the client's request computes that
@@ -119,7 +114,7 @@ def _prefill_first(request: Request, chosen: Candidate, fleet: Fleet) -> bool:
         return True
     if not fleet.policy.is_long(chosen.price.prefill_s):
         return False
-    return can_save(fleet, fleet.backends[chosen.slot.backend].info, len(prompt) - 1)
+    return can_save(fleet, backend, len(prompt) - 1)
 
 
 def _reason(request: Request, chosen: Candidate) -> str:

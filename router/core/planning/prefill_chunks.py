@@ -7,6 +7,7 @@ after each one, and the first token of a computed prompt does not wait for anoth
 
 from router.base.tokens import Tokens, common_prefix, count
 from router.base.types import SlotId
+from router.core.fleet.backend import Backend
 from router.core.fleet.fleet import Fleet
 from router.core.model.memory_kinds import goes_back
 from router.core.model.tuning import TUNING
@@ -21,10 +22,10 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
        off. A slot of which nothing is known was usually never used.
     """
     limit_s = fleet.policy.prefill_chunk_s
-    info = fleet.backends[slot.backend].info
-    if limit_s is None or not goes_back(info.memory_kind):
+    backend = fleet.backend_of(slot)
+    if limit_s is None or not goes_back(backend.info.memory_kind):
         return None
-    if not _beside_others(fleet, slot):
+    if not _beside_others(backend, slot):
         limit_s *= TUNING.chunk_alone
     resident = fleet.slots[slot].content.resident
     held = common_prefix(resident.tokens, wanted)
@@ -33,7 +34,7 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
             return None
         held += resident.unread  # an unread answer must not be cut off
     remaining = count(wanted) - held
-    remaining_s = fleet.backends[slot.backend].rates.prefill_s(remaining, held)
+    remaining_s = backend.rates.prefill_s(remaining, held)
     if remaining_s <= limit_s:
         return None
     most = (
@@ -42,7 +43,7 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
     return held + most if remaining > TUNING.chunk_last * most else None
 
 
-def _beside_others(fleet: Fleet, own: SlotId) -> bool:
+def _beside_others(backend: Backend, own: SlotId) -> bool:
     """Return True if others on the backend wait for their next token, or their first."""
-    prefilling = fleet.prefilling(own.backend)
-    return fleet.running(own.backend) > 0 or any(slot.id != own for slot in prefilling)
+    slots = backend.slots
+    return slots.running > 0 or any(slot.id != own for slot in slots.prefilling)

@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from router.base.tokens import Tokens, common_prefix, count
-from router.base.types import BackendId
+from router.core.fleet.backend import Backend
 from router.core.fleet.fleet import Fleet
 from router.core.model.jobs import InPrefillQueue, RequestJob
 from router.core.model.slots import Slot
@@ -21,9 +21,9 @@ class Ahead(NamedTuple):
     remaining_s: float
 
 
-def ahead(fleet: Fleet, backend: BackendId, now: float) -> list[Ahead]:
+def ahead(fleet: Fleet, backend: Backend, now: float) -> list[Ahead]:
     """Return all prefills of the backend, running or waiting."""
-    return [part for slot in fleet.prefilling(backend) for part in slot_ahead(fleet, slot, now)]
+    return [part for slot in backend.slots.prefilling for part in slot_ahead(fleet, slot, now)]
 
 
 def rank(needs_s: float, waited_s: float) -> float:
@@ -40,7 +40,7 @@ def remaining_prefill_s(fleet: Fleet, slot: Slot, tokens: Tokens) -> float:
     """Return the seconds that computing `tokens` adds to what the slot holds."""
     n, common = count(tokens), common_prefix(slot.content.resident.tokens, tokens)
     there = fleet.reusable(slot, n, common)
-    return fleet.backends[slot.id.backend].rates.prefill_s(n - there, there)
+    return fleet.backend_of(slot.id).rates.prefill_s(n - there, there)
 
 
 def slot_ahead(fleet: Fleet, slot: Slot, now: float) -> list[Ahead]:

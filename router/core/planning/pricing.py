@@ -15,6 +15,7 @@ from router.base.types import (
     Snapshot,
     Source,
 )
+from router.core.fleet.backend import Backend
 from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Candidate, Price
 from router.core.model.tuning import TUNING
@@ -78,29 +79,28 @@ class PricingContext:
             self._shared = fleet.holdings.shared(fleet.slots, request.prompt.tokens, tenant)
         return self._shared
 
-    def running(self, backend: BackendId) -> int:
+    def running(self, backend: Backend) -> int:
         """Return how many requests a transfer or a prefill would hold up on a backend."""
-        n = self._running.get(backend)
+        n = self._running.get(backend.id)
         if n is None:
-            n = self._running[backend] = self.fleet.held_up(backend)
+            n = self._running[backend.id] = backend.slots.held_up
         return n
 
-    def prefill_queue_s(self, backend: BackendId, prefill_s: float) -> float:
+    def prefill_queue_s(self, backend: Backend, prefill_s: float) -> float:
         """Return the wait for the prefill permit; 0 for a short prefill, which needs none."""
         if not self.fleet.policy.is_long(prefill_s):
             return 0.0
-        known = self._ahead.get(backend)
+        known = self._ahead.get(backend.id)
         if known is None:
-            known = self._ahead[backend] = ahead(self.fleet, backend, self.now)
+            known = self._ahead[backend.id] = ahead(self.fleet, backend, self.now)
         return before_s(known, prefill_s)
 
-    def cut_off_s(self, backend: BackendId) -> float:
+    def cut_off_s(self, backend: Backend) -> float:
         """Return the expected loss, in seconds, if the slot ends before the answer does.
 
         The client asks again then. Lengths of answers are taken for exponential.
         """
-        rates = self.fleet.backends[backend].rates
-        room = self.fleet.backends[backend].info.n_ctx - self.n_prompt
+        rates, room = backend.rates, backend.info.n_ctx - self.n_prompt
         wanted = self.request.max_new_tokens
         usual = max(rates.output_tokens.value, 1.0)
         if room > TUNING.answer_longest * usual or (wanted is not None and wanted <= room):
@@ -109,14 +109,14 @@ class PricingContext:
         again_s = rates.prefill_s(self.n_prompt) + room * rates.output_s_per_token.value
         return chance * again_s
 
-    def least_s(self, backend: BackendId, reused: int) -> float:
+    def least_s(self, backend: Backend, reused: int) -> float:
         """Return a lower bound, in seconds, for a start there that reuses `reused` tokens."""
-        seconds = self.fleet.backends[backend].rates.prefill_s(self.n_prompt - reused, reused)
+        seconds = backend.rates.prefill_s(self.n_prompt - reused, reused)
         return seconds * (1 + self.running(backend))
 
-    def least_of_s(self, backend: BackendId, files: Files) -> float:
+    def least_of_s(self, backend: Backend, files: Files) -> float:
         """Return a lower bound, in seconds, for a start there: cold or from one of `files`."""
-        rates, reused = self.fleet.backends[backend].rates, files.most_reused
+        rates, reused = backend.rates, files.most_reused
         seconds = rates.prefill_s(self.n_prompt)
         if reused:
             restore_s = rates.restore_s(files.least_bytes)
@@ -148,26 +148,27 @@ class PricingContext:
         request itself may lose nothing by it. All others lose those seconds of that server, if they
         need it.
         """
-        rates = self.fleet.backends[slot.backend].rates
+        backend = self.fleet.backend_of(slot)
+        rates = backend.rates
         displaced_s, loss_s, save = displaced
         prefill_s = rates.prefill_s(self.n_prompt - reused, reused)
         if reused < self.computing:
             twice_s = rates.prefill_s(self.computing - reused, reused)
             loss_s += self.fleet.policy.reuse_probability * twice_s
-        loss_s += self.cut_off_s(slot.backend)
+        loss_s += self.cut_off_s(backend)
         stopped_s = displaced_s + restore_s + prefill_s
         return Candidate(
             slot=slot,
             source=source,
             reused_tokens=reused,
             price=Price(
-                wait_s=self.prefill_queue_s(slot.backend, prefill_s),
+                wait_s=self.prefill_queue_s(backend, prefill_s),
                 save_s=displaced_s + save_s,
                 rewrite_s=rewrite_s,
                 restore_s=restore_s,
                 handling_s=(n_saves + save) * rates.handling_s.value,
                 prefill_s=prefill_s,
-                stall_s=stopped_s * self.running(slot.backend) + stall_s,
+                stall_s=stopped_s * self.running(backend) + stall_s,
                 loss_s=loss_s,
             ),
             snapshot=file.snapshot.id if file else None,

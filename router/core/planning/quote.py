@@ -20,7 +20,7 @@ from router.core.planning.planner import plan
 
 def quote(request: Request, fleet: Fleet, queue: Queue, now: float) -> Quote | None:
     """Return what serving the request would take. None: nothing here can serve it."""
-    if not any(fleet.serves(backend, request) for backend in fleet.up):
+    if not any(True for _ in fleet.serving(request)):
         return _once_loaded(request, fleet, now)
     made = plan(request, fleet, now, losers=0) if not len(queue) else None
     if made is None:
@@ -38,7 +38,7 @@ def is_surely_cheap(request: Request, fleet: Fleet, queue: Queue, limit_s: float
         return False
     n_prompt = len(request.prompt)
     return any(
-        fleet.backends[backend].rates.prefill_s(n_prompt) * (1 + fleet.held_up(backend)) < limit_s
+        backend.rates.prefill_s(n_prompt) * (1 + backend.slots.held_up) < limit_s
         for backend in fleet.room(request)
     )
 
@@ -52,12 +52,10 @@ def _once_free(request: Request, fleet: Fleet, queue: Queue, now: float) -> Quot
     ends_s: list[float] = []
     best: Quote | None = None
     shared = fleet.holdings.shared(fleet.slots, request.prompt.tokens, request.tenant or None)
-    for backend, there in fleet.up.items():
-        if not fleet.serves(backend, request):
-            continue
-        info, rates, n_prompt = there.info, there.rates, len(request.prompt)
+    for backend in fleet.serving(request):
+        info, rates, n_prompt = backend.info, backend.rates, len(request.prompt)
         reused = 0
-        for slot in fleet.slots.of(backend):
+        for slot in backend.slots:
             ends_s.append(0.0 if slot.phase is Phase.IDLE else _until_free_s(fleet, slot, now))
             held = max(len(slot.content.resident), shared.get(slot.id, 0))
             common = shared.get(slot.id, 0)
@@ -132,5 +130,5 @@ def _until_free_s(fleet: Fleet, slot: Slot, now: float) -> float:
     An answer that is longer than predicted is taken to need as long again as it is late.
     """
     left_s = slot.work.busy_until - now
-    late_s = TUNING.late_share * fleet.backends[slot.id.backend].rates.generation_s(None)
+    late_s = TUNING.late_share * fleet.backend_of(slot.id).rates.generation_s(None)
     return min(max(left_s, -left_s, late_s), TUNING.unknown_end_s)

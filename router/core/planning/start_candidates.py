@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from router.base.types import BackendId, BackendInfo, SlotId, Source, StateShape
+from router.core.fleet.backend import Backend
 from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
 from router.core.model.plan import Candidate
 from router.core.model.slots import Phase, Resident, Slot
@@ -24,7 +25,7 @@ class _Owner(NamedTuple):
 
 
 def starting_now(
-    context: PricingContext, room: list[BackendId], n: int, known: list[Candidate]
+    context: PricingContext, room: list[Backend], n: int, known: list[Candidate]
 ) -> list[Candidate]:
     """Return ways to start at once on a backend with room: resident, snapshot, copy, cold.
 
@@ -36,26 +37,26 @@ def starting_now(
         return [_any_slot(context, backend) for backend in room]
     found = Cheapest(n, known)
     owner = _residents(context, room, found)
-    leads: list[tuple[float, BackendId]] = []
+    leads: list[tuple[float, BackendId, Backend]] = []
     for backend in room:
-        if not context.fleet.manages(backend):
+        if not backend.info.is_managed:
             found.add(_in_its_cache(context, backend))
             continue
-        files = _files(context, context.fleet.backends[backend].info, owner)
-        leads.append((context.least_of_s(backend, files), backend))
-    for least_s, backend in sorted(leads):
+        files = _files(context, backend.info, owner)
+        leads.append((context.least_of_s(backend, files), backend.id, backend))
+    for least_s, _, backend in sorted(leads):
         if found.beat(least_s):
             break
         _elsewhere(context, backend, owner, found, least_s)
     return found.ways
 
 
-def _residents(context: PricingContext, room: list[BackendId], found: Cheapest) -> _Owner | None:
+def _residents(context: PricingContext, room: list[Backend], found: Cheapest) -> _Owner | None:
     """Add ways that go on from what idle slots hold.
 
     Return the slot that holds most of the prompt, if it can be copied.
     """
-    fleet, position = context.fleet, {backend: at for at, backend in enumerate(room)}
+    fleet, position = context.fleet, {backend.id: at for at, backend in enumerate(room)}
     leads: list[tuple[float, SlotId, int, int]] = []
     owners: list[tuple[int, int, SlotId]] = []
     hinted = context.request.slot_hint is not None
@@ -63,14 +64,13 @@ def _residents(context: PricingContext, room: list[BackendId], found: Cheapest) 
         slot = fleet.slots[name]
         if slot.phase is not Phase.IDLE or name.backend not in position:
             continue
-        if not fleet.manages(name.backend):
+        backend = fleet.backend_of(name)
+        if not backend.info.is_managed or not backend.reuses(context.request):
             continue
-        if hinted and not fleet.wants(slot, context.request):
-            continue
-        if not fleet.backends[name.backend].reuses(context.request):
+        if hinted and not backend.wants(slot, context.request):
             continue
         if reused := fleet.reusable(slot, context.n_prompt, common):
-            leads.append((context.least_s(name.backend, reused), name, common, reused))
+            leads.append((context.least_s(backend, reused), name, common, reused))
             if slot.content.savable:
                 owners.append((-reused, position[name.backend], name))
     for least_s, name, common, reused in sorted(leads):
@@ -80,10 +80,10 @@ def _residents(context: PricingContext, room: list[BackendId], found: Cheapest) 
     if not owners:
         return None
     owner = min(owners)[2]
-    info, held = fleet.backends[owner.backend].info, fleet.slots[owner].content.resident
-    if not can_save(fleet, info, len(held)):
+    backend, held = fleet.backend_of(owner), fleet.slots[owner].content.resident
+    if not can_save(fleet, backend, len(held)):
         return None
-    size_bytes = round(len(held) * fleet.backends[info.id].rates.bytes_per_token.value)
+    size_bytes = round(len(held) * backend.rates.bytes_per_token.value)
     return _Owner(owner, held, context.shared[owner], size_bytes)
 
 
@@ -98,17 +98,17 @@ def cold(context: PricingContext, slot: Slot) -> Candidate:
     return _from_nothing(context, slot, saving_pays(context.fleet, slot))
 
 
-def _in_its_cache(context: PricingContext, backend: BackendId) -> Candidate:
+def _in_its_cache(context: PricingContext, backend: Backend) -> Candidate:
     """Return the way to start on a backend that is not managed.
 
     It may have kept what was sent to it before, in a slot or in its own cache.
     """
-    reused = context.fleet.backends[backend].sent_before(context.request)
+    reused = backend.sent_before(context.request)
     displaced, target = _target(context, backend)
     return context.candidate(target.id, Source.NONE, displaced, reused=reused)
 
 
-def _any_slot(context: PricingContext, backend: BackendId) -> Candidate:
+def _any_slot(context: PricingContext, backend: Backend) -> Candidate:
     """Return the way to start where the router has no say: in the cheapest free slot.
 
     Of equals the one unused for longest, which a server that picks itself takes as well.
@@ -122,13 +122,13 @@ def _from_nothing(context: PricingContext, slot: Slot, displaced: Displaced) -> 
     return context.candidate(slot.id, source, displaced)
 
 
-def _target(context: PricingContext, backend: BackendId) -> tuple[Displaced, Slot]:
-    return Displacing(context.fleet, backend).cheapest(context.fleet.free(backend, context.request))
+def _target(context: PricingContext, backend: Backend) -> tuple[Displaced, Slot]:
+    return Displacing(context.fleet, backend).cheapest(backend.free(context.request))
 
 
 def _elsewhere(
     context: PricingContext,
-    backend: BackendId,
+    backend: Backend,
     owner: _Owner | None,
     found: Cheapest,
     least_s: float,
@@ -138,23 +138,20 @@ def _elsewhere(
     The slot decides nothing but what is displaced. `least_s`: the least that any way costs without
     that.
     """
-    fleet = context.fleet
     displaced, target = _target(context, backend)
     save_s, loss_s, _ = displaced
     if found.beat(least_s + save_s * (1 + context.running(backend)) + loss_s):
         return
-    info = fleet.backends[backend].info
+    info = backend.info
     found.add(context.candidate(target.id, Source.COLD, displaced))
-    if not fleet.backends[backend].reuses(context.request):
+    if not backend.reuses(context.request):
         return
     for file in _files(context, info, owner).files:
         # A longer file "does not fit in the slot context" (llama-server.md section 1.1).
-        if file.length <= info.n_ctx and (
-            fleet.backends[backend].may_write or _is_there(info, file)
-        ):
-            found.add(_restore(context, target, displaced, info, file))
-    if owner is not None and owner.slot.backend != backend:
-        way = _copy(context, target, displaced, info, owner)
+        if file.length <= info.n_ctx and (backend.may_write or _is_there(info, file)):
+            found.add(_restore(context, target, displaced, backend, file))
+    if owner is not None and owner.slot.backend != backend.id:
+        way = _copy(context, target, displaced, backend, owner)
         if way is not None:
             found.add(way)
 
@@ -205,12 +202,12 @@ def _restore(
     context: PricingContext,
     target: Slot,
     displaced: Displaced,
-    info: BackendInfo,
+    backend: Backend,
     file: RestoreOption,
 ) -> Candidate:
     """Return the way that restores a file into a slot, rewritten if need be."""
-    rates = context.fleet.backends[info.id].rates
-    n_rewrites = (file.cut is not None) + file.snapshot.shape.needs_restream(info.n_stream)
+    rates, n_stream = backend.rates, backend.info.n_stream
+    n_rewrites = (file.cut is not None) + file.snapshot.shape.needs_restream(n_stream)
     return context.candidate(
         target.id,
         Source.SNAPSHOT,
@@ -226,20 +223,20 @@ def _copy(
     context: PricingContext,
     target: Slot,
     displaced: Displaced,
-    here: BackendInfo,
+    backend: Backend,
     owner: _Owner,
 ) -> Candidate | None:
     """Return the way that saves the slot of `owner` and restores it into a slot elsewhere."""
-    fleet, n_held = context.fleet, len(owner.held)
-    there = fleet.backends[owner.slot.backend].info
+    here, n_held = backend.info, len(owner.held)
+    source = context.fleet.backend_of(owner.slot)
+    there = source.info
     reused = reusable_tokens(here.memory_kind, context.n_prompt, owner.common, n_held)
     fits = here.kv_dir is not None and can_restore(here.memory_kind) and here.n_ctx >= n_held
     if not (reused and fits and there.namespace == here.namespace):
         return None
-    rates = fleet.backends[here.id].rates
-    save_s = fleet.backends[there.id].rates.save_s(n_held)
+    save_s = source.rates.save_s(n_held)
     rewritten = StateShape(there.n_stream).needs_restream(here.n_stream)
-    rewrite_s = fleet.backends[there.id].rates.rewrite_s(owner.size_bytes)
+    rewrite_s = source.rates.rewrite_s(owner.size_bytes)
     return context.candidate(
         target.id,
         Source.COPY,
@@ -247,8 +244,8 @@ def _copy(
         reused=reused,
         save_s=save_s,
         rewrite_s=rewritten * rewrite_s,
-        restore_s=rates.restore_s(owner.size_bytes),
-        stall_s=save_s * context.running(there.id),
+        restore_s=backend.rates.restore_s(owner.size_bytes),
+        stall_s=save_s * context.running(source),
         n_saves=1,
         copy_from=owner.slot,
     )

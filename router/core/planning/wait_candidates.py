@@ -57,14 +57,15 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
         common = shared.get(slot.id, 0)
         if common < at_least:
             continue  # so little is not saved for others
-        info, rates = fleet.backends[slot.id.backend].info, fleet.backends[slot.id.backend].rates
+        backend = fleet.backend_of(slot.id)
+        info, rates = backend.info, backend.rates
         held = count(slot.work.pending)
         reused = reusable_tokens(info.memory_kind, context.n_prompt, common, held)
         if reused < at_least:
             continue
         wait_s = max(slot.work.busy_until - context.now, 0.0)
         remaining_s = rates.prefill_s(context.n_prompt - reused, reused)
-        if sharing and can_save(fleet, info, held):
+        if sharing and can_save(fleet, backend, held):
             context.computing = max(context.computing, reused)
             if not saved.beat(wait_s + remaining_s):
                 saved.add(_from_file(context, slot, held, reused, wait_s))
@@ -74,7 +75,7 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
             and (slot.work.prefill_abandoned or wait_s <= fleet.policy.max_wait_s)
             and _is_to_be_had(context, slot)
         ):
-            cut_off_s = context.cut_off_s(slot.id.backend)
+            cut_off_s = context.cut_off_s(backend)
             price = Price(wait_s=wait_s, prefill_s=remaining_s, loss_s=cut_off_s)
             owners.add(Candidate(slot.id, Source.RESIDENT, reused, price, wait_for=slot.id))
     return saved.ways + owners.ways + (list(_homes(context, at_least)) if patient else [])
@@ -83,19 +84,15 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
 def _homes(context: PricingContext, at_least: int) -> Iterator[Candidate]:
     """Yield ways that wait for any slot of a backend that may have the prefix in its own cache."""
     fleet, request = context.fleet, context.request
-    for backend, there in fleet.up.items():
-        if (
-            not there.sent
-            or not fleet.serves(backend, request)
-            or fleet.slots.phases(backend)[Phase.IDLE]
-        ):
+    for backend in fleet.serving(request):
+        if not backend.sent or backend.slots.has_idle:
             continue
-        reused = there.sent_before(request)
+        reused = backend.sent_before(request)
         if reused < at_least:
             continue
-        slot = min(fleet.slots.of(backend), key=lambda one: one.work.busy_until)
+        slot = min(backend.slots, key=lambda one: one.work.busy_until)
         wait_s = max(slot.work.busy_until - context.now, 0.0)
-        prefill_s = there.rates.prefill_s(context.n_prompt - reused, reused)
+        prefill_s = backend.rates.prefill_s(context.n_prompt - reused, reused)
         price = Price(wait_s=wait_s, prefill_s=prefill_s, loss_s=context.cut_off_s(backend))
         yield Candidate(slot.id, Source.NONE, reused, price, wait_for=slot.id)
 
@@ -108,9 +105,9 @@ def hope_ends(fleet: Fleet, now: float) -> float:
     ends = (
         slot.work.busy_until
         + (TUNING.abandoned_trusted_s if slot.is_abandoned else TUNING.shared_prefill_late_s)
-        for backend, bench in fleet.slots.benches()
+        for _, bench in fleet.slots.benches()
         if bench.phases[Phase.ABANDONED] or bench.phases[Phase.PREPARING]
-        for slot in fleet.slots.of(backend)
+        for slot in bench
         if slot.is_abandoned or slot.work.sharing
     )
     return min((end for end in ends if now < end), default=inf)
@@ -120,13 +117,13 @@ def _busy(context: PricingContext) -> Iterator[Slot]:
     """Yield slots that could be waited for; on a draining backend, for their files."""
     fleet = context.fleet
     wanted = _MAY_WAIT if fleet.policy.may_wait else _SOON
-    for backend, bench in fleet.slots.benches():
-        phases = bench.phases
+    for backend in fleet.up.values():
+        phases = backend.slots.phases
         if not any(phases[phase] for phase in wanted):
             continue
-        fits = fleet.fits(backend, context.request) and fleet.manages(backend)
-        if fits and fleet.backends[backend].reuses(context.request):
-            for slot in fleet.slots.of(backend):
+        fits = backend.fits(context.request) and backend.info.is_managed
+        if fits and backend.reuses(context.request):
+            for slot in backend.slots:
                 if slot.phase in wanted:
                     yield slot
 
@@ -134,7 +131,8 @@ def _busy(context: PricingContext) -> Iterator[Slot]:
 def _is_to_be_had(context: PricingContext, slot: Slot) -> bool:
     """Return True if the request may have the slot itself when it is idle."""
     fleet, request = context.fleet, context.request
-    return fleet.serves(slot.id.backend, request) and fleet.wants(slot, request)
+    backend = fleet.backend_of(slot.id)
+    return fleet.serves(backend, request) and backend.wants(slot, request)
 
 
 def _once_saved(context: PricingContext, slot: Slot, at_least: int) -> Candidate | None:
@@ -143,10 +141,10 @@ def _once_saved(context: PricingContext, slot: Slot, at_least: int) -> Candidate
     Until the save is over no request can have that content. If the slot is another request's
     already, the content is nowhere else.
     """
-    info, held = context.fleet.backends[slot.id.backend].info, len(slot.content.resident)
+    backend, held = context.fleet.backend_of(slot.id), len(slot.content.resident)
     common = common_prefix(slot.work.saving, context.request.prompt.tokens)
-    reused = reusable_tokens(info.memory_kind, context.n_prompt, common, held)
-    if reused < at_least or not can_save(context.fleet, info, held):
+    reused = reusable_tokens(backend.info.memory_kind, context.n_prompt, common, held)
+    if reused < at_least or not can_save(context.fleet, backend, held):
         return None
     context.computing = max(context.computing, reused)
     return _from_file(context, slot, held, reused, 0.0)
@@ -156,7 +154,8 @@ def _from_file(
     context: PricingContext, slot: Slot, held: int, reused: int, wait_s: float
 ) -> Candidate:
     """Return the way that waits until the slot's content is saved, and restores it."""
-    rates = context.fleet.backends[slot.id.backend].rates
+    backend = context.fleet.backend_of(slot.id)
+    rates = backend.rates
     back_s = rates.save_s(held) + rates.restore_s(round(held * rates.bytes_per_token.value))
     remaining_s = rates.prefill_s(context.n_prompt - reused, reused)
     handling_s = rates.handling_s.value
@@ -165,6 +164,6 @@ def _from_file(
         restore_s=back_s,
         handling_s=handling_s,
         prefill_s=remaining_s,
-        loss_s=context.cut_off_s(slot.id.backend),
+        loss_s=context.cut_off_s(backend),
     )
     return Candidate(slot.id, Source.SNAPSHOT, reused, price, wait_for=slot.id)

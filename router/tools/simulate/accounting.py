@@ -65,11 +65,11 @@ class Losses:
         """Count the tokens that the request displaces from its slot."""
         slot = state.fleet.slots[chosen.slot]
         kept = 0 if chosen.source is not Source.RESIDENT else chosen.reused_tokens
-        info = state.fleet.backends[chosen.slot.backend].info
-        covered = state.fleet.catalog.covered(info.namespace, slot.content.resident.tokens)
+        backend = state.fleet.backend_of(chosen.slot)
+        covered = state.fleet.catalog.covered(backend.info.namespace, slot.content.resident.tokens)
         lost = len(slot.content.resident) - max(kept, covered)
         if lost > 0:
-            running = state.fleet.running(info.id)
+            running = backend.slots.running
             how = "saved" if chosen.save_displaced else "not saved"
             self.displaced[f"{how}, {running} streams running"] += lost
 

@@ -37,7 +37,7 @@ def test_shorter_requests_do_not_overtake_it_for_ever() -> None:
 def test_a_request_alone_is_given_all_cells() -> None:
     made = fleet(unified())
 
-    assert made.has_cells(A, request(ids=run_of(990), **ANSWER))
+    assert made.has_cells(made.backends[A], request(ids=run_of(990), **ANSWER))
     assert made.lacks_cells(request(ids=run_of(990), **ANSWER)) == []
 
 

@@ -130,18 +130,17 @@ def test_a_table_finds_its_slots() -> None:
 def test_a_table_knows_how_many_slots_are_in_which_phase() -> None:
     table = SlotTable()
     assert not table.any_idle()
-    table.add(A, 2)
+    bench = table.add(A, 2)
     assert table.any_idle()
     lease = table[A0].lease(R)
     table[A1].lease(R2)
 
-    assert table.phases(A)[Phase.PREPARING] == 2
+    assert bench.phases[Phase.PREPARING] == 2
     assert not table.any_idle()
     table[A0].start(lease)
-    assert (table.phases(A)[Phase.RUNNING], table.phases(A)[Phase.PREPARING]) == (1, 1)
-    table.add(A, 1)
-    assert {phase: n for phase, n in table.phases(A).items() if n} == {Phase.IDLE: 1}
-    assert not any(table.phases(B).values())
+    assert (bench.phases[Phase.RUNNING], bench.phases[Phase.PREPARING]) == (1, 1)
+    bench = table.add(A, 1)
+    assert {phase: n for phase, n in bench.phases.items() if n} == {Phase.IDLE: 1}
 
 
 def test_losing_a_backend_tells_who_was_there() -> None:

@@ -53,5 +53,5 @@ def test_a_slot_that_is_long_enough_costs_nothing() -> None:
     fleet = scheduler(SMALL, LARGE).state.fleet
     context = PricingContext(request("r", PROMPT), fleet, NOW)
 
-    assert context.cut_off_s(B) == 0.0
-    assert context.cut_off_s(A) > 0.0
+    assert context.cut_off_s(fleet.backends[B]) == 0.0
+    assert context.cut_off_s(fleet.backends[A]) > 0.0

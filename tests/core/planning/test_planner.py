@@ -403,5 +403,5 @@ def test_what_cannot_be_saved(
     made = fleet(backend(**change), policy=policy)
     made.catalog.limits = limits
 
-    assert not can_save(made, made.backends[A].info, 5)
-    assert can_save(fleet(), fleet().backends[A].info, 5)
+    assert not can_save(made, made.backends[A], 5)
+    assert can_save(fleet(), fleet().backends[A], 5)

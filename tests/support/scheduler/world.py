@@ -339,7 +339,8 @@ class World:
                 assert name not in self.restoring(), "deleted while it is being restored"
                 self.gone.add(name)
             case ef.Detach():
-                assert self.scheduler.state.fleet.slots.phases(effect.backend)[Phase.IDLE] == 0
+                slots = self.scheduler.state.fleet.slots.of(effect.backend)
+                assert {slot.phase for slot in slots} <= {Phase.LOST}
                 left = [op for op in self.ops if op.server is self.servers[effect.backend]]
                 # Foreign requests may use its slots for ever.
                 left = [op for op in left if not op.effect.request.startswith("stranger-")]
