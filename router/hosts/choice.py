@@ -100,17 +100,22 @@ def _seed(host: str) -> int:
 
 
 def in_order(
-    own: Quote | None, offers: Collection[Offer], way_s: float, favoured: str | None = None
+    own: Quote | None,
+    offers: Collection[Offer],
+    way_s: float,
+    hosts: Collection[str],
+    first_hash: bytes,
 ) -> list[Offer]:
     """Return the offers to take instead of serving the request here, the cheapest first.
 
     `way_s`: what forwarding takes. Offers that are not clearly cheaper are left out, unless nothing
-    here can serve the request, or one at the same price is of the `favoured` host.
+    here can serve the request, or one at the same price is of the favourite of all `hosts`.
     """
     good = [
         offer for offer in offers if own is None or offer.price_s + way_s < own.price_s * _CHEAPER
     ]
     if own is not None and not good:
+        favoured = favourite(hosts, first_hash)
         good = [
             offer
             for offer in offers

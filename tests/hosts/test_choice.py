@@ -15,6 +15,7 @@ from router.hosts.choice import (
 )
 
 FIRST = b"first"
+HOSTS = ["here", "a", "b"]
 
 
 def offer(peer: str, price_s: float, reused: int = 0) -> Offer:
@@ -57,20 +58,24 @@ def test_every_host_asks_the_same_peers_for_a_beginning() -> None:
 def test_the_cheapest_peer_gets_the_request_if_it_is_clearly_cheaper() -> None:
     offers = [offer("a", 0.5), offer("b", 0.2), offer("c", 0.98)]
 
-    assert [one.peer for one in in_order(Quote(1.0), offers, 0.001)] == ["b", "a"]
-    assert in_order(Quote(0.2), offers, 0.001) == []
+    assert [one.peer for one in in_order(Quote(1.0), offers, 0.001, HOSTS, FIRST)] == ["b", "a"]
+    assert in_order(Quote(0.2), offers, 0.001, HOSTS, FIRST) == []
 
 
 def test_any_peer_is_better_than_none() -> None:
-    assert [one.peer for one in in_order(None, [offer("a", 9.0)], 0.001)] == ["a"]
+    assert [one.peer for one in in_order(None, [offer("a", 9.0)], 0.001, HOSTS, FIRST)] == ["a"]
 
 
 def test_at_equal_prices_the_favourite_gets_it() -> None:
     offers = [offer("a", 1.0), offer("b", 1.0)]
+    favours = {favourite(HOSTS, bytes([n])): bytes([n]) for n in range(100)}
 
-    assert [one.peer for one in in_order(Quote(1.0), offers, 0.001, "b")] == ["b"]
-    assert in_order(Quote(1.0), offers, 0.001, "here") == []
-    assert in_order(Quote(1.0, reused_tokens=5), offers, 0.001, "b") == []
+    def order(own: Quote, favoured: str) -> list[str]:
+        return [one.peer for one in in_order(own, offers, 0.001, HOSTS, favours[favoured])]
+
+    assert order(Quote(1.0), "b") == ["b"]
+    assert order(Quote(1.0), "here") == []
+    assert order(Quote(1.0, reused_tokens=5), "b") == []
 
 
 def test_a_quote_is_stale_when_the_price_has_doubled() -> None:

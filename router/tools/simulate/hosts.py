@@ -13,7 +13,7 @@ from router.core.model.tenancy import namespace_of
 from router.core.planning.quote import quote
 from router.core.scheduler import Scheduler
 from router.engine.fleet_view import FleetView
-from router.hosts.choice import Offer, favourite, in_order, is_worth_asking, to_ask
+from router.hosts.choice import Offer, in_order, is_worth_asking, to_ask
 from router.tools.simulate.server import SimulatedServer
 
 # What a quote and a forwarded request take, as measured with mutual TLS (bench.latency).
@@ -76,7 +76,7 @@ class Doors:
             told = quote(request, theirs.fleet, theirs.queue, now)
             if told is not None:
                 offers.append(Offer(name, told, told.price_s))
-        order = in_order(own, offers, _WAY_S, favourite(list(self._hosts), first))
+        order = in_order(own, offers, _WAY_S, self._hosts, first)
         if not order:
             return here, 0.0
         return self._hosts[order[0].peer], _ASK_S + _WAY_S

@@ -28,7 +28,6 @@ from router.hosts.choice import (
     Offer,
     Undecided,
     dear_above_s,
-    favourite,
     in_order,
     is_worth_asking,
     to_ask,
@@ -399,10 +398,8 @@ class Forwarding:
         by_key = usable.peers
         asked = await self._to_ask(sought, usable)
         offers = await self._offers(sought, {key: by_key[key] for key in asked})
-        favoured = None
-        if sought.own is not None:
-            favoured = favourite([self.peers.incarnation, *by_key], sought.first)
-        order = in_order(sought.own, offers, _WAY_S, favoured)
+        hosts = [self.peers.incarnation, *by_key]
+        order = in_order(sought.own, offers, _WAY_S, hosts, sought.first)
         told = HostsAsked(
             own=sought.own,
             offers=tuple(HostOffer(by_key[key].name, _offer_of(offers, key)) for key in asked),
