@@ -298,7 +298,7 @@ async def test_what_a_removed_backend_held_is_restored_on_another(
     assert not set(gone) & set(await fleet.metrics())
 
 
-async def test_prompts_are_still_read_when_the_first_of_its_model_is_gone(
+async def test_prompts_are_read_without_the_first_of_a_model(
     b: FakeLlama, setting: Setting
 ) -> None:
     """Shared by both backends, the tokenizer had belonged to the removed one."""
@@ -393,9 +393,7 @@ async def test_wanted_again_before_it_is_gone(b: FakeLlama, setting: Setting) ->
     assert {backend["name"] for backend in (await fleet.state())["backends"]} == {"a", "b"}
 
 
-async def test_a_drained_backend_is_removed_and_stays_drained_otherwise(
-    b: FakeLlama, setting: Setting
-) -> None:
+async def test_drained_backend_is_removed_or_stays_drained(b: FakeLlama, setting: Setting) -> None:
     fleet = setting.fleet
     await fleet.operate("a", "drain")
     await fleet.until_is("a", "drained")

@@ -151,7 +151,7 @@ def test_defaults() -> None:
     assert (backend.kv_dir, backend.api_key_env, backend.models) == (None, None, ())
 
 
-def test_a_section_with_everything_commented_out_has_its_defaults() -> None:
+def test_section_with_only_comments_has_its_defaults() -> None:
     assert minimal() == minimal("store:\n  # max_bytes: 1GiB\npolicy:\n")
 
 

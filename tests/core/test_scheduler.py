@@ -85,7 +85,7 @@ def test_it_wakes_when_something_is_due(
     assert s.next_wakeup(NOW) == NOW + due_s
 
 
-def test_patience_with_a_slot_that_takes_longer_than_we_thought_ends_by_a_tick() -> None:
+def test_patience_with_a_late_slot_ends_by_a_tick() -> None:
     """Regression: only another event ended the wait."""
     s = scheduler(
         backend("a", 2), policy=PolicyName.CHEAPEST, coalesce_above_s=None, max_wait_s=7.0

@@ -73,7 +73,7 @@ async def test_planned_and_reported_reuse_agree(llama_server: StartServer) -> No
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "mamba"])
-async def test_a_conversation_of_another_memory_kind_grows_on_the_other_server(
+async def test_other_memory_kind_grows_on_the_other_server(
     llama_server: StartServer, kind: str
 ) -> None:
     """Hybrid and recurrent states are reusable only whole: the next turn reuses a whole one."""

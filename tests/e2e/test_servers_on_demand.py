@@ -333,7 +333,7 @@ async def test_a_preloaded_server_is_there_before_the_first_request() -> None:
         assert (await servers(fleet))["b"]["phase"] == "stopped"
 
 
-async def test_an_equal_process_is_not_probed_again_and_another_model_is(
+async def test_equal_process_is_not_probed_another_model_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is replaced by one of the same shape with other weights: its KV is not reused."""

@@ -276,7 +276,7 @@ async def test_messages_run_on_the_slot_that_was_meant(llama_server: StartServer
     assert meant == [{("a", 0)}, {("a", 1)}]
 
 
-async def test_messages_that_follow_at_once_find_what_was_just_computed(
+async def test_next_message_at_once_finds_what_was_computed(
     llama_server: StartServer,
 ) -> None:
     """An answer may end before its slot is known; the next request waits for that knowledge."""

@@ -329,7 +329,7 @@ async def test_others_have_their_turn_while_snapshots_are_taken_in(fleet: Fleet)
     assert (await fleet.state())["snapshots"]["count"] == 1000
 
 
-async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin() -> None:
+async def test_prefill_does_not_begin_on_a_lost_backend() -> None:
     begun: list[int] = []
 
     async def prefill(slot: int, _: Tokens, **_more: object) -> Reported:
@@ -421,7 +421,7 @@ def long_one(name: str = "R") -> Request:
 
 @pytest.mark.usefixtures("quick_looks")
 @pytest.mark.parametrize("error", [BackendTimeoutError("late"), BackendError("broken")])
-async def test_nothing_is_sent_to_a_slot_where_a_prefill_that_broke_off_goes_on(
+async def test_slot_with_a_broken_off_prefill_gets_nothing(
     error: BackendError,
 ) -> None:
     """Pinned to a busy slot, a request could destroy an answer (llama-server.md section 0.1)."""
@@ -451,7 +451,7 @@ async def test_a_prefill_that_was_refused_has_not_begun() -> None:
 
 
 @pytest.mark.usefixtures("quick_looks")
-async def test_the_wait_for_a_prefill_that_broke_off_ends_with_its_backend() -> None:
+async def test_wait_for_a_broken_off_prefill_ends_with_its_backend() -> None:
     server = Prefilling(BackendError("broken"))
     engine = server.engine()
     asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - its error is checked
@@ -465,7 +465,7 @@ async def test_the_wait_for_a_prefill_that_broke_off_ends_with_its_backend() -> 
 
 
 @pytest.mark.usefixtures("quick_looks")
-async def test_who_leaves_while_a_prefill_that_broke_off_goes_on_keeps_no_slot() -> None:
+async def test_leaving_during_a_broken_off_prefill_frees_the_slot() -> None:
     server = Prefilling(BackendError("broken"))
     engine = server.engine()
     asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - cancelled below
@@ -521,7 +521,7 @@ async def test_closing_waits_for_no_slot() -> None:
     await asyncio.wait([asked])
 
 
-async def test_who_leaves_between_the_turnstile_and_the_grant_keeps_no_slot() -> None:
+async def test_leaving_between_turnstile_and_grant_frees_the_slot() -> None:
     """Embedding beside a chat: the embedding waits until the chat is seen at work."""
     seen, clock = asyncio.Event(), MonotonicClock()
 
@@ -590,7 +590,7 @@ def running_now(n: int) -> Callable[[Json], bool]:
     return lambda state: [slot["phase"] for slot in state["slots"]].count("running") == n
 
 
-async def test_who_arrives_is_not_kept_waiting_by_one_that_nobody_looks_for(
+async def test_arrival_does_not_wait_for_one_nobody_looks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots of embeddings are looked for late, but at once if another request waits."""

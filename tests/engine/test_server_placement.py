@@ -29,7 +29,7 @@ def sent() -> tuple[Scheduler, Dispatch]:
     return s, cast(Dispatch, dispatch)
 
 
-async def test_a_request_that_was_over_at_once_ran_where_the_latest_task_was() -> None:
+async def test_short_request_ran_in_the_slot_of_the_latest_task() -> None:
     s, dispatch = sent()
     looks = Scripted([set()])
     looks.tasks = [3, 7]

@@ -223,7 +223,7 @@ async def test_who_comes_to_wait_is_not_kept_waiting(monkeypatch: pytest.MonkeyP
     assert await slot_of(Scripted([{0}]), 0, set, yes, waits) == 0
 
 
-async def test_a_request_that_lasts_is_looked_for_although_nobody_waits() -> None:
+async def test_long_request_is_looked_for_while_nobody_waits() -> None:
     assert await slot_of(Scripted([{0}]), 0, set, yes, under_way()) == 0
 
 

@@ -162,7 +162,7 @@ async def test_a_backend_that_refuses_is_no_bad_file() -> None:
 
 
 @pytest.mark.parametrize("error", [BackendTimeoutError("late"), BackendError("broken")])
-async def test_what_a_backend_writes_too_late_is_removed_when_it_works_again(
+async def test_late_file_is_removed_when_the_backend_works_again(
     error: BackendError,
 ) -> None:
     """Late files belong to no snapshot.

@@ -28,7 +28,7 @@ def test_a_cheap_request_asks_nobody() -> None:
     assert is_worth_asking(None, 1000, 0.002)
 
 
-def test_a_prompt_that_is_nearly_all_here_asks_only_if_it_has_to_wait() -> None:
+def test_prompt_nearly_all_here_asks_only_if_it_waits() -> None:
     assert not is_worth_asking(Quote(0.1, reused_tokens=960), 1000, 0.002)
     assert is_worth_asking(Quote(0.1, reused_tokens=900), 1000, 0.002)
     assert is_worth_asking(Quote(0.1, wait_s=0.05, reused_tokens=960), 1000, 0.002)
@@ -55,7 +55,7 @@ def test_every_host_asks_the_same_peers_for_a_beginning() -> None:
     assert {favourite(peers, bytes([n])) for n in range(100)} > {favourite(peers, FIRST)}
 
 
-def test_the_cheapest_peer_gets_the_request_if_it_is_clearly_cheaper() -> None:
+def test_cheapest_peer_gets_it_if_clearly_cheaper() -> None:
     offers = [offer("a", 0.5), offer("b", 0.2), offer("c", 0.98)]
 
     assert [one.peer for one in in_order(Quote(1.0), offers, 0.001, HOSTS, FIRST)] == ["b", "a"]

@@ -216,7 +216,7 @@ async def test_no_token_and_no_text_is_in_it(redis_server: RedisServer) -> None:
         assert {key[:6] for key in keys} == {b"kvf:ho", b"kvf:i:", b"kvf:p:", b"kvf:ep"}
 
 
-async def test_a_connection_that_closes_in_that_moment_is_a_failed_call(
+async def test_connection_closed_during_a_call_fails_the_call(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """uvloop raises RuntimeError then, and redis-py passes it on."""

@@ -306,7 +306,7 @@ class Told:
         return {}
 
 
-async def test_what_the_directory_says_is_not_believed_without_the_host() -> None:
+async def test_directory_is_not_believed_without_the_host() -> None:
     """A writer of Redis can copy a proof, but has no certificate and no address of a host."""
     true = Host(hello("a"))
     gone = free_port()

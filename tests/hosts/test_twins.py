@@ -61,7 +61,7 @@ async def _compared(drivers: Drivers, peer: _Peer) -> None:
     await compare(drivers, "own", peers)
 
 
-async def test_a_server_is_left_while_a_peer_has_it_and_then_taken_back() -> None:
+async def test_server_of_a_peer_is_taken_back_when_left() -> None:
     now = 100.0
     drivers = Drivers(lambda: now)
     drivers.take(PROCESS, A)

@@ -314,7 +314,7 @@ async def answering(raw: bytes) -> AsyncIterator[tuple[str, list[int]]]:
         yield url, requests
 
 
-async def test_likeliest_tokens_where_the_next_is_a_part_of_a_character() -> None:
+async def test_likeliest_tokens_with_part_of_a_character() -> None:
     """The server holds it back, and its probabilities, until the character is whole."""
     top = [{"id": 7, "logprob": -0.5}, {"id": 9, "logprob": -1.5}]
     asked: list[int] = []

@@ -186,7 +186,7 @@ def test_an_infill_body_is_read_in_parts() -> None:
         INFILL | {"input_extra": [{"text": "t", "filename": 1}]},
     ],
 )
-def test_an_infill_body_that_the_server_refuses_is_not_left_to_it(body: Json) -> None:
+def test_infill_body_that_the_server_refuses_is_refused_here(body: Json) -> None:
     found = source(body, Shape.INFILL)
     assert isinstance(found, UnknownPrompt)
     assert not found.legal

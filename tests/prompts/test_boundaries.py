@@ -39,7 +39,7 @@ def settled(prompt: list[int], other: list[int], end: int | None = None) -> int:
     return settle(pack(prompt), pack(other), MARKS, len(prompt) if end is None else end)
 
 
-def test_it_settles_before_the_special_token_next_to_the_difference() -> None:
+def test_boundary_is_before_the_special_token() -> None:
     assert settled([1, 5, 2, 1, 6, 7], [1, 5, 2, 1, 6, 8]) == 3
     assert settled([1, 5, 2, 1, 6], [1, 5, 2, 1, 6]) == 3
 
@@ -218,7 +218,7 @@ async def test_a_message_that_is_one_of_ours_once_it_is_trimmed(chatml: Chatml) 
     assert parts[0] == "<|im_start|>system\nS<|im_end|>\n"
 
 
-async def test_what_a_part_has_in_common_counts_only_where_it_is_in_the_prompt(
+async def test_common_part_counts_only_where_it_is_in_the_prompt(
     chatml: Chatml,
 ) -> None:
     """The next turn begins differently: the boundaries serve other and repeated last messages."""

@@ -133,7 +133,7 @@ async def test_a_batch_is_learned_beside_extra_chunks_that_fit() -> None:
     assert found.quarter * 4 == 1024
 
 
-async def test_a_prompt_read_under_the_rule_before_does_not_end_the_new_one() -> None:
+async def test_prompt_read_under_the_old_rule_keeps_the_new_one() -> None:
     server = Server(n_batch=1024)
     one, two = InfillPrompt(LONG, "b"), InfillPrompt(LONG + "more", "b")
     rule = await server.rule()

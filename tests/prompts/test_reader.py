@@ -139,7 +139,7 @@ def test_what_only_the_server_can_read_is_left_to_it(reader: PromptReader, more:
     )
 
 
-def test_without_a_tokenizer_that_is_all_but_what_will_be_refused(reader: PromptReader) -> None:
+def test_without_a_tokenizer_all_but_refused_prompts(reader: PromptReader) -> None:
     chat = parse_request(Shape.CHAT, {"messages": [USER]})
     assert is_left_to_server(chat, UNREAD, None, NO_TENANT)
     assert not is_left_to_server(chat, Prompt(EMPTY), reader, NO_TENANT)

@@ -261,7 +261,7 @@ async def test_identical_misses_are_one_call(segmenting: bool) -> None:
     assert len(oracle.calls) == 1
 
 
-async def test_shared_prefix_is_not_tokenized_again_while_it_is_under_way() -> None:
+async def test_shared_prefix_under_way_is_not_tokenized_again() -> None:
     oracle = Oracle(gate=None)
     made = await checked(oracle)
     oracle.gate = asyncio.Event()
@@ -406,7 +406,7 @@ def _does_not_start_with_its_special(content: Content, ids: list[int]) -> list[i
 @pytest.mark.parametrize(
     "spoil", [_one_special_lost, _one_special_too_many, _does_not_start_with_its_special]
 )
-async def test_answer_that_does_not_fall_into_segments_is_neither_used_nor_kept(
+async def test_answer_not_in_segments_is_neither_used_nor_kept(
     spoil: Callable[[Content, list[int]], list[int]],
 ) -> None:
     """Only the call without add_special lies: the fallback is a call for the whole text."""
@@ -503,7 +503,7 @@ async def test_no_special_survives() -> None:
     assert pack(oracle.ids(CHAT, True)) == await made.tokenize(CHAT, add_special=True)
 
 
-async def test_ids_that_depend_on_what_stands_around_turn_segmenting_off() -> None:
+async def test_ids_that_depend_on_context_turn_segmenting_off() -> None:
     def by_length(content: Content, ids: list[int]) -> list[int]:
         return [*ids, 7777] if isinstance(content, str) and len(content) > 150 else ids
 
@@ -585,7 +585,7 @@ async def test_confirmed_disagreement_ends_segmenting_for_good() -> None:
     assert pack(oracle.ids(text, True)) == await made.tokenize(text, add_special=True)
 
 
-async def test_disagreement_is_confirmed_though_the_bad_ids_left_the_cache() -> None:
+async def test_disagreement_is_confirmed_after_the_cache_forgot() -> None:
     """One call for a long run hides the ids of its segments by themselves."""
     oracle = Oracle()
     made = await checked(oracle)
@@ -639,7 +639,7 @@ async def test_unexplained_disagreements_are_looked_into_less_and_less() -> None
     assert made.segmenting
 
 
-async def test_backend_that_tokenizes_otherwise_than_before_empties_the_cache() -> None:
+async def test_backend_that_tokenizes_anew_empties_the_cache() -> None:
     oracle = Oracle()
     made = make(oracle)
     await made.tokenize("abc", add_special=False)
@@ -733,7 +733,7 @@ async def test_an_odd_text_costs_only_itself() -> None:
     assert oracle.calls == []
 
 
-async def test_local_tokenizer_that_often_differs_is_dropped_and_the_cut_stays(
+async def test_differing_local_tokenizer_is_dropped_the_cut_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tokenizer, "MAX_ODD_TEXTS", 0)

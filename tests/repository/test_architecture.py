@@ -67,6 +67,7 @@ CORE_STDLIB = {
 MAX_LINES = 600
 MAX_ENTRIES = 14  # of `router/`
 MAX_MODULES = 14  # of a folder
+MAX_TEST_NAME = 60
 
 
 @cache
@@ -279,3 +280,16 @@ def test_no_public_class_name_twice() -> None:
     for name, module in public_classes():
         homes.setdefault(name, []).append(module)
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def test_names_of_tests_are_short() -> None:
+    """A name says in a list of failures what broke: at most 60 characters (CONTRIBUTING.md)."""
+    long = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+        and len(node.name) > MAX_TEST_NAME
+    ]
+    assert long == []

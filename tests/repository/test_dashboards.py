@@ -170,7 +170,7 @@ def test_promtool_agrees(argv: tuple[str, ...]) -> None:
 # -- configuration of Prometheus and Grafana -----------------------------------------------------
 
 
-def test_prometheus_scrapes_the_default_address_with_all_backends() -> None:
+def test_prometheus_scrapes_the_default_address() -> None:
     (scrape,) = yaml.safe_load((SHIPPED / "prometheus.yml").read_text())["scrape_configs"]
     default = parse("backends: [{url: 'http://127.0.0.1:1'}]", "test").listen
     assert scrape["job_name"] == "kvferry"  # the alert KvferryDown knows it by this name

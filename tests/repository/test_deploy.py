@@ -233,7 +233,7 @@ async def started(argv: list[str], log: Path) -> AsyncIterator[str]:
         await process.wait()
 
 
-async def test_a_real_server_takes_the_flags_and_the_doctor_has_nothing_to_say(
+async def test_real_server_takes_the_flags_and_doctor_is_silent(
     server_argv: list[str], tmp_path: Path
 ) -> None:
     kv_dir = tmp_path / "kv"

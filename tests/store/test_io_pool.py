@@ -42,7 +42,7 @@ def threads(on_change: Callable[[], None] = lambda: None) -> Threads:
     return Threads("/kv", on_change, Tasks().spawn)
 
 
-async def test_who_waits_for_a_thread_that_hangs_is_told_so_and_the_next_at_once(
+async def test_hanging_thread_fails_its_waiter_and_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(io_pool, "QUICK_S", NO_TIME)

@@ -182,7 +182,7 @@ def test_a_record_that_cannot_be_written(
     assert not (tmp_path / new_sidecar_name(record(1).id)).exists()
 
 
-def test_bytes_come_before_the_name_and_the_name_before_the_return(
+def test_sidecar_bytes_then_name_then_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []

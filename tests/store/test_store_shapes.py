@@ -62,7 +62,7 @@ UNREADABLE = head(TOKENS) + b"of another layout"
 SPARSE = BASE + attention(stream(range(10), has_v=False))  # an indexer: all positions
 
 
-async def test_a_state_that_cannot_be_read_is_kept_whole_if_its_kind_says_so(
+async def test_unreadable_state_is_kept_whole_if_its_kind_says_so(
     store: KvStore, stores: Stores
 ) -> None:
     (kv_dir, *_) = stores.kv_dirs

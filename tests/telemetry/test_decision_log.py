@@ -110,7 +110,7 @@ def test_one_that_was_rejected_has_the_same_fields() -> None:
     assert (rejected.outcome, rejected.reason, rejected.plan) == ("queue_full", "too many", None)
 
 
-def test_attempts_that_failed_tell_more_than_the_error_at_the_end() -> None:
+def test_failed_attempts_are_logged_beside_the_last_error() -> None:
     made = journal_of("a")
     made.rejected(RequestId("a"), "no_backend", "gone")
 

@@ -101,7 +101,7 @@ def test_what_fits_into_another_model_only_waits_for_its_own() -> None:
     assert len(s.state.queue) == 1
 
 
-def test_what_waits_for_a_backend_that_came_back_too_small_is_told_so() -> None:
+def test_waiter_is_told_that_its_backend_came_back_small() -> None:
     s = scheduler(backend("a", 1, n_ctx=2000), queue=QueueLimits(no_backend_s=10.0))
     arrive(s, "r")
     arrive(s, "r2", ids=LONG)
@@ -110,7 +110,7 @@ def test_what_waits_for_a_backend_that_came_back_too_small_is_told_so() -> None:
     assert rejected(s.handle(ev.Tick(), NOW + 10)) is ContextTooLongError
 
 
-def test_with_all_slots_taken_a_request_waits_and_is_served_in_turn() -> None:
+def test_request_without_a_free_slot_is_served_in_turn() -> None:
     s = scheduler(ONE)
     arrive(s, "r")
     assert arrive(s, "r2") == []
@@ -158,7 +158,7 @@ def test_many_who_have_no_room_do_not_stand_before_one_who_has(
     assert len(s.state.queue) == MANY
 
 
-def test_long_prompts_that_wait_for_a_large_slot_do_not_stand_before_a_short_one() -> None:
+def test_long_prompts_for_a_large_slot_do_not_block_short() -> None:
     s = scheduler(backend("a", 1, n_ctx=10_000), backend("b", 1, n_ctx=100))
     for number in range(MANY):
         arrive(s, f"r{number}", LONG)
@@ -166,7 +166,7 @@ def test_long_prompts_that_wait_for_a_large_slot_do_not_stand_before_a_short_one
     assert names(arrive(s, "short")) == ["Dispatch"]
 
 
-def test_those_without_a_prompt_do_not_stand_before_others_where_there_are_tenants() -> None:
+def test_unread_prompts_do_not_block_others_with_tenants() -> None:
     s = scheduler(backend("a", 2), backend("b", 1, models=frozenset({"other"})))
     arrive(s, "theirs", model="m", tenant="x")
     for number in range(MANY):
@@ -203,7 +203,7 @@ def test_an_idle_slot_is_found_behind_many_who_wait_by_choice() -> None:
     raise AssertionError("nobody looked")
 
 
-def test_who_was_looked_at_before_something_changed_is_looked_at_again() -> None:
+def test_request_planned_before_a_change_is_planned_again() -> None:
     """Between two scans, the slot of that request became free."""
     n = 40
     s = scheduler(
@@ -230,7 +230,7 @@ def next_tick(s: Scheduler, now: float) -> tuple[float, list[Effect]]:
     return at, s.handle(ev.Tick(), at)
 
 
-def test_one_whom_nobody_can_serve_is_told_so_behind_many_who_wait_their_turn() -> None:
+def test_unservable_request_is_told_behind_many_waiters() -> None:
     s = scheduler(ONE, queue=QueueLimits(no_backend_s=5.0))
     for number in range(MANY):
         arrive(s, f"r{number}", model="m")
@@ -240,7 +240,7 @@ def test_one_whom_nobody_can_serve_is_told_so_behind_many_who_wait_their_turn() 
     assert Reject(RequestId("lost"), ANY_ERROR) in s.handle(ev.Tick(), NOW + 5.0)
 
 
-def test_who_waited_for_a_slot_may_wait_for_a_backend_as_long_as_anybody() -> None:
+def test_wait_for_a_slot_does_not_shorten_that_for_a_backend() -> None:
     s = scheduler(ONE, queue=QueueLimits(no_backend_s=10.0))
     arrive(s, "first")
     arrive(s, "waits")
@@ -259,7 +259,7 @@ def test_others_time_is_not_charged_for() -> None:
     assert served_s["small"] < served_s["big"] / 2
 
 
-def test_what_was_computed_on_for_one_who_waited_ends_when_he_leaves() -> None:
+def test_prefill_for_a_waiter_ends_when_it_leaves() -> None:
     s = scheduler(backend("a", 1, memory_kind=MemoryKind.HYBRID), idle_save_after_s=None)
     assert names(arrive(s, "r", run_of(2000))) == ["Prefill"]
     arrive(s, "r2", run_of(2001))
@@ -267,7 +267,7 @@ def test_what_was_computed_on_for_one_who_waited_ends_when_he_leaves() -> None:
     assert cancel(s, "r2") == [StopWork(R)]
 
 
-def test_a_full_queue_turns_away_only_who_cannot_be_served_at_once() -> None:
+def test_full_queue_rejects_only_what_must_wait() -> None:
     s = scheduler(ONE, queue=QueueLimits(max_requests=0))
 
     assert names(arrive(s, "r")) == ["Dispatch"]
@@ -304,7 +304,7 @@ def test_a_client_that_leaves_in_a_preparation_stops_it() -> None:
     assert slot(s, A0).phase is Phase.PREPARING  # until the step is over
 
 
-def test_a_client_cannot_leave_twice_or_after_its_request_was_sent() -> None:
+def test_cancel_twice_or_after_the_send_does_nothing() -> None:
     s = scheduler(ONE)
     arrive(s)
 
@@ -378,7 +378,7 @@ def test_others_pass_who_waits_for_a_busy_slot() -> None:
     assert names(arrive(s, "r3", [7, 8])) == ["Dispatch"]
 
 
-def test_a_request_for_a_whole_backend_is_not_starved_by_younger_ones() -> None:
+def test_whole_backend_request_is_not_starved() -> None:
     s = scheduler(backend("a", 2), backend("b", 2))
     arrive(s, "x", [1])
     s.state.fleet.slots[B0].lease(RequestId("y"))
@@ -504,7 +504,7 @@ def test_a_prompt_is_too_long_for_those_that_are_meant() -> None:
     assert arrive(scheduler(*infos), ids=ids, avoid=frozenset({B})) == []
 
 
-def test_several_at_once_have_all_slots_also_where_they_hold_nothing() -> None:
+def test_several_answers_take_all_slots_even_empty_ones() -> None:
     s = scheduler(EMBEDDER)
     arrive(s, **UNREAD)
     assert arrive(s, "r2", **UNREAD, whole_backend=True) == []
@@ -512,7 +512,7 @@ def test_several_at_once_have_all_slots_also_where_they_hold_nothing() -> None:
     assert arrive(s, "r3", **UNREAD) == []
 
 
-def test_of_slots_that_cost_the_same_the_one_that_was_not_used_for_longest() -> None:
+def test_of_equal_slots_the_longest_unused_is_taken() -> None:
     """Same choice as the server, which picks the slot itself."""
     s = scheduler(backend("a", 3), idle_save_after_s=None)
     for which, used in ((A0, 3.0), (A1, 1.0), (A2, 2.0)):
@@ -529,7 +529,7 @@ def unread(name: str, **more: Any) -> ev.Arrived:
     return ev.Arrived(request(name, (), prompt=Prompt(unknown="infill"), server_picks=True, **more))
 
 
-def test_the_server_picks_the_slot_of_a_prompt_that_only_it_can_read() -> None:
+def test_server_picks_the_slot_of_an_unread_prompt() -> None:
     s = scheduler(backend("a", 4), idle_save_after_s=None)
     (dispatch,) = s.handle(unread("r"), NOW)
     assert isinstance(dispatch, Dispatch)
@@ -554,7 +554,7 @@ def test_it_is_pinned_beside_a_long_prefill_and_keeps_nobody_out() -> None:
     assert names(arrive(s, "r3", (7, 2, 3), client="z")) == ["Dispatch"]
 
 
-def test_a_slot_that_comes_free_before_the_tick_serves_a_late_request() -> None:
+def test_slot_free_before_the_tick_serves_a_late_request() -> None:
     """The deadline has passed by less than it takes to notice, and a slot is free."""
     s = scheduler(ONE, queue=QueueLimits(deadline_s=5.0))
     arrive(s, "r")

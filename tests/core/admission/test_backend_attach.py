@@ -55,7 +55,7 @@ def test_what_a_slot_holds_is_known_in_number_only() -> None:
     ]
 
 
-def test_a_slot_that_a_stranger_uses_is_left_alone_until_it_is_quiet() -> None:
+def test_slot_of_an_unknown_client_is_left_until_quiet() -> None:
     s = scheduler(backend("a", 1))
     up = ev.BackendUp(backend("b", 1), (status(busy=True),))
 
@@ -120,7 +120,7 @@ def lent(s: Scheduler, backend_id: BackendId = A) -> list[SlotId]:
     return [slot.id for slot in s.state.fleet.slots.of(backend_id) if slot.holder == name]
 
 
-def test_two_slots_that_hold_least_are_lent_and_come_back_unknown() -> None:
+def test_two_emptiest_slots_are_lent_and_return_unknown() -> None:
     s = scheduler(UNTRIED)
     slot(s, A0).hold(Content(Resident(unread=50)))
     assert s.handle(ev.ProbeDue(A), NOW) == []
@@ -138,7 +138,7 @@ def test_two_slots_that_hold_least_are_lent_and_come_back_unknown() -> None:
     assert not [job for job in s.state.fleet.jobs if job == probe_name(A)]
 
 
-def test_slots_of_a_probe_that_is_put_off_are_for_the_request_that_came() -> None:
+def test_put_off_probe_gives_its_slots_to_the_request() -> None:
     s = scheduler(UNTRIED)
     for name in ("r", "r2"):
         arrive(s, name)
@@ -192,7 +192,7 @@ def test_nothing_is_lent_twice_nor_by_a_router_that_stops() -> None:
     assert lent(s) == []
 
 
-def test_a_backend_that_goes_down_meanwhile_takes_the_loan_with_it() -> None:
+def test_lost_backend_ends_the_loan_of_its_probe() -> None:
     s = scheduler(UNTRIED)
     s.handle(ev.ProbeDue(A), NOW)
     s.handle(ev.BackendDown(A), NOW)
@@ -203,7 +203,7 @@ def test_a_backend_that_goes_down_meanwhile_takes_the_loan_with_it() -> None:
     assert s.state.fleet.jobs == {}
 
 
-def test_what_is_on_disk_is_offered_and_none_is_dropped_for_a_longer_one() -> None:
+def test_files_on_disk_are_all_offered() -> None:
     s = scheduler()
     found = (snapshot("s1", tokens(1)), snapshot("s2", tokens(1, 1)), snapshot("s3", tokens(1)))
 
@@ -252,7 +252,7 @@ def seconds(n: int, s_per_token: float = 1e-4) -> float:
     return Rates(prefill=LinearFit(s_per_token, Rates().prefill.b)).prefill_s(n)
 
 
-def test_what_is_on_disk_is_valued_anew_when_its_backend_is_known() -> None:
+def test_files_on_disk_are_valued_anew_for_a_known_backend() -> None:
     """Regression: by a laptop's rates, old snapshots had 20 times the value of new ones.
 
     In a full store, all new ones were evicted.
@@ -297,7 +297,7 @@ def test_what_was_learned_from_traffic_is_not_given_for_a_probe() -> None:
     assert s.state.fleet.backends[A].rates.prefill_s(1000) == learned
 
 
-def test_what_no_backend_fits_is_valued_by_the_fastest_of_the_others() -> None:
+def test_snapshot_without_a_backend_is_valued_by_the_fastest() -> None:
     """Regression: after a model change, unused snapshots displaced those in use."""
     s = recovered(snapshot("old", run_of(800), ns=OTHER_NS))
     up(s, "a", 2e-4)

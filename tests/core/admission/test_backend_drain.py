@@ -83,7 +83,7 @@ def test_what_was_saved_there_is_restored_elsewhere() -> None:
     assert plan_of(restored(s, 1000)).chosen.slot == B0
 
 
-def test_nobody_waits_for_what_a_slot_holds_that_will_not_be_free() -> None:
+def test_nobody_waits_for_a_slot_of_a_draining_backend() -> None:
     """Holds even for a policy that prefers the owner of a prefix."""
     policy = PolicyName.PREFER_OWNER
     s = scheduler(backend("a", 1), backend("b", 1), policy=policy, limits=LARGE, max_wait_s=999.0)
@@ -137,7 +137,7 @@ def test_and_come_up_again() -> None:
     assert names(finish(s, outcome=Outcome.BACKEND_ERROR)) == ["Account", "Detach"]
 
 
-def test_who_could_be_served_nowhere_else_waits_as_for_one_that_is_down() -> None:
+def test_drained_only_backend_counts_as_down_for_waiters() -> None:
     limits = QueueLimits(no_backend_s=5.0)
     s = scheduler(backend("a", 1), queue=limits, coalesce_above_s=None, limits=LARGE)
     arrive(s)

@@ -77,7 +77,7 @@ def test_a_server_without_requests_makes_room_at_once() -> None:
     assert w.waited_s["2"] == pytest.approx(6.0)
 
 
-def test_a_conversation_in_turn_with_two_models_never_waits_for_more_than_the_swap() -> None:
+def test_alternating_models_wait_for_the_swap_only() -> None:
     w = two()
     for turn in range(8):
         w.ask(f"a{turn}", "a")
@@ -112,7 +112,7 @@ def test_both_with_requests_all_the_time_share_by_slices() -> None:
     assert max(w.waited_s.values()) <= 4 * guessed_s + swap_s + 2 * w.answers_s
 
 
-def test_no_request_waits_for_longer_than_max_wait_and_one_answer() -> None:
+def test_no_wait_is_longer_than_max_wait_and_one_answer() -> None:
     w = two(max_wait_s=20.0)
     w.on_answer = lambda name: w.ask(name + "'", name[0])
     w.ask("a", "a")
@@ -165,7 +165,7 @@ def test_idle_for_its_ttl_it_is_stopped() -> None:
     assert "3" in w.answered
 
 
-def test_a_server_that_ends_by_itself_is_started_again_for_requests() -> None:
+def test_server_that_ended_is_started_again_for_requests() -> None:
     w = ServerWorld([server("a"), server("b", preload=True)])
     w.ask("1", "a")
     w.run(20.0)
@@ -298,7 +298,7 @@ def _swaps_in_order(order: str) -> int:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_crowd_swaps_a_third_as_often_as_in_the_order_of_arrival(seed: int) -> None:
+def test_crowd_swaps_a_third_as_often_as_in_arrival_order(seed: int) -> None:
     w, order = _crowd(seed)
     assert len(w.answered) == 200
     assert w.rejected == {}
@@ -334,7 +334,7 @@ def test_a_process_that_lives_and_does_not_answer_is_ended() -> None:
     assert (found.failures, found.problem) == (1, "it did not answer for 60 s")
 
 
-def test_a_request_waits_while_a_server_that_is_up_has_no_backend() -> None:
+def test_request_waits_while_a_server_has_no_backend_yet() -> None:
     """Between the loss of its backend and the end of its process, a server looks up."""
     w = ServerWorld([server("a")])
     w.ask("1", "a")
@@ -344,7 +344,7 @@ def test_a_request_waits_while_a_server_that_is_up_has_no_backend() -> None:
     assert not any(isinstance(effect, ef.ModelReady) for effect in effects)
 
 
-def test_a_request_for_another_backend_outlives_a_server_that_is_given_up() -> None:
+def test_request_elsewhere_outlives_a_given_up_server() -> None:
     """Its backend is down for a moment, and is none that the router starts."""
     w = ServerWorld([server("a")], fails=lambda _: True, unread=False)
     w.feed(ev.BackendUp(backend("plain", models=frozenset({"p"}))))
@@ -373,7 +373,7 @@ def test_a_server_that_is_ready_and_cannot_be_attached_fails() -> None:
     assert set(w.answered) == {"1", "2"}
 
 
-def test_a_backend_that_is_attached_after_the_order_to_end_is_not_used() -> None:
+def test_backend_attached_after_the_stop_is_not_used() -> None:
     w = two()
     w.ask("1", "a")
     w.run(2.0)
@@ -392,7 +392,7 @@ def test_a_start_that_is_asked_for_while_it_stops_is_not_lost() -> None:
     assert w.phase("a") is UP
 
 
-def test_a_request_without_a_model_goes_to_one_that_completes_prompts() -> None:
+def test_request_without_a_model_gets_one_that_completes() -> None:
     w = ServerWorld([server("embed"), server("chat")])
     w.feed(ev.ServerAsked(BackendId("embed"), start=True))
     w.run(1.0)

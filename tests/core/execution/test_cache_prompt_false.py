@@ -131,7 +131,7 @@ def test_whoever_goes_on_from_it_is_saved_again() -> None:
     assert saves(s)
 
 
-def test_what_is_computed_first_for_another_is_saved_for_those_who_wait() -> None:
+def test_prefill_for_an_uncached_request_is_saved_for_waiters() -> None:
     s = declined(idle_save_after_s=None)
     s.state.fleet.policy = scheduler(coalesce_above_s=0.0).state.fleet.policy
     assert names(arrive(s, "r2", ELSE)) == ["Prefill"]

@@ -77,7 +77,7 @@ def test_what_leaves_nothing_to_come_back_for_is_no_use(more: dict[str, Any]) ->
     assert s.state.fleet.neglect(slot(s, A0)) == 0
 
 
-def test_nor_is_a_request_that_left_before_its_prompt_was_computed() -> None:
+def test_request_gone_before_its_prefill_is_not_saved() -> None:
     s = scheduler(backend("a", 2), holding={A0: LONG}, idle_save_after_s=None)
     arrive(s, "r", run_of(300, 3))
     cancel(s, "r")

@@ -129,7 +129,7 @@ def test_a_slot_that_was_left_in_the_middle_is_watched(outcome: Outcome) -> None
 
 
 @pytest.mark.parametrize("pinnable", [True, False])
-def test_a_stream_that_was_left_is_soon_over_unless_nobody_saw_where(pinnable: bool) -> None:
+def test_abandoned_stream_ends_soon_unless_unseen(pinnable: bool) -> None:
     s = scheduler(backend("a", 1), idle_save_after_s=None)
     arrive(s, ids=[1], pinnable=pinnable)
     left = RequestProgress.BEGUN if pinnable else RequestProgress.SENT
@@ -157,7 +157,7 @@ def test_who_comes_back_at_once_waits_for_the_slot_that_was_left(
         assert (chosen.slot, chosen.reused_tokens) == (A0, n)
 
 
-def test_nobody_waits_for_a_slot_that_should_have_been_idle_long_ago() -> None:
+def test_nobody_waits_for_a_slot_overdue_for_long() -> None:
     s = scheduler(backend("a", 2), **PLAIN)
     arrive(s, ids=run_of(500))
     finish(s, "r", GONE, begun=True)
@@ -234,7 +234,7 @@ def test_several_answers_of_an_adapter_leave_nothing_anywhere() -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.REFUSED, GONE])
-def test_several_answers_are_over_when_each_slot_has_computed_something_else(
+def test_several_answers_end_when_each_slot_was_flushed(
     outcome: Outcome,
 ) -> None:
     """Answers share a state that the server copies with its next batch; a refusal has none."""
@@ -309,7 +309,7 @@ def test_a_lease_follows_the_request() -> None:
     assert held(s, A1) == tokens(1, 9)
 
 
-def test_the_answer_of_a_request_that_moved_is_not_taken_for_one_of_the_slot_it_left() -> None:
+def test_answer_of_a_moved_request_is_not_read_in_the_old_slot() -> None:
     """Both slots hold the same prompt and equally many answer tokens."""
     s = astray()
     lease = s.state.job_of(R).lease
@@ -349,7 +349,7 @@ def test_nothing_is_claimed_where_it_ran_in_a_slot_that_was_left(last: str) -> N
     assert slot(s, A1).content.resident.may_hold_more
 
 
-def test_who_waits_for_a_request_that_is_over_before_it_is_seen_goes_on_from_it() -> None:
+def test_waiter_goes_on_from_a_request_over_unseen() -> None:
     """Reported as two events, slot and end would give r2 the other slot."""
     s = astray(holding={A0: tokens(2), A1: tokens(3)})
     assert arrive(s, "r2", [1, 5], pinnable=False) == []
@@ -359,7 +359,7 @@ def test_who_waits_for_a_request_that_is_over_before_it_is_seen_goes_on_from_it(
     assert held(s, A0) == tokens(2)
 
 
-def test_a_request_gone_before_we_saw_where_puts_all_idle_slots_in_doubt() -> None:
+def test_unseen_ended_request_puts_idle_slots_in_doubt() -> None:
     """Regression: the leased slot was believed to hold the prompt."""
     s = astray(holding={A0: tokens(2), A1: tokens(1, 5)})
     finish(s, prompt_tokens=1, cached_tokens=0, generated_tokens=5)
@@ -377,7 +377,7 @@ def test_what_was_prepared_for_it_is_there_wherever_it_ran() -> None:
     assert held(s, A0) == tokens(1, 2)
 
 
-def test_a_request_left_before_we_saw_where_keeps_all_idle_slots_out_of_use() -> None:
+def test_unseen_abandoned_request_keeps_idle_slots_unused() -> None:
     """Regression: requests were sent to a slot that was believed idle and still ran."""
     s = astray()
     effects = finish(s, "r", GONE)
@@ -475,7 +475,7 @@ def test_an_answer_is_of_no_use_once_the_slot_is_taken_or_gone() -> None:
     assert head(held(s, A0), 3) == tokens(1, 2, 3)
 
 
-def test_reuse_is_accounted_at_the_rate_that_was_known_when_it_ended() -> None:
+def test_reuse_is_accounted_at_the_rate_of_its_end() -> None:
     """0.01 s per token (build.rates); rates learned from this end apply later."""
     s = running(ids=run_of(20))
     (account, *_) = finish(s, prompt_tokens=20, cached_tokens=4, prompt_s=100.0)

@@ -72,7 +72,7 @@ def test_what_runs_elsewhere_goes_on() -> None:
     assert names(finish(s)) == ["Account"]
 
 
-def test_an_end_from_before_a_restart_does_not_open_the_gate_of_another() -> None:
+def test_old_end_does_not_open_the_gate_after_a_restart() -> None:
     """Regression: the old request's end opened the gate of a newer request."""
     s = astray()
     s.handle(ev.BackendUp(TWO), NOW)
@@ -104,7 +104,7 @@ def test_a_stranger_from_before_a_restart_is_another() -> None:
     assert slot(s, B0).phase is Phase.ABANDONED
 
 
-def test_a_snapshot_that_was_not_restored_yet_is_let_go_with_the_job() -> None:
+def test_unrestored_snapshot_is_released_with_its_job() -> None:
     used = snapshot("s", run_of(900))
     s = scheduler(backend("a", 1), snapshots=[used], holding={A0: run_of(1000, 7)})
     assert arrive(s, ids=run_of(1000)) == [Save(R, A0, NS, SaveReason.DISPLACED)]

@@ -97,7 +97,7 @@ def test_what_is_of_no_use_in_another_slot_is_not_waited_for() -> None:
     assert names(arrive(s, "r2", run_of(5, 7))) == ["Save"]  # 5 tokens are too few
 
 
-def test_a_prompt_that_will_be_computed_is_waited_for_while_room_is_made_for_it() -> None:
+def test_prefill_is_waited_for_while_room_is_made() -> None:
     s = scheduler(ONE, backend("b", 1), holding={A0: ELSE, B0: ELSE}, **OFF)
     assert arrive(s, ids=LONG) == [Save(R, A0, NS, Why.DISPLACED)]
 
@@ -215,7 +215,7 @@ def test_a_bad_file_is_put_aside_at_once() -> None:
     assert len(s.state.fleet.catalog) == 0
 
 
-def test_two_failures_in_a_row_put_a_snapshot_aside_and_a_success_forgives() -> None:
+def test_two_failed_restores_quarantine_a_success_forgives() -> None:
     for between, quarantined in ((False, True), (True, False)):
         s = scheduler(backend("a", 3), snapshots=[SNAP], coalesce_above_s=None)
         arrive(s, "r", ids=LONG)
@@ -239,7 +239,7 @@ def test_a_quarantined_file_is_never_deleted_nor_put_aside_twice() -> None:
     assert len(s.state.fleet.catalog) == 0
 
 
-def test_who_has_not_begun_to_restore_a_quarantined_file_does_not() -> None:
+def test_quarantined_file_is_not_restored_by_waiting_jobs() -> None:
     s = scheduler(
         backend("a", 2), snapshots=[SNAP], holding={A1: ELSE, A0: ELSE}, coalesce_above_s=None
     )
@@ -253,7 +253,7 @@ def test_who_has_not_begun_to_restore_a_quarantined_file_does_not() -> None:
     assert s.state.job_of(R2).using is None
 
 
-def test_a_restore_outlives_its_job_and_keeps_the_file_until_it_is_over() -> None:
+def test_restore_outlives_its_job_and_keeps_the_file() -> None:
     """Regression: a file was deleted during a restore on a backend that was declared down."""
     s = restoring()
     s.handle(ev.BackendDown(A), NOW)
@@ -343,7 +343,7 @@ def test_who_is_gone_gets_no_prefill_told() -> None:
     assert slot(s, A0).phase is Phase.IDLE
 
 
-def test_the_prefill_of_one_who_left_is_finished_for_those_who_wait() -> None:
+def test_prefill_of_a_gone_client_is_finished_for_waiters() -> None:
     s = prefilling()
     arrive(s, "r2", LONG)
 
@@ -376,7 +376,7 @@ def test_a_request_is_pinned_unless_its_route_drops_the_pin() -> None:
     assert s.state.fleet.gated == {other.lease.slot.backend}
 
 
-def test_a_request_for_a_whole_backend_takes_all_and_saves_what_is_worth_it() -> None:
+def test_whole_backend_request_takes_all_and_saves_first() -> None:
     s = scheduler(backend("a", 2), holding={A0: ELSE, A1: LONG})
 
     assert arrive(s, whole_backend=True) == [Save(R, A0, NS, Why.DISPLACED)]

@@ -105,7 +105,7 @@ def test_a_copy_whose_source_goes_away_is_a_cold_start(ok: bool) -> None:
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_a_copy_whose_target_goes_away_keeps_its_source_until_the_save_is_over(ok: bool) -> None:
+def test_copy_to_a_lost_target_keeps_its_source_until_saved(ok: bool) -> None:
     """Regression: the slot was leased to the next request while it was still being saved."""
     s = copying()
 
@@ -117,7 +117,7 @@ def test_a_copy_whose_target_goes_away_keeps_its_source_until_the_save_is_over(o
     assert s.state.fleet.jobs.keys() == {R2}
 
 
-def test_a_copy_whose_source_goes_away_before_its_turn_is_a_cold_start() -> None:
+def test_copy_from_a_lost_source_is_a_cold_start() -> None:
     s = scheduler(ONE, backend("b", 1), holding={A0: run_of(500), B0: ELSE}, coalesce_above_s=None)
     s.state.fleet.backends[A].rates = rates(prefill_s=1.0)
     assert arrive(s, ids=LONG) == [Save(R, B0, NS, Why.DISPLACED)]

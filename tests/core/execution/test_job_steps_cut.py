@@ -144,7 +144,7 @@ def test_a_trunk_that_the_catalog_has_already_or_will_not_have() -> None:
     assert effects[1].snapshot == LONG
 
 
-def test_a_trunk_without_room_and_a_whole_that_does_not_fit_is_a_cold_start() -> None:
+def test_trunk_without_room_and_too_long_a_whole_start_cold() -> None:
     s = cutting(backend(cuts=True, n_ctx=1000))
     arrive(s, ids=SHORT)
     s.state.fleet.catalog.limits = SnapshotLimits(max_bytes=400_000)

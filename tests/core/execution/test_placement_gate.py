@@ -213,7 +213,7 @@ def test_who_leaves_at_the_gate_gives_back_the_slot() -> None:
     assert of(launched(s, 0, "m")) == []
 
 
-def test_who_waits_at_the_gate_is_told_when_the_backend_goes_away() -> None:
+def test_waiter_at_the_gate_is_told_of_a_lost_backend() -> None:
     s = at_gate()
     assert of(s.handle(ev.BackendDown(A), NOW)) == ["Reject m2"]
     assert s.state.fleet.backends[A].gate.waiting == []
@@ -233,7 +233,7 @@ def test_nobody_waits_at_the_gate_for_ever() -> None:
     assert slot(s, A1).is_idle
 
 
-def test_the_time_of_the_prefill_does_not_count_towards_the_deadline() -> None:
+def test_prefill_time_does_not_count_towards_the_deadline() -> None:
     s = fresh(2, coalesce_above_s=None, queue=QueueLimits(deadline_s=5.0))
     message(s)
     message(s, "m2", OTHER)

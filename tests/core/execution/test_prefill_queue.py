@@ -69,7 +69,7 @@ def of(effects: list[Effect]) -> list[str]:
     return [f"{type(e).__name__} {e.request}" for e in shown]
 
 
-def test_the_second_is_computed_when_the_first_has_its_first_token() -> None:
+def test_second_prefill_starts_at_the_first_token_of_the_first() -> None:
     s = two()
 
     assert of(prefilled(s, "r")) == ["Dispatch r"]
@@ -94,9 +94,7 @@ def test_nobody_waits_long_for_a_first_token() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "until"), [(30, 0.8), (200, 4.0), (600, 10.0), (2000, 10.0)])
-def test_nobody_waits_long_for_one_that_takes_longer_than_predicted(
-    tokens: int, until: float
-) -> None:
+def test_nobody_waits_long_for_a_late_prefill(tokens: int, until: float) -> None:
     s = scheduler(backend("a", 3))
     arrive(s, "r", run_of(tokens + 1, 1))
     arrive(s, "r2", OTHER)
@@ -120,7 +118,7 @@ def test_nobody_stands_in_line_for_ever() -> None:
     assert of(prefilled(s, "r")) == ["Dispatch r"]
 
 
-def test_a_slot_that_comes_free_by_the_clock_is_shown_to_all_who_wait() -> None:
+def test_slot_free_by_the_clock_is_planned_for_all_waiters() -> None:
     s = two(queue=QueueLimits(deadline_s=3.0))
     s.state.scanned.add(RequestId("another"))  # it waits, and was scanned a moment ago
     tick(s, 2.9)
@@ -171,7 +169,7 @@ def test_who_stands_in_line_again_has_stood_before() -> None:
     assert names(tick(s, 21.0)) == ["Reject"]
 
 
-def test_who_has_left_and_stands_there_for_others_is_told_nothing() -> None:
+def test_gone_client_in_line_for_others_is_told_nothing() -> None:
     s = stood_ten_seconds()
     s.handle(ev.Arrived(request("r3", run_of(6000, 2))), NOW + 12)
     s.handle(ev.Cancelled(RequestId("r2")), NOW + 12.5)
@@ -186,7 +184,7 @@ def test_what_takes_no_time_waits_for_nobody() -> None:
     assert of(arrive(two(), "r3", SHORT)) == ["Dispatch r3"]
 
 
-def test_a_request_that_the_server_places_takes_no_turn_for_a_short_prompt() -> None:
+def test_short_server_placed_request_takes_no_permit() -> None:
     s = scheduler(backend("a", 2))
     assert of(arrive(s, "r", SHORT, pinnable=False)) == ["Prefill r"]
     assert queue(s).holder is None
@@ -209,7 +207,7 @@ def test_the_shorter_goes_first_of_those_who_wait() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "first"), [(180, "r2"), (170, "r3")])
-def test_who_has_waited_twice_as_long_as_the_difference_goes_first(tokens: int, first: str) -> None:
+def test_prefill_goes_first_after_waiting_twice_the_difference(tokens: int, first: str) -> None:
     s = two(4)
     prefilled(s, "r")
     s.handle(ev.Arrived(request("r3", run_of(tokens, 4))), NOW + 0.45)
@@ -286,7 +284,7 @@ def left_in_line() -> Scheduler:
     return s
 
 
-def test_who_left_stands_in_line_again_for_those_who_wait_for_the_rest() -> None:
+def test_prefill_of_a_gone_client_queues_again_for_waiters() -> None:
     s = left_in_line()
 
     assert of(prefilled(s, "r")) == ["Prefill r2"]
@@ -294,7 +292,7 @@ def test_who_left_stands_in_line_again_for_those_who_wait_for_the_rest() -> None
     assert of(begun(s, "r2")) == ["Prefill r"]
 
 
-def test_what_those_have_left_who_waited_is_not_computed_for_nobody() -> None:
+def test_prefill_that_all_waiters_left_is_not_computed() -> None:
     s = left_in_line()
     prefilled(s, "r")
     cancel(s, "r3")
@@ -359,7 +357,7 @@ def test_what_cannot_be_reused_is_computed() -> None:
     assert of(arrive(s, "r2", pack([*[1] * 880, *[7] * 30]))) == []
 
 
-def test_nobody_begins_while_what_was_computed_is_saved_for_others() -> None:
+def test_no_prefill_begins_during_a_shared_save() -> None:
     s = two(4)
     arrive(s, "r3", LONG)
     s.state.fleet.backends[A0.backend].rates = rates(transfer_s=8.0)
@@ -399,7 +397,7 @@ def test_who_wants_the_same_is_told_anew_when_a_piece_ends() -> None:
     assert slot(s, A0).work.busy_until == pytest.approx(NOW + 9 + 10 + 14.88)
 
 
-def test_who_goes_before_another_is_charged_for_the_piece_and_no_more() -> None:
+def test_overtaking_prefill_is_charged_one_piece_only() -> None:
     s = in_pieces(3)
     arrive(s, "r", run_of(2001, 1))
     arrive(s, "r2", run_of(1501, 2))
@@ -418,7 +416,7 @@ def test_who_goes_before_another_is_charged_for_the_piece_and_no_more() -> None:
     assert charged(1402, after_s=3.0) == pytest.approx(2.12 + 15)  # r2 has waited for a while
 
 
-def test_one_that_has_stood_in_line_is_sooner_on_when_his_piece_ends() -> None:
+def test_prefill_that_waited_goes_on_sooner_after_its_piece() -> None:
     s = in_pieces(3)
     arrive(s, "r", run_of(601, 1))
     arrive(s, "r2", run_of(1001, 2))
@@ -567,7 +565,7 @@ def test_a_short_rest_of_a_prompt_takes_the_permit_if_it_is_free() -> None:
     assert queue(s).has_permit(job.id, NOW)
 
 
-def test_a_permit_ends_with_its_chunk_when_the_queue_was_switched_off() -> None:
+def test_permit_ends_with_its_chunk_if_the_queue_is_off() -> None:
     s = two()
     off = replace(s.state.fleet.policy, coalesce_above_s=None)
     s.handle(ev.Configured(off, s.state.fleet.catalog.limits, s.state.queue.limits), NOW)

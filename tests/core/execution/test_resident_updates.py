@@ -56,11 +56,11 @@ def test_of_a_prompt_with_media_the_text_before_it_is_known() -> None:
     assert after_finish(prompt, Reported(3)) == UNKNOWN
 
 
-def test_nothing_is_claimed_if_the_backend_counted_another_prompt() -> None:
+def test_another_prompt_count_claims_nothing() -> None:
     assert after_finish(PROMPT, Reported(prompt_tokens=4)) == UNKNOWN
 
 
-def test_checkpoints_are_those_that_were_kept_and_one_just_before_the_end() -> None:
+def test_checkpoints_are_the_kept_and_one_before_the_end() -> None:
     prompt = Prompt(run_of(10), boundaries=(4, 9))
     before = Resident(run_of(5), 0, (1, 3))
 
@@ -69,7 +69,7 @@ def test_checkpoints_are_those_that_were_kept_and_one_just_before_the_end() -> N
     assert after_finish(PROMPT, Reported()).checkpoints == (0,)
 
 
-def test_the_same_prompt_again_adds_no_checkpoint_and_a_long_talk_only_so_many() -> None:
+def test_checkpoints_do_not_repeat_and_are_limited() -> None:
     again = Reported(10, 9)
     once = after_finish(Prompt(run_of(10)), again)
     assert after_finish(Prompt(run_of(10)), again, once).checkpoints == once.checkpoints == (6,)
@@ -87,7 +87,7 @@ def test_a_prefill_leaves_a_checkpoint_too() -> None:
 
 
 @pytest.mark.parametrize("answer", [tokens(7, 8), tokens(7, 8, 9)])
-def test_an_answer_is_believed_if_it_is_as_long_as_the_backend_said(answer: bytes) -> None:
+def test_answer_is_believed_if_its_length_agrees(answer: bytes) -> None:
     left = Resident(PROMPT.tokens, 2, (1,))
 
     read = after_answer(left, PROMPT.tokens, pack([7, 8] + [9] * (len(answer) // 4 - 2)))
@@ -147,7 +147,7 @@ def test_after_quiet_is_right_whether_the_request_ran_or_not(
 
 
 @given(before=few, prompt=few, answer=few)
-def test_after_either_is_right_whether_the_request_ran_here_or_not(
+def test_after_either_is_right_in_both_cases(
     before: list[int], prompt: list[int], answer: list[int]
 ) -> None:
     claim = after_either(Resident(pack(before)), prompt_of(prompt))

@@ -101,7 +101,7 @@ def test_an_answer_that_went_over_the_end_is_wiped() -> None:
         (2.0, {"max_new_tokens": 98}, True),
     ],
 )
-def test_an_abandoned_answer_that_may_have_gone_over_the_end_is_wiped(
+def test_abandoned_answer_that_may_have_shifted_is_wiped(
     after_s: float, more: dict[str, Any], wipe: bool
 ) -> None:
     """Nothing tells how long it was, but its time."""

@@ -51,7 +51,7 @@ def test_a_save_stops_them_too_whoever_wanted_it() -> None:
 
 
 @pytest.mark.parametrize(("prompt_s", "expected"), [(3.0, 6.0), (None, 0.0)])
-def test_a_prefill_of_the_router_does_as_far_as_its_time_is_known(
+def test_prefill_counts_as_far_as_its_time_is_known(
     prompt_s: float | None, expected: float
 ) -> None:
     s = with_two_streams(coalesce_above_s=0.0)

@@ -261,7 +261,7 @@ def test_what_is_in_use_is_named_when_its_last_user_lets_go() -> None:
     assert len(catalog) == 0
 
 
-def test_the_next_of_equal_tokens_takes_the_place_of_one_that_is_leaving() -> None:
+def test_equal_snapshot_replaces_one_that_is_leaving() -> None:
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
     catalog.add_reference(S1, NOW)
@@ -333,7 +333,7 @@ def test_what_can_go_back_is_useful_by_what_it_shares() -> None:
     assert catalog.reach(MemoryKind.FULL, OTHER_NS, run_of(20)) == 0
 
 
-def test_what_cannot_is_useful_as_a_whole_however_many_are_longer() -> None:
+def test_kind_that_cannot_go_back_needs_the_whole_snapshot() -> None:
     catalog = Catalog()
     for n in (5, 10, *range(100, 120)):
         catalog.add(snapshot(f"s{n}", run_of(n)), MemoryKind.HYBRID, 1.0)

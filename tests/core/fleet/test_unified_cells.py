@@ -15,7 +15,7 @@ def unified(n_slots: int = 3) -> BackendInfo:
     return backend(n_slots=n_slots, n_ctx=1000, unified=True, memory_kind=MemoryKind.FULL)
 
 
-def test_a_request_that_does_not_fit_beside_others_waits_for_them() -> None:
+def test_request_that_does_not_fit_beside_others_waits() -> None:
     s = scheduler(unified(), coalesce_above_s=None)
     arrive(s, "r", run_of(500, 1), **ANSWER)
 

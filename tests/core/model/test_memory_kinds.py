@@ -69,7 +69,7 @@ def test_what_can_be_restored_at_all() -> None:
     assert [kind for kind in MemoryKind if subsumes(kind)] == [FULL]
 
 
-def test_a_restored_state_that_cannot_be_extended_gives_its_checkpoints() -> None:
+def test_unextendable_state_gives_its_checkpoints() -> None:
     assert reusable_tokens(SWA, 300, 200, 200, extendable=False) == 0
     assert reusable_tokens(SWA, 300, 200, 200, checkpoints=(96, 196), extendable=False) == 195
     assert reusable_tokens(SWA, 300, 120, 200, checkpoints=(96, 196), extendable=False) == 95

@@ -97,7 +97,7 @@ def test_who_had_the_least_of_the_servers_time_comes_first() -> None:
     assert ids(queue) == ["a2", "b4", "a3"]
 
 
-def test_what_a_client_had_is_remembered_while_it_asks_for_nothing() -> None:
+def test_client_share_is_remembered_while_idle() -> None:
     """Client a sends long prompts, each when the previous one is answered."""
     queue = Queue()
     queue.add(request("b1", client="b"), 1.0)

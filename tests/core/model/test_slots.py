@@ -154,7 +154,7 @@ def test_losing_a_backend_tells_who_was_there() -> None:
     assert table.lose(B) == []
 
 
-def test_a_restart_raises_generations_and_may_change_the_number_of_slots() -> None:
+def test_restart_raises_generations_and_changes_slot_count() -> None:
     table = SlotTable()
     table.add(A, 2)
     first, second = table[A0].lease(R), table[A1].lease(R2)

@@ -326,7 +326,7 @@ def test_one_that_is_shorter_stays_as_it_is() -> None:
     assert names(unpinned(s)) == ["Prefill"]
 
 
-def test_it_is_not_sent_while_one_runs_that_the_server_could_prefer_afterwards() -> None:
+def test_not_sent_while_a_running_slot_may_attract_it() -> None:
     s = apart(backend("a", 2), reuse_probability=0.0)
     slot(s, A0).hold(replace(slot(s, A0).content, tenant=X))
     slot(s, A1).hold(replace(slot(s, A1).content, tenant=Y))
@@ -347,7 +347,7 @@ def test_it_is_sent_beside_one_that_runs_something_else() -> None:
     assert names(unpinned(s, "r2")) == ["Prefill"]
 
 
-def test_without_the_prefill_it_is_not_sent_where_another_slot_has_more() -> None:
+def test_unprefilled_is_not_sent_where_another_has_more() -> None:
     s = apart(backend("a", 2), reuse_probability=0.0)
     holds(s, A0, Y, Resident())
     holds(s, A1, X, other())
@@ -357,7 +357,7 @@ def test_without_the_prefill_it_is_not_sent_where_another_slot_has_more() -> Non
     assert all(one.is_idle for one in s.state.fleet.slots)
 
 
-def test_nor_where_another_slot_may_have_more_when_its_answer_ends() -> None:
+def test_unprefilled_is_not_sent_where_another_may_have_more() -> None:
     s = apart(backend("a", 2), reuse_probability=0.0)
     slot(s, A0).hold(replace(slot(s, A0).content, tenant=X))
     slot(s, A1).hold(replace(slot(s, A1).content, tenant=Y))
@@ -454,7 +454,7 @@ def test_sight_is_of_ones_own() -> None:
     assert (sight.held, sight.nearest) == (0, None)
 
 
-def test_what_is_somebodys_stays_theirs_when_all_may_share_from_now_on() -> None:
+def test_tenants_content_stays_theirs_after_sharing_begins() -> None:
     """Reload enables sharing while a tenant's tokens are still in a slot."""
     s = apart(backend("a", 2))
     slot(s, A0).hold(replace(slot(s, A0).content, tenant=X))

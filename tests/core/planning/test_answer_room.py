@@ -43,7 +43,7 @@ def test_a_busy_slot_with_room_has_a_price(until_s: float, waits: bool) -> None:
     assert bool([e for e in effects if isinstance(e, Dispatch)]) is not waits
 
 
-def test_without_a_limit_the_larger_slot_is_preferred_where_prices_are_near() -> None:
+def test_unlimited_answer_prefers_the_larger_slot() -> None:
     s = scheduler(SMALL, LARGE, coalesce_above_s=None)
 
     assert plan_of(arrive(s, ids=PROMPT)).chosen.slot == B0

@@ -99,7 +99,7 @@ def test_without_boundaries_the_last_token_but_one() -> None:
     assert planned(fleet(HYBRID), Prompt(run_of(905))).boundary_saves == (904,)
 
 
-def test_what_is_reused_is_behind_and_what_is_there_is_not_saved_again() -> None:
+def test_reused_and_saved_boundaries_are_not_saved_again() -> None:
     made = fleet(HYBRID, snapshots=[snapshot("s", run_of(600))])
     found = planned(made)
 
@@ -110,7 +110,7 @@ def test_what_is_reused_is_behind_and_what_is_there_is_not_saved_again() -> None
     assert boundary_saves(made, asked(), planned(fleet(HYBRID)).chosen) == ((600,), 0.001)
 
 
-def test_where_somebody_parted_before_there_is_a_snapshot_from_the_second_time_on() -> None:
+def test_second_branch_at_a_place_is_saved() -> None:
     made = fleet(HYBRID, snapshots=[snapshot("s", run_of(1000))])
     assert planned(made, Prompt(OTHER)).boundary_saves == (600, 904)
 
@@ -134,7 +134,7 @@ def test_a_save_that_costs_more_than_it_can_spare_is_not_made() -> None:
     assert planned(made).boundary_saves == (900,)  # each save stops a stream
 
 
-def test_what_a_save_takes_beside_the_backend_is_learned_and_counts() -> None:
+def test_handling_time_of_a_save_is_learned_and_counts() -> None:
     made = fleet(HYBRID)
     made.backends[HYBRID.id].rates = rates(prefill_s=0.0001)
     assert planned(made).boundary_saves == (
@@ -152,7 +152,7 @@ def test_what_a_save_takes_beside_the_backend_is_learned_and_counts() -> None:
     assert s.state.fleet.backends[HYBRID.id].rates.handling_s.value == pytest.approx(1.5)
 
 
-def test_a_window_that_nobody_has_seen_is_learned_from_a_state_that_gives_nothing() -> None:
+def test_window_is_learned_from_a_useless_state() -> None:
     swa = backend(memory_kind=MemoryKind.SLIDING_WINDOW)
     s = scheduler(swa, coalesce_above_s=None)
     arrive(s, prompt=CHAT)
@@ -211,7 +211,7 @@ def test_prefill_save_prefill_save_send() -> None:
     assert job.prefilled.tokens == 900
 
 
-def test_the_next_turn_a_regenerate_and_a_sibling_find_a_snapshot() -> None:
+def test_next_turn_regenerate_and_sibling_find_a_snapshot() -> None:
     s = started()
     prefilled(s, prompt_tokens=600, cached_tokens=0)
     saved(s, snapshot("b1", run_of(600)))
@@ -264,7 +264,7 @@ def test_who_wants_the_same_waits_for_the_last_pause() -> None:
     assert names(prefilled(s, prompt_tokens=600, cached_tokens=0)) == ["Save"]
 
 
-def test_a_request_that_the_server_places_is_prefilled_to_the_end() -> None:
+def test_server_placed_request_is_prefilled_to_the_end() -> None:
     s = scheduler(HYBRID, coalesce_above_s=None)
     arrive(s, prompt=CHAT, pinnable=False)
     prefilled(s, prompt_tokens=600, cached_tokens=0)

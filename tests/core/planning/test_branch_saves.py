@@ -110,7 +110,7 @@ def test_a_dear_save_needs_a_sibling_that_came_before(
 @pytest.mark.parametrize(
     ("held", "wanted"), [(HISTORY, [SaveReason.BRANCH]), (join([HISTORY, run_of(5, 9)]), [])]
 )
-def test_a_state_that_cannot_go_back_is_saved_if_all_of_it_is_the_beginning(
+def test_state_that_cannot_go_back_is_saved_if_all_is_shared(
     held: Any, wanted: list[SaveReason]
 ) -> None:
     s = world(backend(memory_kind=MemoryKind.RECURRENT), holding={A0: held})

@@ -19,7 +19,7 @@ def chosen(s: Scheduler, ids: Tokens, waited_s: float = 0.0) -> BackendId | None
     return None if decision is None else decision.plan.chosen.slot.backend
 
 
-def test_the_last_slot_is_not_for_one_that_would_only_stand_in_line_there() -> None:
+def test_last_slot_is_not_for_a_request_that_only_queues() -> None:
     s = scheduler(backend("a", 2), idle_save_after_s=None)
     arrive(s, "first", LONG)
 
@@ -49,7 +49,7 @@ def test_nobody_is_passed_by_for_ever() -> None:
 
 
 @pytest.mark.parametrize("policy", [PolicyName.STICKY, PolicyName.PREFER_IDLE])
-def test_what_is_better_left_to_the_server_is_pinned_where_it_would_wait(
+def test_server_placed_is_pinned_where_it_would_wait(
     policy: PolicyName,
 ) -> None:
     """Sticky home: a backend that takes no unpinned requests now."""

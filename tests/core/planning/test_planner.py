@@ -109,7 +109,7 @@ def test_asked_for_the_best_alone_the_others_are_not_priced() -> None:
     assert (decision.chosen.slot, decision.losers) == (B0, ())
 
 
-def test_of_two_that_compute_the_prefix_the_first_to_be_done_is_waited_for() -> None:
+def test_of_two_prefills_the_first_to_end_is_waited_for() -> None:
     made = fleet(backend("a", 1), backend("b", 1), backend("c", 1))
     for slot, until in ((A0, 1.0), (B0, 20.0)):
         made.slots[slot].lease(R2)
@@ -278,7 +278,7 @@ def test_what_is_displaced_is_saved_if_that_pays() -> None:
     assert (best.save_displaced, best.price.save_s, best.price.loss_s) == (True, 0.001, 0.0005)
 
 
-def test_what_the_router_does_with_what_it_saves_takes_time_but_stops_nobody() -> None:
+def test_handling_of_saves_takes_time_but_stops_nobody() -> None:
     made = fleet(backend("a", 2), holding={A0: ELSE}, snapshots=[snapshot("s", run_of(900))])
     made.backends[A].rates.handling_s = Mean(0.5)
     busy(made, A1)
@@ -306,7 +306,7 @@ def test_the_chance_falls_with_the_uses_of_other_slots() -> None:
     assert saving_pays(made, made.slots[A0]) == (0.0, 0.0005, False)
 
 
-def test_who_is_gone_for_long_is_displaced_before_who_has_just_begun() -> None:
+def test_long_gone_content_is_displaced_before_new() -> None:
     """2,000 tokens, unused during 20 uses on two slots, are displaced before 300."""
     made = fleet(backend(kv_dir=None), holding={A0: run_of(2000, 7), A1: run_of(300, 8)})
     assert chosen(request(ids=LONG), made).slot == A1
@@ -323,7 +323,7 @@ def test_what_stays_useful_is_no_loss() -> None:
     assert saving_pays(fleet(), fleet().slots[A0]) == (0.0, 0.0, False)
 
 
-def test_the_end_that_a_continued_conversation_leaves_is_not_worth_a_file() -> None:
+def test_replaced_end_of_a_conversation_is_not_saved() -> None:
     """30 tokens take 0.3 s, a save 10 ms; but a request with the whole prompt is its next turn."""
     made = fleet(backend("a", 1), holding={A0: ELSE})
     made.backends[A].rates = rates(transfer_s=0.01)

@@ -65,7 +65,7 @@ def shared_prefill(policy: PolicyName = PolicyName.PREFER_IDLE, until: float = 2
 MORE = Tokens(LONG + run_of(10, 3))
 
 
-def test_a_request_waits_for_a_prefill_under_way_when_that_is_cheaper() -> None:
+def test_request_waits_for_a_running_prefill_if_cheaper() -> None:
     decision = plan(request(ids=MORE), shared_prefill(until=2.0), 0.0)
 
     assert decision is not None
@@ -75,7 +75,7 @@ def test_a_request_waits_for_a_prefill_under_way_when_that_is_cheaper() -> None:
     assert decision.reason == "waiting for a/0 is cheaper"
 
 
-def test_a_request_does_not_wait_for_one_that_takes_longer_than_its_own() -> None:
+def test_request_does_not_wait_for_a_longer_prefill() -> None:
     """Computing the prefix twice is priced by the chance that its seconds are needed elsewhere."""
     for until, expected in ((14.0, A0), (16.0, None)):
         made = shared_prefill(until=until)
@@ -83,7 +83,7 @@ def test_a_request_does_not_wait_for_one_that_takes_longer_than_its_own() -> Non
         assert waits(request(ids=MORE), made) == expected
 
 
-def test_another_prompt_on_the_same_backend_would_be_computed_after_it() -> None:
+def test_other_prompt_on_the_backend_is_computed_after_it() -> None:
     made = shared_prefill(until=60.0)
     assert waits(request(ids=MORE), made) == A0
 
@@ -92,7 +92,7 @@ def test_another_prompt_on_the_same_backend_would_be_computed_after_it() -> None
     assert chosen(request(ids=ELSE[:40]), made).price.wait_s == 0.0  # too short to queue
 
 
-def test_what_is_computed_for_all_is_waited_for_however_long_it_takes() -> None:
+def test_shared_prefill_is_waited_for_however_long() -> None:
     """`max_wait` limits waits for a slot's owner; here all waiting requests would start anew."""
     assert waits(request(ids=MORE), shared_prefill(), waited_s=3000.0) == A0
 
@@ -139,7 +139,7 @@ def test_the_owner_is_waited_for_where_the_policy_allows(
     assert waits(request(ids=MORE), made) == waited_for
 
 
-def test_the_owner_is_not_waited_for_beyond_the_cap_or_against_the_hint() -> None:
+def test_owner_is_not_waited_for_beyond_cap_or_hint() -> None:
     made = fleet(policy=PolicyName.CHEAPEST, max_wait_s=2.0)
     busy(made, A0, until=3.0, pending=LONG)
     assert waits(request(ids=MORE), made) is None
@@ -165,14 +165,14 @@ def prefill_first(asked: Request, made: Fleet) -> bool:
     return decision.prefill_first
 
 
-def test_a_long_prefill_is_done_first_so_that_others_can_share_it() -> None:
+def test_long_prefill_is_done_first_to_be_shared() -> None:
     assert prefill_first(request(ids=LONG), fleet())
     assert not prefill_first(request(ids=run_of(10)), fleet())
     assert not prefill_first(request(ids=LONG), fleet(coalesce_above_s=None))
     assert not prefill_first(request(ids=LONG), fleet(backend(kv_dir=None)))
 
 
-def test_where_the_server_chooses_the_prefill_leads_it_to_our_slot() -> None:
+def test_prefill_leads_the_server_to_our_slot() -> None:
     assert prefill_first(request(ids=run_of(10), pinnable=False), fleet())
     assert not prefill_first(request(ids=run_of(1), pinnable=False), fleet())
     held = fleet(holding={A0: run_of(9)})
@@ -196,7 +196,7 @@ def test_round_robin_takes_the_next_in_turn() -> None:
     assert chosen(request(), made).slot == B0
 
 
-def test_least_busy_takes_the_emptiest_backend_and_its_oldest_slot() -> None:
+def test_least_busy_takes_emptiest_backend_and_oldest_slot() -> None:
     made = fleet(backend("a", 2), backend("b", 3), policy=PolicyName.LEAST_BUSY)
     busy(made, A0)
     made.slots[B0].last_used = 5.0
@@ -230,7 +230,7 @@ def test_a_hint_overrules_sticky() -> None:
     assert chosen(request(session="x", slot_hint=0), made).slot == A0
 
 
-def test_baselines_count_what_a_slot_happens_to_hold_and_move_nothing() -> None:
+def test_baselines_count_held_tokens_and_move_nothing() -> None:
     made = fleet(
         backend("a", 1),
         policy=PolicyName.LEAST_BUSY,
@@ -245,7 +245,7 @@ def test_baselines_count_what_a_slot_happens_to_hold_and_move_nothing() -> None:
     assert chosen(request(ids=LONG, reuse=False), made).source is Source.NONE
 
 
-def test_a_conversation_is_known_by_its_session_then_its_beginning_then_nothing() -> None:
+def test_sticky_key_is_session_then_beginning_then_id() -> None:
     assert sticky_key(request(session="x")) == "x"
     assert sticky_key(request(ids=LONG)) == sticky_key(request("other", run_of(128)))
     assert sticky_key(request(prompt=Prompt(unknown="x"))) == R

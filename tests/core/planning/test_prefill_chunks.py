@@ -157,7 +157,7 @@ def test_what_others_wait_for_is_saved_when_all_of_it_is_there() -> None:
     assert prefilled(s, MINE) == [Save(R2, A1, NS, Why.SHARED)]
 
 
-def test_the_pieces_of_one_who_left_are_finished_for_those_who_wait() -> None:
+def test_pieces_of_a_gone_client_are_finished_for_waiters() -> None:
     s = beside(3)
     arrive(s, MINE, LONG)
     arrive(s, "r3", LONG)
@@ -250,7 +250,7 @@ def test_of_what_was_there_before_the_router_nothing_is_cut_off() -> None:
     assert n_asked(arrive(s, MINE, LONG)) == 912
 
 
-def test_a_kind_that_cannot_go_back_has_no_pieces_on_such_a_slot_either() -> None:
+def test_kind_that_cannot_go_back_has_no_pieces() -> None:
     s = beside(kind=MemoryKind.HYBRID)
     slot(s, A1).hold(Content(UNKNOWN))
 

@@ -28,7 +28,7 @@ def test_a_free_slot_is_quoted_as_the_planner_prices_it() -> None:
     assert (found.reused_tokens, found.source) == (1000, Source.RESIDENT)
 
 
-def test_a_busy_backend_is_quoted_with_its_wait_and_what_it_will_hold() -> None:
+def test_busy_backend_quotes_its_wait_and_future_content() -> None:
     made = fleet(backend("a", n_slots=1))
     (slot,) = made.slots.of(BackendId("a"))
     slot.lease(request("other").id)

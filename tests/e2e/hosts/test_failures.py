@@ -124,7 +124,7 @@ async def test_a_front_takes_any_name_where_all_have_one_model(tmp_path: Path) -
         assert (await front.state())["hosts"]["peers"][0]["failed"] == 0
 
 
-async def test_a_model_of_a_host_that_is_gone_is_not_replaced_by_another(tmp_path: Path) -> None:
+async def test_model_of_a_lost_host_is_not_replaced_by_another(tmp_path: Path) -> None:
     """Its requests wait; the host with the client has one other model, and takes any other name."""
     ports = [free_port(), free_port()]
     sections = [fleet_yaml(at, ports) for at in range(2)]
@@ -286,7 +286,7 @@ async def test_the_directory_may_stop_while_hosts_serve(
             assert answer.cached >= len(LONG) - 1
 
 
-async def test_a_host_without_the_directory_is_found_by_those_that_know_it(
+async def test_host_without_the_directory_is_found_by_its_peers(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
     """Redis loses everything: members that others know stay members."""

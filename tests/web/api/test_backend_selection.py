@@ -172,7 +172,7 @@ def test_one_backend_of_the_model_is_enough() -> None:
 
 
 @pytest.mark.parametrize("kind", [MemoryKind.FULL, MemoryKind.HYBRID])
-async def test_a_completion_is_read_with_the_boundaries_that_are_wanted(kind: MemoryKind) -> None:
+async def test_completion_is_read_with_the_wanted_boundaries(kind: MemoryKind) -> None:
     reader = Reader()
     directory = directory_of(info_of("a", kind), reader=reader)
     completions = Completions(

@@ -104,7 +104,7 @@ async def test_what_may_change_something_is_sent_once(a: Hanging, b: Hanging) ->
         assert ("POST", "/unknown") not in b.seen
 
 
-async def test_a_server_that_does_not_answer_in_time_is_looked_at_at_once(a: Hanging) -> None:
+async def test_server_that_does_not_answer_is_checked_at_once(a: Hanging) -> None:
     """Regression: a failed request that took no slot triggered no check.
 
     Other requests went to the same server until the next regular check.

@@ -196,7 +196,7 @@ async def test_it_is_who_hangs_that_is_looked_at(tmp_path: Path) -> None:
         at.b.goes_on.set()
 
 
-async def test_a_prompt_whose_last_reader_went_meanwhile_is_read_when_it_is_back(
+async def test_prompt_without_a_reader_is_read_when_one_is_back(
     tmp_path: Path,
 ) -> None:
     async with two(tmp_path) as at:

@@ -178,7 +178,7 @@ async def test_one_prefix_for_everybody_is_computed_once_a_backend(
     assert [fake.violations for fake in fakes] == [[], []]
 
 
-async def test_nothing_is_pinned_before_it_is_known_where_an_unpinned_request_runs(
+async def test_pinned_request_waits_until_an_unpinned_one_is_seen(
     fakes: list[FakeLlama], tmp_path: Path
 ) -> None:
     """The router leases slot 0 for the server-placed request.

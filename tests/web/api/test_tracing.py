@@ -100,7 +100,7 @@ async def test_where_the_time_of_a_request_went(
     }
 
 
-async def test_it_is_a_part_of_the_clients_own_trace_and_the_backends_of_it(
+async def test_span_is_inside_the_clients_trace(
     fake: FakeLlama, fleet: Fleet, exporter: InMemorySpanExporter
 ) -> None:
     await ask(fleet, traceparent=TRACEPARENT, tracestate="x=1")

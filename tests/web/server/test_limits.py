@@ -356,7 +356,7 @@ async def test_a_head_that_drips_while_the_router_is_busy(monkeypatch: pytest.Mo
     connection.force_close()
 
 
-async def test_a_request_that_waits_for_its_turn_is_answered_at_the_end() -> None:
+async def test_request_that_waits_for_its_turn_is_answered() -> None:
     """The client has sent the request, and could not know whether to send it again."""
     came = asyncio.Event()
     with pytest.MonkeyPatch.context() as patch:
