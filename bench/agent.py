@@ -20,8 +20,8 @@ from bench import rig
 from bench.client import Client, Json, WrongAnswerError
 from bench.conversation import Conversation, words, words_for
 from bench.report import Report, arguments_of, median, percentile, run_bench
-from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import KINDS, tiny_model
+from tests.support.servers.llama_server import LlamaServer
 
 COLUMNS = (
     *("model", "contender", "turns", "prompt tokens", "computed", "x round robin"),

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router.servers.program import family, free_port
-from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import tiny_model
+from tests.support.servers.llama_server import LlamaServer
 
 START_TIMEOUT_S = 60.0
 SGLANG_PACKAGE = "sglang-router==0.3.2"

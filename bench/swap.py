@@ -22,8 +22,8 @@ from bench.client import Client, Json
 from bench.conversation import Conversation
 from bench.report import Report, arguments_of, median, run_bench
 from router.servers.program import find_server, free_port
-from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import tiny_model
+from tests.support.servers.llama_server import LlamaServer
 
 COLUMNS = (
     *("models", "contender", "turns", "prompt tokens", "computed", "reused %", "least reused %"),

@@ -12,8 +12,8 @@ from hypothesis import settings
 
 from router.base import tasks
 from router.servers.program import find_server
-from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import tiny_model
+from tests.support.servers.llama_server import LlamaServer
 
 # No deadline: the time of an example depends on what else the machine does.
 settings.register_profile("kvferry", deadline=None)

@@ -21,9 +21,9 @@ from bench.fleet import plots, traces, workload
 from bench.fleet.contenders import URL, Shape
 from bench.fleet.measure import COLUMNS, PARTS, Load, Run, brief, medians, run, write_samples
 from bench.report import Report, add_output, arguments_of, save
-from router.tools.demo.launcher import LlamaServer
 from router.tools.simulate.trace import TraceError
 from tests.support.models.tiny_models import tiny_model
+from tests.support.servers.llama_server import LlamaServer
 
 _WIDTH = 170  # of the table, wherever it is printed
 _SAMPLE = 1_000  # tokens, to count the words in them

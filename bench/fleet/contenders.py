@@ -15,7 +15,7 @@ from bench.rig import Proxy
 from router.config.loader import ConfigError, read_yaml
 from router.config.schema import PolicyConfig, PolicyName
 from router.servers.program import free_port
-from router.tools.demo.launcher import LlamaServer
+from tests.support.servers.llama_server import LlamaServer
 
 KVFERRY, NGINX, SGLANG, URL = "kvferry", "nginx", "sglang", "url"
 POLICIES = "policies"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import aiohttp
 
-from router.tools.demo.launcher import LlamaServer
 from tests.support.conversations.measuring import CHAT, common, generated, generated_ids
 from tests.support.conversations.prompts import Json, chat, sentences
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Answer, Fleet, read_answer, running
 
 SYSTEM, QUESTION = 24, 10  # sentences; about 60 tokens each

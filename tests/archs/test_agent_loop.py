@@ -16,10 +16,10 @@ from time import perf_counter
 import aiohttp
 import pytest
 
-from router.tools.demo.launcher import LlamaServer
 from tests.archs.play import GREEDY, TIMEOUT
 from tests.support.conversations.measuring import CHAT
 from tests.support.conversations.prompts import Json, chat, sentences
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Fleet, running
 
 log = logging.getLogger(__name__)

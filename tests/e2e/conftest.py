@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import START_TIMEOUT_S
 from tests.support.faults.breaking import Reference
 from tests.support.models.tiny_models import tiny_model
+from tests.support.servers.llama_server import LlamaServer
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -10,7 +10,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import all_but_one, saved
 from tests.support.conversations.measuring import CHAT, direct, other_first_token, other_words
@@ -34,6 +33,7 @@ from tests.support.conversations.prompts import Json, sentences
 from tests.support.conversations.turns import SAVES_S, named
 from tests.support.models.mmproj import silent_mp3, sound
 from tests.support.parity.pair import Pair, client, difference
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import running
 
 pytestmark = pytest.mark.thorough

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import START_TIMEOUT_S, StartServer
 from tests.support.conversations.measuring import direct
 from tests.support.conversations.prompts import chat
 from tests.support.models.encoder import tiny_encoder
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Answer, Json, is_quiet, running
 
 TEXTS = ("a ferry", "a boat", "the northern pier")

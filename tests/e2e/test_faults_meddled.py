@@ -17,7 +17,6 @@ from router.base.api_keys import hash_text
 from router.base.tokens import Tokens
 from router.base.types import Reported
 from router.llama.client import LlamaClient
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import ids
@@ -35,6 +34,7 @@ from tests.support.faults.breaking import (
 )
 from tests.support.faults.consistency import assert_consistent, assert_undisturbed
 from tests.support.faults.fault_proxy import Meddler
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Answer, Fleet, Json, running
 
 pytestmark = pytest.mark.thorough

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import pytest
 
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import ids
@@ -30,6 +29,7 @@ from tests.support.faults.breaking import (
     until_at_work,
 )
 from tests.support.faults.consistency import assert_consistent
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Answer, Fleet, Json, running
 
 pytestmark = pytest.mark.thorough

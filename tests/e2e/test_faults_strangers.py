@@ -13,12 +13,12 @@ import aiohttp
 import pytest
 
 from router.llama.client import LlamaClient
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import differs_in_earnest, saved
 from tests.support.conversations.prompts import Json, ids
 from tests.support.faults.breaking import RIGHT, Reference, look, told, until_at_work
 from tests.support.faults.consistency import TOLD, assert_consistent
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Answer, Fleet, read_answer, running
 
 pytestmark = pytest.mark.thorough

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from router.tools.demo.launcher import LlamaServer
 from router.tools.demo.model import small_model
 from tests.conftest import START_TIMEOUT_S, StartServer
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import Json, chat, sentences
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Fleet, running
 
 ASKS = chat(1, sentences(2, 12), length=30)

@@ -7,12 +7,12 @@ import aiohttp
 import pytest
 
 from router.base.types import BackendId
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.measuring import direct
 from tests.support.conversations.prompts import Json, chat, sentences
 from tests.support.models.lora import tiny_lora
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Fleet, running
 
 FIRST = chat(1, sentences(2, 17), length=45)

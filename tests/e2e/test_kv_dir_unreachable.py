@@ -16,12 +16,12 @@ import pytest
 
 from router.llama.attach import probe
 from router.store import io_pool
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.e2e.test_disks import disk_of, mounted, unmount
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import ids
 from tests.support.faults.consistency import assert_consistent, assert_undisturbed
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import PATIENCE_S, Fleet, running
 
 pytestmark = pytest.mark.thorough

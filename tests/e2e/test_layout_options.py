@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 
 from router.config.schema import from_flags
-from router.tools.demo.launcher import LlamaServer
 from router.tools.doctor.command import doctor
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
@@ -30,6 +29,7 @@ from tests.support.conversations.turns import (
     named,
     tiny_talk,
 )
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import running
 
 pytestmark = pytest.mark.thorough

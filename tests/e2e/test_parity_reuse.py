@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 import orjson
 import pytest
 
-from router.tools.demo.launcher import LlamaServer
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.measuring import Direct, direct
 from tests.support.conversations.prompts import Json, ids, sentences
 from tests.support.models.tiny_models import KINDS, tiny_model
 from tests.support.parity.corpus import CHATTING, OUTPUT, SAMPLING
 from tests.support.parity.pair import Pair, Seen, client, difference
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Fleet, running
 
 pytestmark = pytest.mark.thorough

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from router.tools.demo.conversation import HARBOUR
-from router.tools.demo.launcher import LlamaServer
 from router.tools.demo.model import ModelFetchError, small_model
 from tests.support.conversations.measuring import direct
 from tests.support.conversations.prompts import Json, ids
 from tests.support.conversations.turns import Reference, Talk, ask_all, first_saved, first_turn
 from tests.support.models.real_models import gemma_270m, half_precision
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import running
 
 pytestmark = pytest.mark.thorough

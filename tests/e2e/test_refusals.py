@@ -12,11 +12,11 @@ from router.llama import trial
 from router.llama.client import LlamaClient
 from router.llama.routes import shape_of
 from router.llama.wire import parse_request
-from router.tools.demo.launcher import LlamaServer
 from tests.support.conversations.measuring import CHAT
 from tests.support.conversations.prompts import Json, ids, sentences
 from tests.support.models.tiny_models import tiny_model
 from tests.support.parity.corpus import BASES, CHATTING, OUTPUT, SAMPLING
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Answer, Fleet, running
 
 pytestmark = [pytest.mark.real, pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]

@@ -14,11 +14,11 @@ import aiohttp
 import pytest
 
 from router.config.schema import from_flags
-from router.tools.demo.launcher import LlamaServer
 from router.tools.doctor.command import doctor
 from tests.conftest import START_TIMEOUT_S
 from tests.support.conversations.prompts import Json, chat
 from tests.support.models.tiny_models import tiny_model
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import running
 
 pytestmark = pytest.mark.thorough

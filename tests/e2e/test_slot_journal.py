@@ -10,10 +10,10 @@ import aiohttp
 import pytest
 
 from router.servers.program import free_port
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.conversations.measuring import direct
 from tests.support.conversations.prompts import Json, ids
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Fleet, configuration_text, running
 from tests.support.servers.router_process import Elsewhere, Outside
 

@@ -11,10 +11,10 @@ import pytest
 from router.base.api_keys import hash_text
 from router.base.errors import BackendRefusedError
 from router.llama.client import LlamaClient
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import all_but_one, saved
 from tests.support.conversations.prompts import chat, ids
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Answer, Fleet, Json, running
 
 pytestmark = pytest.mark.thorough

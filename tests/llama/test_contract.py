@@ -16,9 +16,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.llama_server import LlamaServer
 
 PROMPT = list(b"The quick brown fox jumps over the lazy dog and runs away from it.")
 MESSAGES = [{"role": "user", "content": "hi"}]

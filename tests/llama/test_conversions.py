@@ -22,10 +22,10 @@ from router.llama.anthropic import (
 from router.llama.replies import ids_from, prompt_from
 from router.llama.routes import Shape
 from router.llama.wire import ChatPrompt, UnknownPrompt, parse_request, tokenize_body
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import CHAT_TEMPLATE, tiny_model
 from tests.support.paths import TEMPLATES
+from tests.support.servers.llama_server import LlamaServer
 
 Json = dict[str, Any]
 COUNTERS = {

@@ -27,9 +27,9 @@ from router.llama.replies import (
     transfer_from,
 )
 from router.llama.routes import Shape
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import N_CTX_TRAIN, N_VOCAB
+from tests.support.servers.llama_server import LlamaServer
 
 Json = dict[str, Any]
 N_NEW = 6

@@ -31,8 +31,8 @@ from router.llama.wire import (
     strip_slot,
     tokenize_body,
 )
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
+from tests.support.servers.llama_server import LlamaServer
 
 Json = dict[str, Any]
 BOM = b"\xef\xbb\xbf"

@@ -23,9 +23,9 @@ from router.base.tokens import count, pack
 from router.prompts.local_tokenizer import TEXTS, LocalTokenizerError, load_local
 from router.prompts.special_tokens import TokenizeCall, discover_specials
 from router.prompts.tokenizer import SegmentTokenizer
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import SPECIALS, tiny_model
+from tests.support.servers.llama_server import LlamaServer
 
 
 @pytest.fixture(autouse=True)

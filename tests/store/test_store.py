@@ -19,7 +19,6 @@ from router.base.ports import SnapshotStore
 from router.base.types import KvDir, SnapshotId
 from router.store.sidecars import LOCK
 from router.store.store import KvStore
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.files.state_files import attention, full, head, stream
 from tests.support.files.stores import (
@@ -34,6 +33,7 @@ from tests.support.files.stores import (
     put,
     write,
 )
+from tests.support.servers.llama_server import LlamaServer
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from router.base.errors import KvError, KvFileError
 from router.base.types import KvDir, MemoryKind, StateShape
 from router.store import shapes
 from router.store.store import KvStore
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.files.state_files import appendix, attention, full, head, recurrent, stream
 from tests.support.files.stores import (
@@ -29,6 +28,7 @@ from tests.support.files.stores import (
     touch,
     write,
 )
+from tests.support.servers.llama_server import LlamaServer
 
 TOKENS = range(5, 15)
 BASE = head(TOKENS) + attention(stream(range(10)))

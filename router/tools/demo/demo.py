@@ -4,7 +4,6 @@ The demo starts all processes on this machine and removes them again. All number
 """
 
 import asyncio
-import os
 import shutil
 import signal
 import sys
@@ -22,11 +21,12 @@ from rich.text import Text
 from router.assembly.router import Router, build, listening
 from router.base.types import BackendId
 from router.config.schema import parse
+from router.servers.process import ServerLog
 from router.servers.program import ServerNotFoundError, ServerStartError, find_server
 from router.tools.demo.chat import Chat, ChatAnswer, ChatError
 from router.tools.demo.conversation import REMARKS, SCRIPT, Conversations, Step
-from router.tools.demo.launcher import LlamaServer
 from router.tools.demo.model import ModelFetchError, small_model
+from router.tools.demo.servers import THREADS, DemoServer, command_of
 from router.tools.demo.table import WIDTH, Row, summary, table
 from router.tools.terminal import Progress, no_log_lines, output
 
@@ -37,6 +37,7 @@ CTX_PER_SLOT = 4096
 # of it, which is the default of `idle_save_after`.
 READING_S = 1.0
 READY_TIMEOUT_S = 60.0
+LOG_BYTES = 1 << 20
 INTERRUPTED = 130
 
 
@@ -59,7 +60,7 @@ class Contender(Protocol):
 class RoundRobin:
     """Without kvferry: requests go to the servers in turn."""
 
-    servers: list[LlamaServer]
+    servers: list[DemoServer]
     title: str = "without kvferry"
     _sent: int = 0
 
@@ -70,13 +71,13 @@ class RoundRobin:
 
     async def restart(self, step: Step) -> None:
         server = self._next()
-        server.kill()
+        await server.end(0.0)
         await server.start()
 
     def answered(self, step: Step, answer: ChatAnswer) -> None:
         pass
 
-    def _next(self) -> LlamaServer:
+    def _next(self) -> DemoServer:
         return self.servers[self._sent % len(self.servers)]
 
 
@@ -84,7 +85,7 @@ class RoundRobin:
 class Ferry:
     """With kvferry: every request goes to the router."""
 
-    servers: list[LlamaServer]
+    servers: list[DemoServer]
     router: Router
     router_url: str
     title: str = "with kvferry"
@@ -97,7 +98,7 @@ class Ferry:
         name = BackendId(self.served[step.person])
         server = self.servers[NAMES.index(name)]
         before = self.router.selection.monitors[name].attached
-        server.kill()
+        await server.end(0.0)
         await server.start()
         await self._until_seen(name, before)
 
@@ -201,11 +202,13 @@ class _Setting:
 
 async def _compare(setting: _Setting) -> None:
     async with AsyncExitStack() as stack:
-        async with _servers(setting, None) as servers:
-            without = await _play(RoundRobin(servers), setting)
         folder = await stack.enter_async_context(_folder())
-        servers = await stack.enter_async_context(_servers(setting, folder))
-        ferry = await stack.enter_async_context(_ferry(servers, folder, setting))
+        async with _servers(setting, folder, None) as servers:
+            without = await _play(RoundRobin(servers), setting)
+        kv_dir = folder / "kv"
+        await asyncio.to_thread(kv_dir.mkdir, mode=0o700)
+        servers = await stack.enter_async_context(_servers(setting, folder, kv_dir))
+        ferry = await stack.enter_async_context(_ferry(servers, kv_dir, setting))
         with_ = await _play(ferry, setting)
         setting.progress.stop()
         rows = [Row(step.what, a, b) for step, a, b in zip(SCRIPT, without, with_, strict=True)]
@@ -226,36 +229,29 @@ async def _folder() -> AsyncIterator[Path]:
 
 
 @asynccontextmanager
-async def _servers(setting: _Setting, kv_dir: Path | None) -> AsyncIterator[list[LlamaServer]]:
-    """Start two servers. Without kvferry (`kv_dir` None) their RAM cache is on, as by default."""
-    async with AsyncExitStack() as stack:
-        servers = []
+async def _servers(
+    setting: _Setting, folder: Path, kv_dir: Path | None
+) -> AsyncIterator[list[DemoServer]]:
+    """Start two servers, with their logs in `folder`."""
+    command = command_of(setting.argv, setting.model, SLOTS, CTX_PER_SLOT, kv_dir)
+    servers: list[DemoServer] = []
+    try:
         for name in NAMES:
             setting.progress(f"starting llama-server {name}")
-            server = LlamaServer(
-                setting.model,
-                slots=SLOTS,
-                ctx=SLOTS * CTX_PER_SLOT,
-                kv_dir=kv_dir,
-                extra_args=() if kv_dir is not None else ("--cache-ram", "8192"),
-                argv=setting.argv,
-                threads=_threads(),
-            )
-            servers.append(await stack.enter_async_context(server))
+            servers.append(DemoServer(command, ServerLog(folder / f"{name}.log", LOG_BYTES)))
+            await servers[-1].start()
         yield servers
-
-
-def _threads() -> int:
-    return max((os.cpu_count() or 2) // len(NAMES), 1)
+    finally:
+        await asyncio.gather(*(server.end() for server in servers))
 
 
 @asynccontextmanager
 async def _ferry(
-    servers: list[LlamaServer], folder: Path, setting: _Setting
+    servers: list[DemoServer], kv_dir: Path, setting: _Setting
 ) -> AsyncIterator[Ferry]:
     setting.progress("starting kvferry")
     backends = [
-        {"name": name, "url": server.url, "kv_dir": str(folder)}
+        {"name": name, "url": server.url, "kv_dir": str(kv_dir)}
         for name, server in zip(NAMES, servers, strict=True)
     ]
     given = {
@@ -335,10 +331,9 @@ def _print(rows: list[Row], setting: _Setting) -> None:
     console = output()
     # Piped output would be 80 columns wide; the table needs up to 100.
     console.width = WIDTH if not console.is_terminal else min(console.width, WIDTH)
-    threads = _threads()
     console.print(
         f"{setting.model.name} on {len(NAMES)} llama-servers, each with {SLOTS} slots and "
-        f"{threads} thread{'s' * (threads != 1)}.\nWithout kvferry: round robin, and "
+        f"{THREADS} thread{'s' * (THREADS != 1)}.\nWithout kvferry: round robin, and "
         "llama-server's own RAM cache.\n",
         markup=False,
     )

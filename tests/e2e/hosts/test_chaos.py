@@ -19,7 +19,6 @@ import aiohttp
 import pytest
 
 from router.base.clock import MonotonicClock
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.e2e.hosts.test_namespaces import clients, until_ready
 from tests.support.conversations.conversing import differs_in_earnest
@@ -28,6 +27,7 @@ from tests.support.conversations.prompts import Json, ids
 from tests.support.faults.chaos import ROUNDING
 from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.hosts import HOST
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.namespaces import NetHost, net_hosts, start_all
 from tests.support.servers.router_fleet import Answer, read_answer
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import Json, ids
 from tests.support.servers.hosts import HOST, hosts
+from tests.support.servers.llama_server import LlamaServer
 
 pytestmark = pytest.mark.thorough
 

@@ -22,10 +22,10 @@ from router.llama.server_client import Connections, Timeouts
 from router.store import shapes
 from router.store.format import rewrite
 from router.store.store import KvStore
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import N_SWA, tiny_model
 from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.llama_server import LlamaServer
 
 Q8 = ["-ctk", "q8_0", "-ctv", "q8_0", "-fa", "on"]
 KINDS = {

@@ -26,10 +26,10 @@ from router.store.format.blocks import AttentionBlock
 from router.store.format.head import Head
 from router.store.format.layout import Layout
 from router.store.format.rewrite import Rewrite, cut, pad, restream
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.store.format.test_rewrite import parse, plain_apply
 from tests.support.models.tiny_models import KINDS
+from tests.support.servers.llama_server import LlamaServer
 
 pytestmark = pytest.mark.thorough
 

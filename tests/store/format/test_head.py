@@ -19,7 +19,6 @@ from router.base.types import MemoryKind
 from router.store.format.blocks import AttentionBlock
 from router.store.format.head import MAX_TOKENS, Head, collapse_media, read_head
 from router.store.format.layout import Layout, check_agreement, read_layout
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.files import state_files
 from tests.support.files.state_files import (
@@ -32,6 +31,7 @@ from tests.support.files.state_files import (
     stream,
     u32,
 )
+from tests.support.servers.llama_server import LlamaServer
 
 TOKENS = [5, 6, 7, 8]
 POSITIONS = range(4)

@@ -26,10 +26,10 @@ from router.store.format import rewrite as module
 from router.store.format.head import Head, read_head
 from router.store.format.layout import Layout, check_agreement, read_layout
 from router.store.format.rewrite import Piece, Rewrite, Rows, Span, cut, pad, restream
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.files.state_files import appendix, attention, head, i32, recurrent, stream, u32
 from tests.support.models.tiny_models import N_SWA
+from tests.support.servers.llama_server import LlamaServer
 
 ROW = 8
 

@@ -19,9 +19,9 @@ import pytest
 import yaml
 
 from router.servers.program import free_port
-from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import CHAT_TEMPLATE, tiny_model
 from tests.support.servers.hosts import fleet_yaml, host, until_peers
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Json, running
 
 # Names of the servers, in these tests and in docs/clients.md. LOCKED requires a key.

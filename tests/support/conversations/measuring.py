@@ -12,9 +12,9 @@ from itertools import takewhile
 
 import aiohttp
 
-from router.tools.demo.launcher import LlamaServer
 from tests.support.conversations.conversing import runs_on
 from tests.support.conversations.prompts import Json, ids
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet, read_answer
 
 CHAT = "/v1/chat/completions"

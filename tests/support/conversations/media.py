@@ -3,7 +3,6 @@
 import asyncio
 import base64
 
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.conversations.measuring import (
     CHAT,
@@ -16,6 +15,7 @@ from tests.support.conversations.measuring import (
 from tests.support.conversations.prompts import Json, chat
 from tests.support.conversations.turns import named
 from tests.support.models.mmproj import picture, sound, tiny_mmproj
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Answer, Fleet, running
 
 SYSTEM = 10  # sentences of about 35 tokens: enough to be saved, and a picture still counts

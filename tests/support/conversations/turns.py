@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.measuring import (
@@ -27,6 +26,7 @@ from tests.support.conversations.measuring import (
 )
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.models.tiny_models import IM_START, N_VOCAB, SPECIALS
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Answer, Fleet
 
 # A sentence has about 35 tokens: a system prompt of 1,500, a question of 600, a short one of 100.

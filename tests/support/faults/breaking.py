@@ -12,10 +12,10 @@ import pytest
 
 from router.base.types import Transfer
 from router.llama.client import LlamaClient
-from router.tools.demo.launcher import LlamaServer
 from tests.support.conversations.conversing import differs_in_earnest
 from tests.support.conversations.prompts import Json, ids
 from tests.support.faults.consistency import TOLD
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Answer, Fleet
 
 _GLANCES = 50  # about 0.1 ms

@@ -22,7 +22,6 @@ import aiohttp
 from router.assembly.router import Router
 from router.base.api_keys import hash_text
 from router.servers.program import free_port
-from router.tools.demo.launcher import LlamaServer
 from tests.e2e.test_files_damaged import DAMAGES
 from tests.support.conversations.measuring import (
     CHAT,
@@ -33,6 +32,7 @@ from tests.support.conversations.measuring import (
 )
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.faults.consistency import assert_consistent
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Answer, configuration_text
 from tests.support.servers.router_process import Elsewhere, Outside
 

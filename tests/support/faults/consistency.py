@@ -15,9 +15,9 @@ from pathlib import Path
 import xxhash
 
 from router.store.learned_rates import NAME as RATES
-from router.tools.demo.launcher import LlamaServer
 from tests.support.conversations.conversing import differs_in_earnest
 from tests.support.conversations.prompts import Json
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet
 
 LOCK = "kvferry.lock"

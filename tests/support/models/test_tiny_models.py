@@ -7,9 +7,9 @@ import aiohttp
 import pytest
 from transformers import AutoTokenizer
 
-from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import KINDS, N_VOCAB, tiny_model
+from tests.support.servers.llama_server import LlamaServer
 
 STRINGS = [
     "",

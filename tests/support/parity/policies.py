@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import tiny_model
 from tests.support.parity.pair import Pair, client
 from tests.support.servers.hosts import Addressed, hosts
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import running
 
 DEFAULT = "prefer_idle_slot_with_global_restore"

@@ -146,7 +146,7 @@ async def test_broken_model(
 
     assert await demo(tmp_path / "bad.gguf", path, keep=False) == 1
 
-    assert "llama-server ended" in capsys.readouterr().err
+    assert "could not be started" in capsys.readouterr().err
     assert os.listdir(scratch) == []
 
 

@@ -12,10 +12,10 @@ from router.base.types import BackendId
 from router.config.schema import from_flags, parse
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
-from router.tools.demo.launcher import LlamaServer
 from router.tools.doctor.command import doctor
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import N_SWA, tiny_model
+from tests.support.servers.llama_server import LlamaServer
 
 pytestmark = pytest.mark.thorough
 

@@ -18,11 +18,11 @@ import pytest_asyncio
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, ConsoleMessage, Error, Page, async_playwright, expect
 
-from router.tools.demo.launcher import LlamaServer
 from router.web.admin import live
 from router.web.admin.state_json import Picture, changes
 from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Fleet, running
 from tests.web.admin.test_state_json import applied, not_empty
 

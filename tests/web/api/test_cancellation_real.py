@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import tiny_model
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Fleet, Json, running
 
 pytestmark = [pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]

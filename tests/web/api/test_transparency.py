@@ -13,9 +13,9 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import tiny_model
 from tests.support.parity.pair import Pair, Seen, assert_equal, client
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_fleet import Json, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
