@@ -34,6 +34,7 @@ from router.llama.server_client import Connections
 from router.store.store import KvStore
 from router.telemetry.decision_log import DecisionLog
 from router.telemetry.metrics import PrometheusTelemetry
+from router.telemetry.sessions import Sessions
 from router.web.admin.guard import Guard
 from router.web.api.backend_selection import BackendSelection
 
@@ -47,6 +48,7 @@ class Parts:
     throttle: LoopThrottle
     telemetry: PrometheusTelemetry
     decision_log: DecisionLog
+    sessions: Sessions
     guard: Guard
     certificates: Certificates
     connections: Connections
@@ -83,6 +85,7 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         throttle,
         telemetry,
         DecisionLog(config.diagnostics.requests, wall_now),
+        Sessions(config.diagnostics.requests, wall_now),
         guard,
         certificates,
         connections,
@@ -131,7 +134,13 @@ def watched_backends(config: Config, parts: Parts, stack: AsyncExitStack) -> Wat
     )
     reactions = BackendReactions(engine, selection, parts.tokenizers, on_demand, journal, tasks)
     engine.listener = EngineReactions(
-        parts.telemetry, parts.decision_log, journal, backends, parts.tokenizers, on_demand
+        parts.telemetry,
+        parts.decision_log,
+        parts.sessions,
+        journal,
+        backends,
+        parts.tokenizers,
+        on_demand,
     )
     on_demand.connect(engine, backends)
     # Closed after the monitors: a server that is being asked ends late.

@@ -33,6 +33,7 @@ from router.llama.client import LlamaClient
 from router.llama.replies import InfillAnswer, ModelsInfo, Props
 from router.store.slot_journal import JournalEntry
 from router.telemetry.decision_log import DecisionLog
+from router.telemetry.sessions import Sessions
 from router.web.api.backend_selection import BackendSelection
 
 # Clocks of files and of this process may differ by so much.
@@ -142,6 +143,7 @@ class EngineReactions:
 
     telemetry: Telemetry
     decision_log: DecisionLog
+    sessions: Sessions
     journal: SlotJournal
     backends: Backends
     tokenizers: TokenizerRegistry
@@ -150,6 +152,7 @@ class EngineReactions:
     def over(self, record: RequestRecord, plan: Plan) -> None:
         """Keep what is known of a request that reached a backend."""
         self.decision_log.over(record, plan)
+        self.sessions.over(record)
 
     def abandoned(self, request: Request) -> None:
         """Report a request whose client left in the queue or during its preparation."""

@@ -17,6 +17,7 @@ from router.web.admin.page import load_page
 from router.web.admin.requests import Requests
 from router.web.admin.routes import OwnRoutes
 from router.web.admin.servers import ServerRoutes
+from router.web.admin.sessions import SessionRoutes
 from router.web.admin.snapshots import Snapshots
 from router.web.admin.state_json import picture_of, survey
 from router.web.admin.status import StatusRoutes
@@ -125,6 +126,7 @@ async def _own_routes(
         ServerRoutes(engine, guard, parts.on_demand.supervisor, now),
         Snapshots(engine, guard, now, wall_now, made.watched.journal.erase, bodies),
         Requests(parts.decision_log, selection, show_content=shows),
+        SessionRoutes(parts.sessions),
         live,
         await asyncio.to_thread(load_page),
     )

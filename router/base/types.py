@@ -156,6 +156,13 @@ class Caller(Struct, frozen=True):
     tenant: str
 
 
+class Session(Struct, frozen=True):
+    """A conversation as its client names it: a digest, and the header or field that named it."""
+
+    id: str
+    named_by: str
+
+
 class Request(Struct, frozen=True):
     """One completion request, as far as the scheduler has to know it."""
 
@@ -174,7 +181,7 @@ class Request(Struct, frozen=True):
     slot_hint: int | None = None
     tenant: Tenant = NO_TENANT  # the prompt's tenant, where tenants are kept apart
     client: str | None = None  # the queue is fair between clients
-    session: str | None = None  # a hint for `sticky`; everything else goes by tokens
+    session: Session | None = None  # a hint: tokens decide, where they are known
     avoid: frozenset[BackendId] = frozenset()  # failed for it already, or not to be used for it
     clients_id: str | None = None  # the client's own id for it; for the log
     caller: Caller | None = None  # for the log; None: no keys are configured
@@ -352,6 +359,7 @@ class RequestRecord(Struct, frozen=True):
     predicted_s: float
     clients_id: str | None = None
     caller: Caller | None = None
+    session: Session | None = None
     avoided_s: float = 0.0  # prefill that reuse made unnecessary, at the backend's learned rate
     missed: Mapping[Miss, int] = {}  # adds up to the computed tokens
     nearest: Nearest | None = None
@@ -435,6 +443,7 @@ class SlotStatus(Struct, frozen=True):
     n_ctx: int
     id_task: int | None = None
     adapted: bool = False  # its last task had LoRA adapters of its own
+    speculative: bool = False  # it has a draft model
 
 
 class Transfer(Struct, frozen=True):

@@ -230,6 +230,7 @@ def slots_from(payload: object) -> list[SlotStatus]:
                 n_ctx=slot.get("n_ctx", int),
                 id_task=task if task >= 0 else None,
                 adapted=bool(slot.get("params/lora", list, [])),
+                speculative=slot.get("speculative", bool, False),
             )
         )
     return statuses

@@ -29,7 +29,6 @@ log = structlog.get_logger(__name__)
 
 LOCK = "kvferry.lock"
 FORMAT_VERSION = 1
-# The one list of all snapshots that routers kept before there were sidecars.
 
 _SUM = re.compile(rb',"sum":"[^"]*"\}\Z')
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -96,6 +96,7 @@ class LoggedDecision:
             "source": record.source if record else None,
             "key": self.caller.key if self.caller else None,
             "tenant": self.caller.tenant if self.caller else None,
+            "session": record.session.id if record and record.session else None,
             "reason": self.reason,
             "outcome": self.outcome,
             "prompt_tokens": record.prompt_tokens if record else None,

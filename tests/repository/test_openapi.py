@@ -186,6 +186,7 @@ async def test_the_good_answers_too(fleet: Fleet) -> None:
         ),
         "GET /kvferry/requests": ("/kvferry/requests", None),
         "GET /kvferry/requests/{id}": (f"/kvferry/requests/{request}", None),
+        "GET /kvferry/sessions": ("/kvferry/sessions?limit=1", None),
         "GET /kvferry/{file}": ("/kvferry/page.css", None),
         "DELETE /kvferry/snapshots/{id}": (f"/kvferry/snapshots/{snapshot}", None),
     }

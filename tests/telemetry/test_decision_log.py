@@ -83,6 +83,7 @@ def test_an_entry_says_all_of_it() -> None:
         "source": "cold",
         "key": "laptop",
         "tenant": "alice",
+        "session": None,
         "reason": "why",
         "outcome": "ok",
         "prompt_tokens": 9,

@@ -170,6 +170,8 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
         server.lost_request(now)
     if server is not None and event.outcome is Outcome.OK:
         server.answered()
+    if event.outcome is Outcome.OK:
+        state.fleet.note_home(job.request, job.slot.backend)
     if event.outcome is Outcome.OK and job.request.prompt.is_exact:
         tokens = job.request.prompt.tokens
         compare(state, job, job.resident_at_dispatch, tokens, event.reported, now)

@@ -42,6 +42,8 @@ class Fleet:
     # Backends that get no new requests: their jobs end, and their slots are saved.
     draining: set[BackendId] = field(default_factory=set)
     sticky: dict[str, SlotId] = field(default_factory=dict)
+    # Where the sessions with prompts that the router could not read were served last.
+    homes: dict[str, BackendId] = field(default_factory=dict)
     granted: int = 0  # admissions so far, for round robin
     # For each model: uses of its slots, and the number of its slots.
     uses: dict[Namespace, int] = field(default_factory=dict)
@@ -320,6 +322,15 @@ class Fleet:
         self.backends.pop(name, None)
         self.up.pop(name, None)
         self.sticky = {key: home for key, home in self.sticky.items() if home.backend != name}
+        self.homes = {key: home for key, home in self.homes.items() if home != name}
+
+    def note_home(self, request: Request, backend: BackendId) -> None:
+        """Remember where a session was served, if only the server could read its prompt."""
+        if request.session is not None and request.prompt.unknown:
+            self.homes.pop(request.session.id, None)
+            self.homes[request.session.id] = backend
+            if len(self.homes) > TUNING.sticky_keys:
+                del self.homes[next(iter(self.homes))]
 
     def note_displaced(self, slot: Slot, kept: int = 0) -> None:
         """Record the tokens of a slot that is about to lose all but `kept` of them.

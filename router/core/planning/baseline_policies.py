@@ -65,10 +65,11 @@ def _home(fleet: Fleet, request: Request) -> SlotId | None:
 
 
 def sticky_key(request: Request) -> str:
-    """Return a conversation's key: its session header, else its first 128 tokens.
+    """Return a conversation's key: its session, else its first 128 tokens.
 
     A long key is hashed: a hundred thousand keys are kept.
     """
-    known_by = request.session or request.prompt.tokens[:512].hex() or request.id
+    session = None if request.session is None else request.session.id
+    known_by = session or request.prompt.tokens[:512].hex() or request.id
     key = f"{known_by} {request.tenant}" if request.tenant else known_by
     return key if len(key) <= _SHORT else f"{hash(key):x}"

@@ -34,7 +34,7 @@ def starting_now(
     are not priced.
     """
     if context.has_no_say:
-        return [_any_slot(context, backend) for backend in room]
+        return [_any_slot(context, backend) for backend in _where_served(context, room)]
     found = Cheapest(n, known)
     owner = _residents(context, room, found)
     leads: list[tuple[float, BackendId, Backend]] = []
@@ -115,6 +115,20 @@ def _any_slot(context: PricingContext, backend: Backend) -> Candidate:
     """
     displaced, target = _target(context, backend)
     return _from_nothing(context, target, displaced)
+
+
+def _where_served(context: PricingContext, room: list[Backend]) -> list[Backend]:
+    """Return the backend that served the request's session last; all that have room if none did.
+
+    The router cannot read the prompt, but that server can, and may hold its beginning. It is not
+    preferred while it runs something and another backend is quiet.
+    """
+    session = context.request.session
+    home = None if session is None else context.fleet.homes.get(session.id)
+    found = [backend for backend in room if backend.id == home]
+    if found and context.running(found[0]) and not all(context.running(one) for one in room):
+        return room
+    return found or room
 
 
 def _from_nothing(context: PricingContext, slot: Slot, displaced: Displaced) -> Candidate:

@@ -29,6 +29,7 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         predicted_s=account.plan.ttft_s + account.waited_s,
         clients_id=account.request.clients_id,
         caller=account.request.caller,
+        session=account.request.session,
         avoided_s=account.avoided_s,
         missed=_missed(account, reported.computed_tokens),
         nearest=sight.nearest if sight is not None else None,

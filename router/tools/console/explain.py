@@ -67,6 +67,8 @@ def show(told: Json, console: Console) -> None:
         _line(console, f"  The router answered this request itself: {told['reason']}")
         return
     _line(console, f"  on {told['backend']}/{told['slot']}: {told['reason']}")
+    if told["session"] is not None:
+        _line(console, f"  session {told['session']} (kvferry sessions)")
     _line(console, f"  {_seconds(told)}")
     console.print()
     _tokens(told, console)

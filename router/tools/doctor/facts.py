@@ -21,7 +21,7 @@ from router.llama.attach.attached import Attached
 from router.llama.attach.diagnosis import Trouble, Unusable, unusable
 from router.llama.attach.monitor import attach
 from router.llama.client import LlamaClient
-from router.llama.replies import Props
+from router.llama.replies import Props, slots_from
 from router.llama.server_client import Connections
 from router.prompts.local_tokenizer import Encoder, LocalTokenizerError, load_local
 from router.prompts.special_tokens import discover_specials
@@ -171,14 +171,13 @@ async def _ask(client: LlamaClient, facts: Facts) -> Facts:
     status, payload = await _raw(client, "GET", "/slots")
     if status == 403 and b"kvferry" in payload:
         return replace(facts, unusable=Unusable(Trouble.KVFERRY))
-    slots = _json(payload)
+    slots = slots_from(payload) if status == 200 else []
     # llama-server checks --slot-save-path first and refuses an unknown action without effect.
     status, _ = await _raw(client, "POST", "/slots/0?action=none", b"{}")
     return replace(
         facts,
         props=props,
-        speculative=isinstance(slots, list)
-        and any(isinstance(slot, dict) and slot.get("speculative") is True for slot in slots),
+        speculative=any(slot.speculative for slot in slots),
         actions=status != 501,
         lora=await _lora(client),
     )

@@ -22,6 +22,7 @@ from router.base.types import (
     Reported,
     Request,
     RequestId,
+    Session,
     SlotId,
     Snapshot,
     SnapshotId,
@@ -185,7 +186,8 @@ class Simulator:
         self._clients[ask.id] = _Client(ask, self._oracle.ask(prompt, held))
         if ask.leaves_after_s is not None:
             self._at(self.now + ask.leaves_after_s, partial(self._leaves, ask.id))
-        request = Request(ask.id, ask.prompt, ask.model, session=ask.session)
+        session = None if ask.session is None else Session(ask.session, "trace")
+        request = Request(ask.id, ask.prompt, ask.model, session=session)
         host, way_s = self._doors.choose(request, self.now)
         client = self._clients[ask.id]
         client.host, client.sent = host, not way_s

@@ -27,7 +27,15 @@ PATH = "/kvferry/requests"
 
 _LIMIT = 100
 _NAMED = 3  # ids that an ambiguous id is reported to match
-_FILTERS = ("outcome", "source", "backend")
+_FILTERS = ("outcome", "source", "backend", "session")
+
+
+def limit_of(call: Call) -> int:
+    """Return how many entries of a list are wanted: `?limit=`. Raises BadRequestError."""
+    limit = call.http.query.get("limit", str(_LIMIT))
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 10):
+        raise BadRequestError(f"limit: {limit!r} is not a number")
+    return int(limit)
 
 
 class Requests:
@@ -43,16 +51,13 @@ class Requests:
     async def recent(self, call: Call) -> web.Response:
         """List the newest requests first.
 
-        At most `?limit=`, with the given `outcome`, `source` and `backend`.
+        At most `?limit=`, with the given `outcome`, `source`, `backend` and `session`.
         """
-        limit = call.http.query.get("limit", str(_LIMIT))
-        if not (limit.isascii() and limit.isdecimal() and len(limit) < 10):
-            problem = BadRequestError(f"limit: {limit!r} is not a number of requests")
-            return error_response(problem, call.id)
+        limit = limit_of(call)
         wanted = {key: value for key in _FILTERS if (value := call.http.query.get(key))}
         told = (entry.as_json() for entry in self._decision_log.recent(self._decision_log.limit))
         found = (one for one in told if wanted.items() <= one.items())
-        return json_response({"requests": list(islice(found, int(limit)))})
+        return json_response({"requests": list(islice(found, limit))})
 
     async def one(self, call: Call, wanted: str) -> web.Response:
         """Show all that is known of one request, by its id or a prefix of it; 404 if unknown."""

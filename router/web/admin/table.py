@@ -11,6 +11,8 @@ from router.web.admin.requests import Requests
 from router.web.admin.routes import HEALTH, METRICS, AdminRoute, OwnRoutes
 from router.web.admin.servers import PATH as SERVERS
 from router.web.admin.servers import ServerRoutes
+from router.web.admin.sessions import PATH as SESSIONS
+from router.web.admin.sessions import SessionRoutes
 from router.web.admin.snapshots import PATH as SNAPSHOTS
 from router.web.admin.snapshots import Snapshots
 from router.web.admin.status import StatusRoutes
@@ -23,6 +25,7 @@ def own_routes(
     servers: ServerRoutes,
     snapshots: Snapshots,
     requests: Requests,
+    sessions: SessionRoutes,
     live: Live,
     page: Mapping[str, StaticFile],
 ) -> OwnRoutes:
@@ -44,6 +47,7 @@ def own_routes(
             AdminRoute("DELETE", f"{SNAPSHOTS}/{{id}}", snapshots.one),
             AdminRoute("GET", REQUESTS, requests.recent),
             AdminRoute("GET", f"{REQUESTS}/{{id}}", requests.one),
+            AdminRoute("GET", SESSIONS, sessions.recent),
             AdminRoute("GET", "/kvferry/events", live.events),
             AdminRoute("GET", PREFIX.rstrip("/"), to_page),
             *(AdminRoute("GET", path, file.answer) for path, file in page.items()),

@@ -36,6 +36,7 @@ from router.web.api.client_keys import Keys
 from router.web.api.elsewhere import Elsewhere
 from router.web.api.preparation import Preparations
 from router.web.api.sending import Sender
+from router.web.api.session import session_of
 from router.web.api.slot_demand import slots_asked
 from router.web.api.suspects import Suspects
 from router.web.server.call import Call
@@ -198,7 +199,7 @@ class Completions:
             slot_hint=parsed.slot_hint,
             avoid=avoid,
             **origin,
-            session=call.session,
+            session=session_of(call.http.headers, parsed.body, origin["tenant"]),
         )
 
     def _not_a_completion(self, call: Call, model: str | None) -> Request:

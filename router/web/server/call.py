@@ -28,7 +28,6 @@ _NOT_FORWARDED = (
 # This header makes the server go on after its client disconnected (llama-server.md section 5.6).
 _RESUMABLE = {b"x-conversation-id"}
 _KEYS = frozenset({b"authorization", b"x-api-key"})
-_SESSIONS = ("x-session-id", "session-id", "x-session-affinity", "x-litellm-session-id")
 
 
 @dataclass(slots=True, eq=False)
@@ -92,14 +91,6 @@ class Call:
             return f"tenant {self.caller.tenant}"
         key = self.http.headers.get("authorization") or self.http.headers.get("x-api-key")
         return self.http.remote if key is None else f"key {hash(key):x}"
-
-    @property
-    def session(self) -> str | None:
-        """Return the conversation that the client names in a header, or None."""
-        for name in _SESSIONS:
-            if value := self.http.headers.get(name):
-                return value[:256]
-        return None
 
     @property
     def target(self) -> str:

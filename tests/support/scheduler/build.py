@@ -15,6 +15,7 @@ from router.base.types import (
     Prompt,
     Request,
     RequestId,
+    Session,
     SlotId,
     Snapshot,
     SnapshotId,
@@ -59,8 +60,10 @@ def prompt_of(ids: Tokens | Iterable[int]) -> Prompt:
 
 
 def request(name: str = "r", ids: Tokens | Iterable[int] = (1, 2, 3), **more: Any) -> Request:
-    """Return a request for a prompt of these ids."""
+    """Return a request for a prompt of these ids; `session`: the digest of its session."""
     more.setdefault("prompt", prompt_of(ids))
+    if isinstance(session := more.get("session"), str):
+        more["session"] = Session(session, "x-session-id")
     return Request(id=RequestId(name), **more)
 
 
