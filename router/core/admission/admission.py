@@ -316,9 +316,19 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         request = replace(request, pinnable=pinnable)
     backend, slot = fleet.backend_of(chosen.slot), fleet.slots[chosen.slot]
     claim = fleet.claim(backend, request)
+    needs_s = decision.ttft_s + backend.rates.generation_s(request.max_new_tokens)
+    # What the router computes first can be shared. A save or a restore before it does not matter to
+    # requests that wait for it.
+    tokens, shared = request.prompt.tokens, decision.prefill_first
+    work = Work(
+        request.tenant,
+        pending=head(tokens, len(request.prompt) - 1) if shared else tokens,
+        sharing=shared,
+        busy_until=now + (decision.ttft_s if shared else needs_s),
+    )
     job = RequestJob(
         id=request.id,
-        lease=slot.lease(request.id),
+        lease=slot.lease(request.id, work),
         request=request,
         plan=decision,
         since=now,
@@ -327,22 +337,8 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     )
     fleet.jobs[job.id] = job
     state.unexplained.append(job)
-    needs_s = decision.ttft_s + backend.rates.generation_s(request.max_new_tokens)
-    # What the router computes first can be shared. A save or a restore before it does not matter to
-    # requests that wait for it.
-    tokens, shared = request.prompt.tokens, decision.prefill_first
-    slot.do(
-        Work(
-            request.tenant,
-            pending=head(tokens, len(request.prompt) - 1) if shared else tokens,
-            sharing=shared,
-            busy_until=now + (decision.ttft_s if shared else needs_s),
-        )
-    )
     state.queue.serve(request.id, needs_s - chosen.price.wait_s)  # the wait is other clients' time
     crowding = _lease_others(fleet, job, slot)
-    for lease in job.others:
-        fleet.slots[lease.slot].do(Work(request.tenant))
     if not backend.info.is_managed:  # the router keeps no tokens there
         for lease in (job.lease, *job.others):
             used = fleet.slots[lease.slot]
@@ -365,19 +361,20 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
 def _lease_others(fleet: Fleet, job: RequestJob, slot: Slot) -> list[Slot]:
     """Lease what the job needs beside its slot; return the slots that are emptied for room."""
     request, chosen, backend = job.request, job.plan.chosen, fleet.backend_of(slot.id)
+    work = Work(request.tenant, busy_until=slot.work.busy_until)
     if job.claim is SlotClaim.WHOLE_BACKEND:
         rest = [other for other in backend.slots if other.id != slot.id]
-        job.hold_also([other.lease(job.id) for other in rest])
+        job.hold_also([other.lease(job.id, work) for other in rest])
     if chosen.copy_from is not None:
-        job.hold_also([fleet.slots[chosen.copy_from].lease(job.id)])
+        job.hold_also([fleet.slots[chosen.copy_from].lease(job.id, work)])
     if job.claim in (SlotClaim.STEERED, SlotClaim.SERVER_PLACED):
         others = fleet.attracting(backend, request)
-        job.hold_also([other.lease(job.id) for other in others])
+        job.hold_also([other.lease(job.id, work) for other in others])
     crowding: list[Slot] = []
     if backend.info.unified and backend.info.is_managed:
         held = len(fleet.catalog[chosen.snapshot]) if chosen.snapshot is not None else 0
         crowding = fleet.in_the_way(slot, request, held)
-        job.hold_also([other.lease(job.id) for other in crowding])
+        job.hold_also([other.lease(job.id, work) for other in crowding])
     return crowding
 
 

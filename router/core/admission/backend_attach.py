@@ -19,7 +19,7 @@ from router.core.fleet.backend import Backend
 from router.core.model import events as ev
 from router.core.model.jobs import ProbeLoan
 from router.core.model.rates import LinearFit, Mean, Rates
-from router.core.model.slots import NOTHING, UNKNOWN, Resident
+from router.core.model.slots import NOTHING, UNKNOWN, Resident, Work
 from router.core.model.tuning import TUNING
 from router.core.planning.snapshot_value import is_known, worth_of
 
@@ -73,10 +73,10 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
     idle = [slot for slot in state.fleet.slots.of(backend) if slot.is_idle]
     chosen = sorted(idle, key=lambda slot: len(slot.content.resident))[: TUNING.probe_slots]
     if chosen:
-        lease, *others = [slot.lease(name) for slot in chosen]
+        work = Work(busy_until=now + TUNING.probe_s)
+        lease, *others = [slot.lease(name, work) for slot in chosen]
         state.fleet.jobs[name] = ProbeLoan(id=name, lease=lease, others=others)
     for slot in chosen:
-        slot.do(replace(slot.work, busy_until=now + TUNING.probe_s))
         slot.hold(replace(slot.content, tenant=NO_TENANT))
 
 

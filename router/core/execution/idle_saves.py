@@ -9,7 +9,7 @@ from router.core.execution.job_steps import save
 from router.core.execution.state import State
 from router.core.model.effects import SaveReason
 from router.core.model.jobs import SaveJob
-from router.core.model.slots import Slot
+from router.core.model.slots import Slot, Work
 from router.core.planning.displacement import saving_pays
 
 
@@ -44,7 +44,7 @@ def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0
         if not slot.is_unsaved or now - slot.last_used < after_s:
             continue
         if saving_pays(state.fleet, slot)[2]:
-            _save(state, slot)
+            _save(state, slot, now)
             return
         slot.hold(replace(slot.content, saved=True))  # ruled out, and considered once
 
@@ -72,8 +72,10 @@ def wakeup(state: State) -> float:
     return min(times, default=inf)
 
 
-def _save(state: State, slot: Slot) -> None:
+def _save(state: State, slot: Slot, now: float) -> None:
     state.saves += 1
     name = RequestId(f"save-{state.saves}")
-    state.fleet.jobs[name] = SaveJob(id=name, lease=slot.lease(name))
+    save_s = state.fleet.backend_of(slot.id).rates.save_s(len(slot.content.resident))
+    lease = slot.lease(name, Work(slot.content.tenant, busy_until=now + save_s))
+    state.fleet.jobs[name] = SaveJob(id=name, lease=lease)
     save(state, name, slot, SaveReason.IDLE)

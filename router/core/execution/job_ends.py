@@ -15,6 +15,7 @@ from router.base.types import (
     RequestId,
     RequestProgress,
     SlotId,
+    Tenant,
 )
 from router.core.execution import placement_gate
 from router.core.execution.ability_checks import compare
@@ -38,7 +39,7 @@ from router.core.model.jobs import (
     SlotWatch,
 )
 from router.core.model.server_placement import SlotClaim
-from router.core.model.slots import NOTHING, UNKNOWN, Resident, Slot
+from router.core.model.slots import NOTHING, UNKNOWN, Resident, Slot, Work
 from router.core.model.tuning import TUNING
 from router.core.reporting.request_records import avoided_s
 
@@ -135,11 +136,10 @@ def _follow(state: State, job: RequestJob, actual: Slot) -> None:
     work = leased.work
     leased.release(job.lease, replace(leased.content, saved=False), leased.last_used)
     leased.invalidate_lease()  # the answer is read under this lease, and is elsewhere
-    job.move(actual.lease(job.id))
+    job.move(actual.lease(job.id, work))
     job.runs_on(actual.content.resident)
     actual.start(job.lease)
     actual.hold(replace(actual.content, tenant=work.tenant))
-    actual.do(work)
 
 
 def finished(state: State, event: ev.Finished, now: float) -> None:
@@ -269,7 +269,15 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
                 if not refused:
                     slot.hold(slot.content.mixed_with(job.request))
                 other = RequestProgress.ANSWERED if answered else RequestProgress.UNSEEN
-                watch(state, slot, progress=other, wipe=wipe, flush=flush, likely_unchanged=refused)
+                watch(
+                    state,
+                    slot,
+                    progress=other,
+                    wipe=wipe,
+                    flush=flush,
+                    likely_unchanged=refused,
+                    tenant=slot.content.tenant,
+                )
 
 
 def _is_to_be_wiped(state: State, job: RequestJob, event: ev.Finished, now: float) -> bool:
@@ -334,14 +342,16 @@ def watch(
     wipe: bool = False,
     flush: bool = False,
     likely_unchanged: bool = False,
+    tenant: Tenant = NO_TENANT,
 ) -> None:
     """Keep a slot out of use until it is known to be idle: an unknown client may use it.
 
     `wipe`: empty the slot before releasing it. `flush`: compute one token first.
     `likely_unchanged`: if the slot's length is unchanged then, its content is too.
+    `tenant`: of what may run there. Nothing is known of its end.
     """
     name = RequestId(f"stranger-{slot.id}-{slot.generation}")
-    lease = slot.lease(name)
+    lease = slot.lease(name, Work(tenant, busy_until=inf))
     slot.abandon(lease)
     state.fleet.jobs[name] = SlotWatch(id=name, lease=lease, likely_unchanged=likely_unchanged)
     state.out.append(WatchSlot(name, slot.id, progress, wipe, flush))

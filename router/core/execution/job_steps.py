@@ -176,11 +176,12 @@ def pass_gate(state: State, now: float) -> int:
 
 def _dispatch(state: State, job: RequestJob, now: float) -> None:
     slot = state.slot_of(job)
+    ends_at = now + state.backend_of(job).rates.generation_s(job.request.max_new_tokens)
     for lease in (job.lease, *job.others):
-        state.fleet.slots[lease.slot].start(lease)
-    answer_s = state.backend_of(job).rates.generation_s(job.request.max_new_tokens)
-    prompt = job.request.prompt.tokens
-    slot.do(replace(slot.work, pending=prompt, sharing=False, busy_until=now + answer_s))
+        used = state.fleet.slots[lease.slot]
+        used.start(lease)
+        used.do(replace(used.work, busy_until=ends_at))
+    slot.do(replace(slot.work, pending=job.request.prompt.tokens, sharing=False))
     prefill_queue.hand_over(state, job, now)
     job.dispatch(slot.content.resident, now)
     if not state.backend_of(job).info.is_managed:

@@ -90,11 +90,9 @@ def swap_leases(state: State, job: RequestJob, other: RequestJob) -> None:
     meant.release(job.lease, replace(meant.content, saved=False), meant.last_used)
     content = replace(actual.content, tenant=request.tenant, saved=False)
     actual.release(other.lease, content, actual.last_used)
-    job.move(actual.lease(job.id))
+    job.move(actual.lease(job.id, ours))
     actual.start(job.lease)
-    actual.do(ours)
-    other.move(meant.lease(other.id))
-    meant.do(theirs)
+    other.move(meant.lease(other.id, theirs))
 
 
 def mix(state: State, job: RequestJob) -> None:

@@ -76,8 +76,11 @@ def after_answer(resident: Resident, prompt: Tokens, answer: Tokens) -> Resident
     """Return the content with the ids of `answer`, its tokenized text, known after its end.
 
     The ids are used only if their number agrees with the unread tokens. The slot then holds all
-    of them, or all but the last where the answer was cut off at the limit.
+    of them, or all but the last where the answer was cut off at the limit. A slot that may hold
+    more keeps that: no number of tokens is known there.
     """
+    if resident.may_hold_more:
+        return resident
     known = Resident(prompt, resident.unread)
     if resident.tokens != prompt or len(resident) != len(known):
         return resident

@@ -230,11 +230,11 @@ class Slot:
         self.phase = after
         self.bench.changes += 1
 
-    def lease(self, request: RequestId) -> Lease:
-        """Lease the slot. The caller owns the lease until `release` or `lose`."""
+    def lease(self, request: RequestId, work: Work) -> Lease:
+        """Lease the slot for `work`. The caller owns the lease until `release` or `lose`."""
         self._move(Move.LEASE)
         self.generation += 1
-        self.holder = request
+        self.holder, self.work = request, work
         return Lease(self.id, self.generation, request)
 
     def holds(self, lease: Lease) -> bool:

@@ -37,7 +37,7 @@ from router.core.model.effects import (
 )
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import QueueLimits
-from router.core.model.slots import NOTHING, Phase
+from router.core.model.slots import NO_WORK, NOTHING, Phase
 from router.core.model.tuning import TUNING
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
@@ -381,7 +381,7 @@ def test_others_pass_who_waits_for_a_busy_slot() -> None:
 def test_whole_backend_request_is_not_starved() -> None:
     s = scheduler(backend("a", 2), backend("b", 2))
     arrive(s, "x", [1])
-    s.state.fleet.slots[B0].lease(RequestId("y"))
+    s.state.fleet.slots[B0].lease(RequestId("y"), NO_WORK)
     assert arrive(s, "r", whole_backend=True) == []
 
     (dispatch,) = arrive(s, "r2", [2])

@@ -103,6 +103,14 @@ def test_an_answer_of_another_length_or_prompt_is_not_believed() -> None:
     assert after_answer(left, tokens(1, 2), tokens(7, 8)) == left
 
 
+def test_answer_does_not_end_the_doubt_of_a_longer_slot() -> None:
+    """Its length would be taken for known, and another request's tokens for the slot's."""
+    counted = Resident(PROMPT.tokens, may_hold_more=True)
+
+    assert after_answer(counted, PROMPT.tokens, tokens(7)) == counted
+    assert after_answer(UNKNOWN, EMPTY, tokens(7)) == UNKNOWN
+
+
 def test_a_slot_of_unknown_length_claims_nothing() -> None:
     assert after_quiet(Resident(tokens(1, 2)), PROMPT, None) == UNKNOWN
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from router.base.tokens import common_prefix, pack
 from router.base.types import RequestId
 from router.core.fleet.slot_index import Holdings
-from router.core.model.slots import Content, Resident, SlotTable, Work
+from router.core.model.slots import NO_WORK, Content, Resident, SlotTable, Work
 from tests.support.scheduler.build import A0, A1, A, B, tokens
 
 ids = st.lists(st.integers(1, 2), max_size=4).map(pack)
@@ -29,8 +29,7 @@ def test_it_follows_the_slots_whatever_happens_to_them(data: Any) -> None:
             case "holds" if slots:
                 data.draw(st.sampled_from(slots)).hold(Content(Resident(data.draw(ids))))
             case "leased" if slots and slots[0].is_idle:
-                slots[0].lease(RequestId(f"r{number}"))
-                slots[0].do(Work(pending=data.draw(ids), busy_until=0.0))
+                slots[0].lease(RequestId(f"r{number}"), Work(pending=data.draw(ids)))
         prompt = data.draw(ids)
 
         held = {s.id: s.content.resident.tokens if s.is_idle else s.work.pending for s in table}
@@ -43,7 +42,7 @@ def test_a_leased_slot_counts_by_what_its_lease_computes() -> None:
     table.add(A, 2)
     for slot in table:
         slot.hold(Content(Resident(tokens(1, 2, 3))))
-    table[A1].lease(RequestId("r"))
+    table[A1].lease(RequestId("r"), NO_WORK)
     table[A1].do(replace(table[A1].work, pending=tokens(1, 5)))
 
     assert Holdings().shared(table, tokens(1, 2, 4)) == {A0: 2, A1: 1}

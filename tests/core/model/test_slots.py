@@ -25,7 +25,7 @@ HELD = Content(Resident(tokens(1, 2)))
 def slot_in(phase: Phase) -> tuple[Slot, Lease]:
     """Return a slot in this phase, and its last lease."""
     slot = Slot(A0)
-    lease = slot.lease(R)
+    lease = slot.lease(R, NO_WORK)
     match phase:
         case Phase.IDLE:
             slot.release(lease, EMPTY_SLOT, 0.0)
@@ -44,7 +44,7 @@ def slot_in(phase: Phase) -> tuple[Slot, Lease]:
 def make(slot: Slot, move: Move, lease: Lease) -> None:
     match move:
         case Move.LEASE:
-            slot.lease(R2)
+            slot.lease(R2, NO_WORK)
         case Move.START:
             slot.start(lease)
         case Move.ABANDON:
@@ -76,7 +76,7 @@ def test_every_phase_can_be_lost_and_only_idle_is_leased() -> None:
 
 def test_a_released_slot_holds_what_it_was_released_with() -> None:
     slot = Slot(A0, content=Content(saved=True))
-    lease = slot.lease(R)
+    lease = slot.lease(R, NO_WORK)
     slot.do(Work(pending=tokens(9), sharing=True))
 
     slot.release(lease, HELD, 5.0)
@@ -94,7 +94,7 @@ def test_a_lease_is_given_back_once() -> None:
 
 def test_a_late_lease_says_nothing_about_its_successor() -> None:
     slot, late = slot_in(Phase.IDLE)
-    current = slot.lease(R)
+    current = slot.lease(R, NO_WORK)
 
     assert not slot.holds(late)
     with pytest.raises(StaleLeaseError):
@@ -132,8 +132,8 @@ def test_a_table_knows_how_many_slots_are_in_which_phase() -> None:
     assert not table.any_idle()
     bench = table.add(A, 2)
     assert table.any_idle()
-    lease = table[A0].lease(R)
-    table[A1].lease(R2)
+    lease = table[A0].lease(R, NO_WORK)
+    table[A1].lease(R2, NO_WORK)
 
     assert bench.phases[Phase.PREPARING] == 2
     assert not table.any_idle()
@@ -146,7 +146,7 @@ def test_a_table_knows_how_many_slots_are_in_which_phase() -> None:
 def test_losing_a_backend_tells_who_was_there() -> None:
     table = SlotTable()
     table.add(A, 2)
-    lease = table[A1].lease(R)
+    lease = table[A1].lease(R, NO_WORK)
 
     assert table.lose(A) == [R]
     assert {slot.phase for slot in table} == {Phase.LOST}
@@ -157,13 +157,13 @@ def test_losing_a_backend_tells_who_was_there() -> None:
 def test_restart_raises_generations_and_changes_slot_count() -> None:
     table = SlotTable()
     table.add(A, 2)
-    first, second = table[A0].lease(R), table[A1].lease(R2)
+    first, second = table[A0].lease(R, NO_WORK), table[A1].lease(R2, NO_WORK)
 
     table.add(A, 1)
 
     assert not table.holds(first)
     assert not table.holds(second)  # its slot no longer exists
-    assert table[A0].lease(R).generation > first.generation
+    assert table[A0].lease(R, NO_WORK).generation > first.generation
 
 
 def test_what_could_be_saved_follows_the_slots() -> None:
@@ -172,13 +172,13 @@ def test_what_could_be_saved_follows_the_slots() -> None:
     assert table.unsaved() == {}
 
     for where, now in ((A0, 2.0), (A1, 1.0)):
-        table[where].release(table[where].lease(R), HELD, now)
+        table[where].release(table[where].lease(R, NO_WORK), HELD, now)
     assert table.unsaved() == {A: 1.0}
 
     table[A1].hold(replace(HELD, saved=True))
     assert table.unsaved() == {A: 2.0}
 
-    lease = table[A1].lease(R)
+    lease = table[A1].lease(R, NO_WORK)
     assert table.unsaved() == {}  # a slot of the backend is in use
 
     table[A1].release(lease, HELD, 5.0)

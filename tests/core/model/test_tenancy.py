@@ -238,6 +238,21 @@ def test_the_baselines_keep_tenants_apart_too(name: PolicyName) -> None:
 # Server-placed requests
 
 
+def test_slots_in_doubt_keep_their_tenant() -> None:
+    """One tenant's slots are all in doubt: its next request there is sent all the same."""
+    s = apart(backend("a", 3))
+    for where in (A0, A1, SlotId(BackendId("a"), 2)):
+        holds(s, where, X)
+    arrive(s, ids=tokens(1, 2), tenant=X, pinnable=False)
+    prefilled(s)
+    launched(s, 7)  # it runs where the router cannot tell
+    arrive(s, "r2", ids=tokens(3, 4), tenant=X, pinnable=False)
+    finish(s, "r", Outcome.CLIENT_GONE)
+
+    assert [one.offered_tenant for one in s.state.fleet.slots] == [X, X, X]
+    assert "Reject" not in names(prefilled(s, "r2"))
+
+
 def other() -> Resident:
     """Return tokens that diverge from LONG after 400 tokens."""
     return Resident(head(LONG, 400) + run_of(9, 5))  # type: ignore[arg-type]

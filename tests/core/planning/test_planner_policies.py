@@ -9,6 +9,7 @@ from router.core.fleet.fleet import Fleet
 from router.core.model.jobs import RequestJob
 from router.core.model.plan import Candidate, Plan, Price
 from router.core.model.policy import PolicyName
+from router.core.model.slots import NO_WORK
 from router.core.planning.baseline_policies import sticky_key
 from router.core.planning.planner import plan
 from router.core.planning.wait_candidates import hope_ends
@@ -54,7 +55,7 @@ def waits(request_: Request, fleet_: Fleet, **more: float) -> SlotId | None:
 def shared_prefill(policy: PolicyName = PolicyName.PREFER_IDLE, until: float = 2.0) -> Fleet:
     """Return a fleet in which a/0 prefills LONG for sharing; a/1 is idle."""
     made = fleet(policy=policy)
-    lease = made.slots[A0].lease(R)
+    lease = made.slots[A0].lease(R, NO_WORK)
     made.slots[A0].do(replace(made.slots[A0].work, sharing=True, pending=LONG))
     made.slots[A0].do(replace(made.slots[A0].work, busy_until=until))
     planned = Plan(Candidate(A0, Source.COLD, 0, Price()))

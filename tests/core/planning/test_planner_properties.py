@@ -12,7 +12,7 @@ from router.base.types import KvDir, MemoryKind, Prompt, Request, RequestId, Slo
 from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
-from router.core.model.slots import Content, Resident
+from router.core.model.slots import NO_WORK, Content, Resident
 from router.core.planning.planner import plan
 from tests.support.scheduler.build import (
     NS,
@@ -65,14 +65,14 @@ def fleets(draw: Any, policies: list[PolicyName] = list(PolicyName)) -> Fleet:  
             case "running":
                 busy(made, slot.id, until=draw(st.floats(0, 2)), pending=pack(draw(ids)))
             case "sharing":
-                slot.lease(request("x").id)
+                slot.lease(request("x").id, NO_WORK)
                 slot.do(replace(slot.work, sharing=True, pending=pack(draw(ids))))
                 slot.do(replace(slot.work, busy_until=draw(st.floats(0, 2))))
             case "saving":
-                slot.lease(request("x").id)
+                slot.lease(request("x").id, NO_WORK)
                 slot.do(replace(slot.work, saving=pack(draw(ids)), pending=pack(draw(ids))))
             case "draining":
-                slot.abandon(slot.lease(request("x").id))
+                slot.abandon(slot.lease(request("x").id, NO_WORK))
             case _:
                 pass
     for gated in draw(st.sets(st.sampled_from([A, B]), max_size=1)):

@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from typing import Any
 
-from msgspec.structs import replace
-
 from router.base.tokens import EMPTY, Tokens, count, pack
 from router.base.types import (
     BackendId,
@@ -26,7 +24,7 @@ from router.core.fleet.fleet import Fleet
 from router.core.model.policy import Policy, PolicyName
 from router.core.model.rates import LinearFit, Mean, Rates
 from router.core.model.request_queue import Queue, QueueLimits
-from router.core.model.slots import Content, Resident
+from router.core.model.slots import Content, Resident, Work
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.scheduler import Scheduler
 
@@ -121,8 +119,7 @@ def fleet(
 def busy(fleet_: Fleet, slot: SlotId, *, until: float = 10.0, pending: Tokens = EMPTY) -> None:
     """Let another request run on a slot."""
     held = fleet_.slots[slot]
-    held.start(held.lease(RequestId(f"busy-{slot}")))
-    held.do(replace(held.work, busy_until=until, pending=pending))
+    held.start(held.lease(RequestId(f"busy-{slot}"), Work(pending=pending, busy_until=until)))
 
 
 def scheduler(
