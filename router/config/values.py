@@ -24,6 +24,7 @@ from pydantic import (
     HttpUrl,
     TypeAdapter,
     ValidationError,
+    WithJsonSchema,
 )
 
 from router.base.urls import authority
@@ -317,16 +318,42 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 CountOrNoLimit = Annotated[int, Field(ge=NO_LIMIT, le=MAX_COUNT)]
 PositiveCountOrNoLimit = Annotated[CountOrNoLimit, AfterValidator(_not_zero)]
-Size = Annotated[int, BeforeValidator(size)]
-PositiveSize = Annotated[int, BeforeValidator(partial(size, at_least=1))]
-SizeOrNoLimit = Annotated[int, BeforeValidator(partial(size, at_least=NO_LIMIT))]
-Seconds = Annotated[float, BeforeValidator(partial(duration, positive=False))]
-PositiveSeconds = Annotated[float, BeforeValidator(duration)]
-SecondsOrOff = Annotated[float | None, BeforeValidator(duration_or_off)]
-AbsolutePath = Annotated[Path, BeforeValidator(absolute_path)]
-ListenAddress = Annotated[Address, BeforeValidator(address)]
-Name = Annotated[str, BeforeValidator(name)]
-VariableName = Annotated[str, BeforeValidator(variable_name)]
-EnvName = Annotated[str, BeforeValidator(env_name)]
-BaseUrl = Annotated[str, BeforeValidator(base_url)]
-Url = Annotated[str, BeforeValidator(http_url)]
+# What an editor may say of a value that is written as a text (`json_schema`). Looser than the
+# functions above, where a pattern cannot say it.
+_SIZE_TEXT = {"type": "string", "pattern": r"^[0-9.]+ ?([kKMGT]i?)?B$"}
+_TIME_TEXT = {"type": "string", "pattern": r"^[0-9.]+ ?(ms|s|m|h)$"}
+
+
+def _size_schema(at_least: int) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": "integer", "minimum": at_least}, _SIZE_TEXT]})
+
+
+def _text_schema(pattern: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "pattern": pattern})
+
+
+Size = Annotated[int, BeforeValidator(size), _size_schema(0)]
+PositiveSize = Annotated[int, BeforeValidator(partial(size, at_least=1)), _size_schema(1)]
+SizeOrNoLimit = Annotated[
+    int, BeforeValidator(partial(size, at_least=NO_LIMIT)), _size_schema(NO_LIMIT)
+]
+Seconds = Annotated[
+    float,
+    BeforeValidator(partial(duration, positive=False)),
+    WithJsonSchema({"anyOf": [_TIME_TEXT, {"const": 0}]}),
+]
+PositiveSeconds = Annotated[float, BeforeValidator(duration), WithJsonSchema(_TIME_TEXT)]
+SecondsOrOff = Annotated[
+    float | None,
+    BeforeValidator(duration_or_off),
+    WithJsonSchema({"anyOf": [_TIME_TEXT, {"enum": ["off", False]}]}),
+]
+AbsolutePath = Annotated[Path, BeforeValidator(absolute_path), _text_schema("^/")]
+ListenAddress = Annotated[Address, BeforeValidator(address), _text_schema("^.+:[0-9]{1,5}$")]
+Name = Annotated[str, BeforeValidator(name), _text_schema(f"^{_NAME.pattern}$")]
+VariableName = Annotated[
+    str, BeforeValidator(variable_name), _text_schema(f"^{_ENV_NAME.pattern}$")
+]
+EnvName = Annotated[str, BeforeValidator(env_name), _text_schema(f"^{_ENV_NAME.pattern}$")]
+BaseUrl = Annotated[str, BeforeValidator(base_url), _text_schema("^https?://")]
+Url = Annotated[str, BeforeValidator(http_url), _text_schema("^https?://")]

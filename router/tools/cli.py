@@ -13,6 +13,7 @@ from router.assembly.router import serve
 from router.base.api_keys import hash_text, new_key
 from router.base.errors import KvError, RouterError
 from router.config import values
+from router.config.editor import print_schema
 from router.config.schema import Config, ConfigError, from_flags, load
 from router.core.model.policy import PolicyName
 from router.telemetry.logs import set_up_logging
@@ -142,6 +143,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("program", choices=["llama-swap"])
     command.add_argument("file", type=Path, metavar="FILE")
     command.set_defaults(run=_import)
+
+    command = commands.add_parser("schema", help="print the JSON Schema of the configuration")
+    command.set_defaults(run=lambda _: print_schema())
 
     command = commands.add_parser("simulate", help="simulate a trace or a workload")
     add_options(command)
