@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("file", type=Path, metavar="FILE")
     command.set_defaults(run=_import)
 
+    command = commands.add_parser("completion", help="print a script that completes commands")
+    command.add_argument("shell", choices=["bash", "zsh", "tcsh"])
+    command.set_defaults(run=lambda options: _completion(parser, options.shell))
+
     command = commands.add_parser("schema", help="print the JSON Schema of the configuration")
     command.set_defaults(run=lambda _: print_schema())
 
@@ -151,6 +155,27 @@ def _parser() -> argparse.ArgumentParser:
     add_options(command)
     command.set_defaults(run=simulate)
     return parser
+
+
+def _completion(parser: argparse.ArgumentParser, shell: str) -> int:
+    """Print the completion script of a shell. Returns 0."""
+    import shtab  # no other command needs it
+
+    for action in _actions(parser):
+        if action.type is Path:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    sys.stdout.write(shtab.complete(parser, shell) + "\n")
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield each option and argument of a parser and of its commands."""
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other list
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            for command in action.choices.values():
+                yield from _actions(command)
+        else:
+            yield action
 
 
 def _where(command: argparse.ArgumentParser) -> None:

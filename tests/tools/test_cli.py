@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,6 +20,7 @@ import pytest
 from router import __version__
 from router.tools.cli import main
 from tests.conftest import StartServer
+from tests.support.paths import ROOT
 
 UNUSED_URL = "http://127.0.0.1:9"
 # Seconds to wait for the end of a program that was told to end or was killed.
@@ -314,3 +316,27 @@ async def test_key_that_is_not_there(tmp_path: Path) -> None:
     async with serving("--config", str(file)) as process:
         assert await process.end() == 1
         assert "KVFERRY_NO_SUCH_KEY" in process.log[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["ser"], {"serve", "servers"}),
+        (["serve", "--pol"], {"--policy"}),
+        (["snapshots", ""], {"list", "show", "purge"}),
+        (["check", "kvferry.exam"], {"kvferry.example.yaml"}),
+    ],
+)
+def test_bash_completes_commands_options_and_files(
+    capsys: pytest.CaptureFixture[str], words: list[str], expected: set[str]
+) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    line = " ".join(f"'{word}'" for word in ["kvferry", *words])
+    script += f"COMP_WORDS=({line}); COMP_CWORD={len(words)}\n"
+    script += '_shtab_kvferry; printf "%s\\n" "${COMPREPLY[@]}"\n'
+    done = subprocess.run(
+        ["bash"], input=script, capture_output=True, text=True, cwd=ROOT / "config", check=True
+    )
+
+    assert set(done.stdout.split()) == expected
