@@ -118,6 +118,7 @@ def watched_backends(config: Config, parts: Parts, stack: AsyncExitStack) -> Wat
             kv_dir=kv_dir_of(backend, config),
             store=parts.store,
             extra_models=backend.models,
+            max_running=backend.max_running,
             watch=watch_of(config),
             listener=reactions,
             drivers=parts.drivers,

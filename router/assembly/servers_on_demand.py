@@ -42,8 +42,8 @@ class ServersOnDemand:
         kv_dir = kv_dir_of_servers(config)
         self._kv_dir = None if kv_dir is None else Path(kv_dir)
         self._models = config.servers.models
-        self._names = {
-            server: model.names for model in config.servers.models for server in model.servers
+        self._served = {
+            server: model for model in config.servers.models for server in model.servers
         }
         self._identities: dict[BackendId, Identity] = {}  # of the latest process
         self._learned: dict[BackendId, tuple[Identity, Attached]] = {}
@@ -136,12 +136,14 @@ class ServersOnDemand:
 
     def keeps(self, server: BackendId) -> bool:
         """Return whether a backend is a server on demand, which may come back as it was."""
-        return server in self._names
+        return server in self._served
 
     def _ready(self, server: BackendId, url: str, identity: Identity) -> None:
         self._identities[server] = identity
-        given = {"name": server, "url": url, "models": self._names[server]}
-        self._backends.admit(BackendConfig.model_validate(given | {"kv_dir": str(self._kv_dir)}))
+        model = self._served[server]
+        given: dict[str, object] = {"name": server, "url": url, "kv_dir": str(self._kv_dir)}
+        given |= {"models": model.names, "max_running": model.max_running}
+        self._backends.admit(BackendConfig.model_validate(given))
 
     def _ended(self, server: BackendId, problem: str) -> None:
         self._backends.dismiss(server)

@@ -205,6 +205,7 @@ class BackendInfo(Struct, frozen=True):
     keeps_idle_slots: bool = True  # False: unified KV + RAM cache (llama-server.md section 0.6)
     generates: bool = True  # False: an embedding model; its slots hold nothing (section 2.1)
     n_stream: int = 1  # KV streams of its state files; 0: no attention
+    max_running: int | None = None  # requests at once; None: as many as slots
     unified: bool = False  # its slots share `n_ctx` cells of KV
     window: int = 0  # tokens of the sliding window, as far as seen
     cuts: bool = False  # a prefix cut out of a state file was seen to work

@@ -85,6 +85,7 @@ class BackendConfig(ConfigSection):
     kv_dir: values.AbsolutePath | None = None  # None: served, no snapshots
     api_key_env: values.EnvName | None = None
     models: tuple[values.Text, ...] = Field(default=(), strict=False)
+    max_running: values.PositiveCount | None = None  # None: as many as it has slots
 
 
 class StoreConfig(ConfigSection):

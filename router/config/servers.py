@@ -45,6 +45,7 @@ class ModelConfig(ConfigSection):
     hf: Annotated[str, BeforeValidator(values.hf_reference)] | None = None
     aliases: tuple[values.Text, ...] = Field(default=(), strict=False)
     slots: values.PositiveCount = 4
+    max_running: values.PositiveCount | None = None
     ctx: values.PositiveCount = 16384
     args: tuple[str, ...] = Field(default=(), strict=False)
     env: dict[values.VariableName, str] = Field(default={}, strict=False)

@@ -7,7 +7,7 @@ from router.core.fleet.backend_queues import PlacementGate, PrefillQueue
 from router.core.fleet.ghost_list import GhostList
 from router.core.fleet.write_backoff import WriteBackoff
 from router.core.model.rates import Rates
-from router.core.model.slots import Bench, Slot
+from router.core.model.slots import Bench, Phase, Slot
 
 
 @dataclass(slots=True)
@@ -57,6 +57,13 @@ class Backend:
             and info.answers_to(request.model)
             and info.id not in request.avoid
         )
+
+    @property
+    def may_run_more(self) -> bool:
+        """Return whether it runs fewer requests than its operator allows (`max_running`)."""
+        most, phases = self.info.max_running, self.slots.phases
+        busy = phases[Phase.RUNNING] + phases[Phase.PREPARING] + phases[Phase.ABANDONED]
+        return most is None or busy < most
 
     @property
     def may_write(self) -> bool:

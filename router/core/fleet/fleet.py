@@ -82,7 +82,7 @@ class Fleet:
         until it is known to run (llama-server.md section 2.2). Any slot will do where slots hold
         nothing. A steered request needs the idle slots only when it is sent (`placement_gate.py`).
         """
-        if backend.gate.is_closed:
+        if backend.gate.is_closed or not backend.may_run_more:
             return False
         if any(holds_up(request, first) for first in self._at_gate(backend)):
             return False

@@ -90,6 +90,7 @@ class Monitor:
         kv_dir: KvDir | None,
         store: SnapshotStore | None,
         extra_models: tuple[str, ...],
+        max_running: int | None = None,
         watch: MonitorSettings,
         listener: BackendListener,
         drivers: Drivers,
@@ -108,6 +109,7 @@ class Monitor:
         self._kv_dir = kv_dir
         self._store = store
         self._extra_models = extra_models
+        self._max_running = max_running
         self._answered = False  # in this check, as a llama-server does.
         self._told: Trouble | None = None  # last trouble logged since it was up.
         self._checks_since_probe = 0
@@ -352,6 +354,7 @@ class Monitor:
             kv_dir=self._kv_dir,
             store=self._store,
             extra_models=self._extra_models,
+            max_running=self._max_running,
             with_probe=with_probe and self.watch.probe,
             makes_way=makes_way,
             empties_unknown=only is None,
@@ -402,6 +405,7 @@ async def attach(
     kv_dir: KvDir | None,
     store: SnapshotStore | None,
     extra_models: tuple[str, ...] = (),
+    max_running: int | None = None,
     with_probe: bool = True,
     tenants: bool = False,
     known: set[Namespace] | None = None,
@@ -446,6 +450,7 @@ async def attach(
         keeps_idle_slots=found.keeps_idle_slots,
         generates=found.generates,
         n_stream=found.n_stream,
+        max_running=max_running,
         unified=props.total_slots > 1 and found.unified,
         window=found.window,
         cuts=found.cuts,

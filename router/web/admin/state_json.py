@@ -49,6 +49,7 @@ def backend_row(name: BackendId, selection: BackendSelection, engine: Engine) ->
         "state": selection.standing(name),
         "models": sorted(info.models),
         "slots": info.n_slots,
+        "max_running": info.max_running,
         "n_ctx": info.n_ctx,
         "namespace": info.namespace,
         "memory_kind": info.memory_kind,
