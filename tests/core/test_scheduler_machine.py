@@ -57,6 +57,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
                 "namespace": st.sampled_from([NS, NS, NS, Namespace("other")]),
                 "n_ctx": st.sampled_from([100, 12]),
                 "n_stream": st.sampled_from([1, 2]),
+                "max_running": st.sampled_from([None, None, 1, 2]),
             }
         ),
         coalesce=st.sampled_from([None, 0.0, 0.1]),
