@@ -3,11 +3,13 @@
 import argparse
 import asyncio
 import sys
+from datetime import UTC, datetime
 from typing import Any
 
 import orjson
 
 from router.tools.console.client import connected
+from router.tools.console.format import span
 from router.tools.console.view import table
 from router.tools.terminal import output
 
@@ -30,13 +32,14 @@ async def _fetch(url: str, limit: int) -> Json:
 
 
 def show(found: list[Json]) -> None:
-    """Print the sessions as a table."""
+    """Print the sessions as a table: their requests, tokens, and last request."""
     console = output()
     if not found:
         console.print("no client has named a session: docs/clients.md lists the hints")
         return
-    numbers = ("requests", "prompt", "computed", "reused")
-    made = table("session", *numbers, "slot", "last", right=numbers, last="named by")
+    numbers = ("sent", "prompt", "computed", "reused")
+    made = table("session", *numbers, "ago", right=(*numbers, "ago"), last="named by")
+    now = datetime.now(UTC)
     for one in found:
         prompt, computed = one["prompt_tokens"], one["computed_tokens"]
         made.add_row(
@@ -45,8 +48,7 @@ def show(found: list[Json]) -> None:
             f"{prompt:,}",
             f"{computed:,}",
             f"{100 * (prompt - computed) / prompt:.0f} %" if prompt else "-",
-            f"{one['backend']}/{one['slot']}",
-            one["last"][11:19],
+            span((now - datetime.fromisoformat(one["last"])).total_seconds()),
             one["named_by"],
         )
     console.print(made)
