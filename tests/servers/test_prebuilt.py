@@ -9,7 +9,6 @@ from tests.conftest import StartServer
 
 def test_prebuilt_has_the_defaults_of_llama_server() -> None:
     """server.cpp:168-173: no -np is four slots and unified KV, an explicit -np is not unified."""
-    pytest.importorskip("xllamacpp")
     auto = prebuilt.build_params(prebuilt.parse_args(["-m", "m"]))
     explicit = prebuilt.build_params(prebuilt.parse_args(["-m", "m", "-np", "4"]))
 
