@@ -177,7 +177,7 @@ def _nobodys(state: State, now: float) -> list[Waiting]:
     return [
         w
         for w in state.queue.oldest(TUNING.checked_for_backend)
-        if not state.is_served(w.request) and not _will_be_loaded(state, w.request, now)
+        if not state.fleet.is_served(w.request) and not _will_be_loaded(state, w.request, now)
     ]
 
 

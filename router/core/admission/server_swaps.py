@@ -81,7 +81,7 @@ def refusal(state: State, request: Request, now: float) -> ServerFailedError | N
     servers = state.fleet.servers
     if not servers.of(request.model) or servers.may_serve(request.model, now):
         return None
-    return None if state.is_served(request) else _failed(state, request.model)
+    return None if state.fleet.is_served(request) else _failed(state, request.model)
 
 
 def _failed(state: State, model: str | None) -> ServerFailedError:

@@ -442,8 +442,9 @@ def _let_go(state: State, job: Job) -> None:
     """Take a job out of all that it waits for or keeps, but for its leases."""
     state.fleet.jobs.pop(job.id, None)
     if isinstance(job, RequestJob):
-        state.backend_of(job).prefills.leave(job.id)
-        state.backend_of(job).gate.leave(job.id)
+        backend = state.backend_of(job)
+        backend.prefills.leave(job.id)
+        backend.gate.leave(job.id)
         state.release_snapshot(job)
 
 

@@ -175,8 +175,8 @@ def pass_gate(state: State, now: float) -> int:
 
 
 def _dispatch(state: State, job: RequestJob, now: float) -> None:
-    slot = state.slot_of(job)
-    ends_at = now + state.backend_of(job).rates.generation_s(job.request.max_new_tokens)
+    slot, backend = state.slot_of(job), state.backend_of(job)
+    ends_at = now + backend.rates.generation_s(job.request.max_new_tokens)
     for lease in (job.lease, *job.others):
         used = state.fleet.slots[lease.slot]
         used.start(lease)
@@ -184,10 +184,10 @@ def _dispatch(state: State, job: RequestJob, now: float) -> None:
     slot.do(replace(slot.work, pending=job.request.prompt.tokens, sharing=False))
     prefill_queue.hand_over(state, job, now)
     job.dispatch(slot.content.resident, now)
-    if not state.backend_of(job).info.is_managed:
-        state.backend_of(job).note_sent(job.request)
+    if not backend.info.is_managed:
+        backend.note_sent(job.request)
     pin = job.claim is SlotClaim.PINNED
-    gated = state.backend_of(job).gate.holder == job.id
+    gated = backend.gate.holder == job.id
     state.out.append(Dispatch(job.id, job.lease, job.plan, pin, gated, job.waited_s, job.prefilled))
 
 

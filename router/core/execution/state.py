@@ -7,7 +7,6 @@ from router.base.errors import RouterError
 from router.base.types import (
     BackendId,
     MemoryKind,
-    Request,
     RequestId,
     Snapshot,
     SnapshotId,
@@ -66,7 +65,7 @@ class State:
 
     def backend_of(self, job: Job) -> Backend:
         """Return the backend of the job's slot."""
-        return self.fleet.backends[job.slot.backend]
+        return self.fleet.backend_of(job.slot)
 
     def slot_of(self, job: Job) -> Slot:
         """Return the job's slot."""
@@ -76,10 +75,6 @@ class State:
         """Return the job of a request. None: it has none, or has abandoned its slot."""
         job = self.fleet.jobs.get(request)
         return job if isinstance(job, RequestJob) else None
-
-    def is_served(self, request: Request) -> bool:
-        """Return True if a backend that is up could serve the request, busy or not."""
-        return any(True for _ in self.fleet.serving(request))
 
     def job_of(self, request: RequestId) -> RequestJob:
         """Return the job of a request that surely has one. Raises KeyError."""

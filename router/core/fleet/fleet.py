@@ -65,6 +65,10 @@ class Fleet:
         """Yield the backends that could serve a request, busy or not."""
         return (backend for backend in self.up.values() if self.serves(backend, request))
 
+    def is_served(self, request: Request) -> bool:
+        """Return whether a backend that is up could serve the request, busy or not."""
+        return next(self.serving(request), None) is not None
+
     def info(self, backend: BackendId) -> BackendInfo | None:
         """Return what a backend is; None: it is not up."""
         found = self.up.get(backend)
@@ -342,7 +346,3 @@ class Fleet:
             self.displaced.add(
                 namespace_of(self.backend_of(slot.id).info, slot.content.tenant), tokens
             )
-
-    def wants(self, slot: Slot, request: Request) -> bool:
-        """Return whether the slot meets the client's `id_slot`, if its backend has that slot."""
-        return request.slot_hint is None or self.backend_of(slot.id).wants(slot, request)

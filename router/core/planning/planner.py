@@ -69,12 +69,13 @@ def _waits_for_room(context: PricingContext, room: list[Backend]) -> bool:
     if not loss_s:
         return False
     fleet, whole = context.fleet, context.n_prompt + (context.request.max_new_tokens or 0)
+    with_room = {backend.id for backend in room}
     waits_s = (
         slot.work.busy_until - context.now
         if slot.work.busy_until > context.now
         else TUNING.unknown_end_s
         for backend in fleet.serving(context.request)
-        if backend not in room and backend.info.n_ctx >= whole
+        if backend.id not in with_room and backend.info.n_ctx >= whole
         for slot in backend.slots
     )
     return loss_s > min(waits_s, default=inf)

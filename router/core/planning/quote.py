@@ -20,7 +20,7 @@ from router.core.planning.planner import plan
 
 def quote(request: Request, fleet: Fleet, queue: Queue, now: float) -> Quote | None:
     """Return what serving the request would take. None: nothing here can serve it."""
-    if not any(True for _ in fleet.serving(request)):
+    if not fleet.is_served(request):
         return _once_loaded(request, fleet, now)
     made = plan(request, fleet, now, losers=0) if not len(queue) else None
     if made is None:
