@@ -32,6 +32,7 @@ from tests.support.servers.router_fleet import Answer, Fleet
 # A sentence has about 35 tokens: a system prompt of 1,500, a question of 600, a short one of 100.
 SYSTEM, QUESTION, SHORT = 45, 17, 3
 CTX = 32768  # tokens of each slot: room for a long answer
+ANSWER = 8  # tokens of the first answer: at most so many are cheaper to compute than to save
 SAVES_S = 20.0  # timeout for a save, which takes milliseconds
 
 
@@ -53,7 +54,7 @@ class Talk:
 
     def first_body(self) -> Json:
         """Return the body of the first turn, with a short answer."""
-        return {"messages": self.first, **GREEDY, "max_tokens": 8}
+        return {"messages": self.first, **GREEDY, "max_tokens": ANSWER}
 
     def next_turn(self, answer: Answer) -> list[Json]:
         """Return the history, the answer to it, and a new question."""
@@ -94,21 +95,24 @@ async def first_turn(fleet: Fleet, talk: Talk) -> Measured:
 
 
 async def first_saved(fleet: Fleet, talk: Talk, first: Measured) -> None:
-    """Wait until the first turn is saved: with its answer for full attention."""
+    """Wait until the prompt of the first turn is saved, less its last token.
+
+    Kinds other than full attention save it up to its last boundary.
+    """
     n = first.answer.prompt_tokens
-    await fleet.until(saved(n if talk.full else int(0.9 * n)), SAVES_S)
+    await fleet.until(saved(n - 1 if talk.full else int(0.9 * n)), SAVES_S)
 
 
 def shortfall(talk: Talk, reused: int, held: list[int], prompt: list[int], *, sibling: bool) -> str:
     """Return what is wrong with the reuse of `prompt` after `held` was computed; "" if nothing.
 
     Full attention reuses the common prefix, less the last token of a prompt, which is always
-    evaluated. Other kinds reuse up to the last boundary: the end of the prompt without the
+    evaluated, and less the answer where its save did not pay. Other kinds reuse up to the last boundary: the end of the prompt without the
     generation prompt, or the end of the system prompt for a sibling.
     """
     shared = min(common(held, prompt), len(prompt) - 1)
     boundary = 0.95 * shared if sibling else 0.9 * len(prompt)
-    lowest = float(shared - 2) if talk.full else boundary
+    lowest = float(shared - 2 - ANSWER) if talk.full else boundary
     if lowest <= reused <= shared:
         return ""
     return f"reused {reused} of {len(prompt)}; {shared} are common, at least {lowest:.0f} expected"
