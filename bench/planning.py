@@ -33,8 +33,8 @@ from router.base.types import (
     SnapshotId,
     Source,
 )
-from router.core.fleet.catalog import Catalog
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.catalog import Catalog
+from router.core.inventory.inventory import Inventory
 from router.core.model.rates import Rates
 from router.core.model.slots import Content, Resident
 from router.core.model.snapshot_limits import SnapshotLimits
@@ -102,28 +102,30 @@ def measure(options: argparse.Namespace) -> Report:
 
 @dataclass
 class _Size:
-    """A fleet with a number of snapshots, and the seconds of each measured action."""
+    """An inventory with a number of snapshots, and the seconds of each measured action."""
 
     snapshots: list[Snapshot]
-    fleet: Fleet
+    inventory: Inventory
     times: dict[str, list[float]]
     bytes_each: float
 
     @classmethod
     def of(cls, count: int, tokens: int) -> "_Size":
         snapshots = list(make_snapshots(count, tokens))
-        fleet = make_fleet(snapshots, tokens)
+        inventory = make_inventory(snapshots, tokens)
         gc.collect()
         before = rss_bytes()
-        adding = [_timed(partial(fleet.catalog.add, s, MemoryKind.FULL, 1.0)) for s in snapshots]
+        adding = [
+            _timed(partial(inventory.catalog.add, s, MemoryKind.FULL, 1.0)) for s in snapshots
+        ]
         gc.collect()
-        return cls(snapshots, fleet, {_ADD: adding}, (rss_bytes() - before) / count)
+        return cls(snapshots, inventory, {_ADD: adding}, (rss_bytes() - before) / count)
 
     def plan(self, what: str, ids: Tokens, source: Source) -> None:
         """Plan one prompt. Raises RuntimeError if the plan's source is not `source`."""
         request = Request(RequestId(what), Prompt(ids))
         begin = perf_counter()
-        decision = plan(request, self.fleet, 0.0)
+        decision = plan(request, self.inventory, 0.0)
         self.times.setdefault(what, []).append(perf_counter() - begin)
         if decision is None or decision.chosen.source is not source:
             raise RuntimeError(f"{what}: {decision}")
@@ -133,9 +135,9 @@ class _Size:
         times = self.times.setdefault("add and evict", [])
         for newcomer, _ in zip(newcomers, self.snapshots, strict=False):
             named = replace(newcomer, id=SnapshotId(f"new-{newcomer.id}"))
-            times.append(_timed(partial(self.fleet.catalog.add, named, MemoryKind.FULL, 2.0)))
-        if self.fleet.catalog.evicted != len(times):
-            raise RuntimeError(f"{self.fleet.catalog.evicted} evicted, not {len(times)}")
+            times.append(_timed(partial(self.inventory.catalog.add, named, MemoryKind.FULL, 2.0)))
+        if self.inventory.catalog.evicted != len(times):
+            raise RuntimeError(f"{self.inventory.catalog.evicted} evicted, not {len(times)}")
 
 
 def make_tokens(random_: random.Random, n: int) -> Tokens:
@@ -156,17 +158,17 @@ def make_snapshots(n: int, tokens: int, seed: int = 0) -> Iterator[Snapshot]:
         yield Snapshot(SnapshotId(f"{number:08x}"), SPACE, PLACE, ids, tokens * BYTES_PER_TOKEN)
 
 
-def make_fleet(snapshots: Sequence[Snapshot], tokens: int) -> Fleet:
+def make_inventory(snapshots: Sequence[Snapshot], tokens: int) -> Inventory:
     """Return two backends of four idle slots, most of them with other tokens."""
-    fleet = Fleet()
+    inventory = Inventory()
     random_ = random.Random(-1)
     for name in (BackendId("a"), BackendId("b")):
         info = BackendInfo(*(name, 4, 4 * tokens, SPACE), kv_dir=PLACE, memory_kind=MemoryKind.FULL)
-        fleet.take(info, Rates())
-        for slot in fleet.slots.of(name)[1:]:
+        inventory.take(info, Rates())
+        for slot in inventory.slots.of(name)[1:]:
             slot.hold(Content(Resident(make_tokens(random_, tokens))))
-    fleet.catalog = Catalog(SnapshotLimits(max_bytes=len(snapshots) * tokens * BYTES_PER_TOKEN))
-    return fleet
+    inventory.catalog = Catalog(SnapshotLimits(max_bytes=len(snapshots) * tokens * BYTES_PER_TOKEN))
+    return inventory
 
 
 def snapshot_bytes(count: int, tokens: int) -> float:
@@ -180,9 +182,9 @@ def slot_bytes(tokens: int) -> float:
     held = [make_tokens(random_, tokens) for _ in range(_SLOTS)]
     gc.collect()
     tracemalloc.start()
-    fleet = Fleet()
-    fleet.slots.add(BackendId("a"), _SLOTS)
-    for slot, ids in zip(fleet.slots.of(BackendId("a")), held, strict=True):
+    inventory = Inventory()
+    inventory.slots.add(BackendId("a"), _SLOTS)
+    for slot, ids in zip(inventory.slots.of(BackendId("a")), held, strict=True):
         slot.hold(Content(Resident(ids)))
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

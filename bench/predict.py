@@ -98,8 +98,8 @@ async def measure(options: argparse.Namespace) -> Report:
 async def _real(
     shape: Shape, options: argparse.Namespace, home: Path
 ) -> tuple[list[Sample], Counts, Json]:
-    async with running(Contender(KVFERRY), shape, home) as fleet:
-        client = Client(fleet.servers[0])
+    async with running(Contender(KVFERRY), shape, home) as kvferry:
+        client = Client(kvferry.servers[0])
         words = await asyncio.to_thread(traces.vocabulary, client)
         client.close()
         load = traces.build(
@@ -109,11 +109,11 @@ async def _real(
             limit=options.limit,
             raw=True,
         )
-        before = await asyncio.to_thread(counts, fleet)
-        driver = Driver(fleet.urls, load, real_answers=False)
+        before = await asyncio.to_thread(counts, kvferry)
+        driver = Driver(kvferry.urls, load, real_answers=False)
         await driver.open()
-        after = await settle(fleet)
-        client = Client(fleet.urls[0])
+        after = await settle(kvferry)
+        client = Client(kvferry.urls[0])
         state: Json = (await asyncio.to_thread(client.get, "/kvferry/state")).json()
         client.close()
     return driver.samples, after.since(before), state

@@ -45,8 +45,8 @@ from router.base.types import (
     Transfer,
 )
 from router.core.execution.state import State
-from router.core.fleet.catalog import Catalog
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.catalog import Catalog
+from router.core.inventory.inventory import Inventory
 from router.core.model.policy import Policy
 from router.core.model.request_queue import Queue, QueueLimits
 from router.core.model.snapshot_limits import SnapshotLimits
@@ -178,8 +178,8 @@ async def measure(options: argparse.Namespace) -> Report:
         stack.push_async_callback(store.aclose)
         # A restore is always expected to pay: the bench measures restores, not the choice.
         policy = Policy(idle_save_after_s=None, coalesce_above_s=None, reuse_probability=1.0)
-        fleet = Fleet(policy, Catalog(SnapshotLimits()))
-        scheduler = Scheduler(State(fleet=fleet, queue=Queue(QueueLimits())))
+        inventory = Inventory(policy, Catalog(SnapshotLimits()))
+        scheduler = Scheduler(State(inventory=inventory, queue=Queue(QueueLimits())))
         backends = {BACKEND: _Backend(client, slow)}
         telemetry = _Silent()
         clock = MonotonicClock()

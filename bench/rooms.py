@@ -16,7 +16,7 @@ from types import FrameType
 
 from bench.report import Report, arguments_of, run_bench
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 ROUTER = str(Path(__file__).parents[1] / "router") + "/"
 COLUMNS = ("request", "modules entered", "returns to a module")
@@ -35,26 +35,26 @@ async def measure(options: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as home:
         async with (
             FakeLlama(kv_dir=Path(home), n_slots=2) as server,
-            running([("a", server.url)], Path(home)) as fleet,
+            running([("a", server.url)], Path(home)) as kvferry,
         ):
             for _ in range(3):
-                await _chat(fleet)
-            await fleet.complete(LONG)
-            await fleet.until_quiet()
+                await _chat(kvferry)
+            await kvferry.complete(LONG)
+            await kvferry.until_quiet()
             for name, ask in (("short chat", _chat), ("fork", _fork)):
                 with _followed() as modules:
-                    await ask(fleet)
-                    await fleet.until_quiet()
+                    await ask(kvferry)
+                    await kvferry.until_quiet()
                 report.add(name, len(set(modules)), len(modules) - len(set(modules)))
     return report
 
 
-async def _chat(fleet: Fleet) -> None:
-    await fleet.chat([{"role": "user", "content": "hello"}])
+async def _chat(kvferry: RunningRouter) -> None:
+    await kvferry.chat([{"role": "user", "content": "hello"}])
 
 
-async def _fork(fleet: Fleet) -> None:
-    await fleet.complete([*LONG[:1500], *range(3, 100)])
+async def _fork(kvferry: RunningRouter) -> None:
+    await kvferry.complete([*LONG[:1500], *range(3, 100)])
 
 
 @contextmanager

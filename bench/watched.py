@@ -1,6 +1,6 @@
 """`python -m bench.watched`: what the live page and the metrics cost the router, in CPU seconds.
 
-Requests go at a steady rate to a router in front of a large fleet of fake llama-servers, while a
+Requests go at a steady rate to a router in front of many fake llama-servers, while a
 viewer is connected. The router itself counts the time of that code (`bench.metered`). Two runs,
 with and without a viewer, differ by more than that time for other reasons.
 """

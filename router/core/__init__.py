@@ -3,7 +3,7 @@
 Packages, each of which knows only those above it:
 
 - `model`: slots, jobs, events, effects, plans: the data, and what follows from one of them alone
-- `fleet`: all backends, slots and snapshots, and the indexes over them
+- `inventory`: all backends, slots and snapshots, and the indexes over them
 - `planning`: what each way to serve a request costs in seconds, and which way is cheapest
 - `reporting`: what is said of a request afterwards
 - `execution`: from a lease to the end of its request; idle saves; the queues on the way

@@ -46,7 +46,7 @@ class Scheduler:
             admission.note_unserved(state, now)
         server_swaps.settle(state, now)
         idle_saves.save_idle(state, now)
-        if state.fleet.draining:
+        if state.inventory.draining:
             backend_drain.detach(state, now)
         return state.out
 
@@ -57,13 +57,13 @@ class Scheduler:
         """
         state = self.state
         admission.explain_admitted(state)
-        if not state.fleet.jobs:  # else each step of a job would repeat it
-            state.fleet.holdings.catch_up(state.fleet.slots)
+        if not state.inventory.jobs:  # else each step of a job would repeat it
+            state.inventory.holdings.catch_up(state.inventory.slots)
 
     def next_wakeup(self, now: float) -> float | None:
         """Return when a `Tick` would change something, in clock seconds. None: never by itself."""
         state = self.state
-        if state.fleet.catalog.is_over:
+        if state.inventory.catalog.is_over:
             return now
         at = min(
             idle_saves.wakeup(state),
@@ -85,25 +85,25 @@ class Scheduler:
             case ev.AnswerRead():
                 job_ends.answer_read(state, event)
             case ev.BackendUp():
-                server = state.fleet.servers.get(event.info.id)
+                server = state.inventory.servers.get(event.info.id)
                 if server is None or server.may_attach:  # else it was told to end meanwhile
                     job_ends.lose_backend(state, event.info.id, now)
                     backend_attach.backend_up(state, event)
                     server_swaps.came_up(state, event.info, now)
             case ev.BackendDown():
                 job_ends.lose_backend(state, event.backend, now)
-                if (server := state.fleet.servers.get(event.backend)) is not None:
+                if (server := state.inventory.servers.get(event.backend)) is not None:
                     server.went_down(now)
             case ev.Draining():
                 backend_drain.begin(state, event.backend)
             case ev.Undrained():
-                state.fleet.draining.discard(event.backend)
+                state.inventory.draining.discard(event.backend)
             case ev.Removed():
-                state.fleet.forget(event.backend)
+                state.inventory.forget(event.backend)
             case ev.Configured():
                 backend_drain.configured(state, event)
             case ev.ServersConfigured():
-                state.fleet.servers.configure(event.servers, event.limits, now)
+                state.inventory.servers.configure(event.servers, event.limits, now)
             case ev.ServerEnded():
                 server_swaps.ended(state, event, now)
             case ev.ServerAsked():
@@ -111,7 +111,7 @@ class Scheduler:
             case ev.ModelWanted():
                 server_swaps.wanted(state, event, now)
             case ev.ModelUnwanted():
-                state.fleet.servers.unread.pop(event.request, None)
+                state.inventory.servers.unread.pop(event.request, None)
             case ev.ProbeDue():
                 backend_attach.probe_due(state, event, now)
             case ev.ProbePutOff():
@@ -119,14 +119,14 @@ class Scheduler:
             case ev.Probed():
                 backend_attach.probed(state, event, now)
             case ev.RatesFound():
-                state.fleet.learned |= event.rates
+                state.inventory.learned |= event.rates
             case ev.SnapshotsFound():
                 backend_attach.snapshots_found(state, event)
             case ev.SnapshotLost():
-                state.fleet.catalog.forget(event.snapshot)
+                state.inventory.catalog.forget(event.snapshot)
             case ev.Purged():
                 for snapshot in event.snapshots:
-                    state.delete(state.fleet.catalog.remove(snapshot))
+                    state.delete(state.inventory.catalog.remove(snapshot))
             case ev.Cancelled():
                 admission.cancelled(state, event.request, now)
             case ev.Saved():
@@ -159,7 +159,7 @@ class Scheduler:
                 deadline.reject_queued(state, now)
                 admission.give_up_unserved(state, now)
                 server_swaps.reject_overdue(state, now)
-                state.delete(state.fleet.catalog.shrink())
+                state.delete(state.inventory.catalog.shrink())
             case ev.Stopping():
                 admission.stop(state, save=event.save)
             case _:  # pragma: no cover - mypy sees to it

@@ -12,7 +12,7 @@ from router.core.model.snapshot_limits import UNLIMITED
 
 def stats_of(state: State, backends: Iterable[BackendId]) -> Stats:
     """Return the statistics. `backends` are all backends, in use or not."""
-    catalog = state.fleet.catalog
+    catalog = state.inventory.catalog
     limits = catalog.limits
     return Stats(
         backends=tuple(_backend(state, backend) for backend in backends),
@@ -25,24 +25,24 @@ def stats_of(state: State, backends: Iterable[BackendId]) -> Stats:
         snapshot_tokens_limit=inf if limits.max_tokens == UNLIMITED else limits.max_tokens,
         servers=tuple(
             ServerStats(one.name, one.phase, waiting_for(state, one), one.load_s.value)
-            for one in state.fleet.servers
+            for one in state.inventory.servers
         ),
-        server_swaps=state.fleet.servers.swaps,
+        server_swaps=state.inventory.servers.swaps,
     )
 
 
 def waiting_for(state: State, server: Server) -> int:
     """Count the requests for a server's model that wait, read or unread."""
-    servers = state.fleet.servers
+    servers = state.inventory.servers
     queued = sum(n for model, n, _ in state.queue.by_model() if server in servers.of(model))
     return queued + sum(server in servers.of(one.model) for one in servers.unread.values())
 
 
 def _backend(state: State, backend: BackendId) -> BackendStats:
-    slots, known = state.fleet.slots.of(backend), state.fleet.backends.get(backend)
+    slots, known = state.inventory.slots.of(backend), state.inventory.backends.get(backend)
     return BackendStats(
         backend,
-        backend in state.fleet.up,
+        backend in state.inventory.up,
         {phase: sum(slot.phase is phase for slot in slots) for phase in Phase},
         resident_tokens=sum(len(slot.content.resident) for slot in slots),
         speeds=known.rates.speeds if known else None,

@@ -50,9 +50,9 @@ from router.core.reporting.request_records import record_of
 from router.core.scheduler import Scheduler
 from router.core.stats import stats_of
 from router.engine import slot_watch as watch
-from router.engine.fleet_view import FleetView
 from router.engine.held_prefixes import HeldPrefixes
 from router.engine.loop_throttle import LoopThrottle
+from router.engine.scheduler_view import SchedulerView
 from router.engine.server_placement import LaunchWatch
 from router.engine.transfers import Transferred, Transfers
 
@@ -126,7 +126,7 @@ class Engine:
         self.listener: EngineListener = _Deaf()
         self._servers = servers
         self._scheduler = scheduler
-        self.view = FleetView(scheduler.state)
+        self.view = SchedulerView(scheduler.state)
         self._backends = backends
         self._transfers = Transfers(backends, store, clock, telemetry)
         self._clock = clock
@@ -225,7 +225,7 @@ class Engine:
 
     def plan(self, request: Request) -> Plan | None:
         """Return what would be done with a request now. None: it would wait. No side effects."""
-        return make_plan(request, self._scheduler.state.fleet, self._clock.now())
+        return make_plan(request, self._scheduler.state.inventory, self._clock.now())
 
     def quote(self, request: Request) -> Quote | None:
         """Return what serving a request would take here. None: nothing here can. No side effects.
@@ -235,23 +235,25 @@ class Engine:
         state = self._scheduler.state
         if state.stopping:
             return None
-        return make_quote(request, state.fleet, state.queue, self._clock.now())
+        return make_quote(request, state.inventory, state.queue, self._clock.now())
 
     def must_make_room(self, model: str | None) -> bool:
         """Return whether a model can only be loaded after another one was stopped."""
-        return must_make_room(self._scheduler.state.fleet, model, self._clock.now())
+        return must_make_room(self._scheduler.state.inventory, model, self._clock.now())
 
     def is_surely_cheap(self, request: Request, limit_s: float) -> bool:
         """Return whether a request costs less than `limit_s` here, whatever is held."""
         state = self._scheduler.state
-        return not state.stopping and is_surely_cheap(request, state.fleet, state.queue, limit_s)
+        return not state.stopping and is_surely_cheap(
+            request, state.inventory, state.queue, limit_s
+        )
 
     def held_prefixes(
         self, secret: bytes, facts_of: Callable[[Namespace], str], *, keeps_news: bool
     ) -> HeldPrefixes:
         """Return a new index of what this host holds; there may be only one at a time."""
-        fleet = self._scheduler.state.fleet
-        return HeldPrefixes(fleet, secret, facts_of, keeps_news=keeps_news)
+        inventory = self._scheduler.state.inventory
+        return HeldPrefixes(inventory, secret, facts_of, keeps_news=keeps_news)
 
     # -- for the monitors and the store --------------------------------------------------------
 
@@ -297,18 +299,18 @@ class Engine:
     @property
     def infos(self) -> Mapping[BackendId, BackendInfo]:
         """Return the backends that are up."""
-        return {info.id: info for info in self._scheduler.state.fleet.infos()}
+        return {info.id: info for info in self._scheduler.state.inventory.infos()}
 
     @property
     def draining(self) -> Set[BackendId]:
         """Return the backends that get nothing new and are not done."""
-        return self._scheduler.state.fleet.draining
+        return self._scheduler.state.inventory.draining
 
     def keeps_snapshots(self, backend: BackendId) -> bool:
         """Return whether saving and restoring this backend's slots has any effect."""
-        fleet = self._scheduler.state.fleet
-        there = fleet.up.get(backend)
-        return there is not None and keeps_snapshots(fleet, there)
+        inventory = self._scheduler.state.inventory
+        there = inventory.up.get(backend)
+        return there is not None and keeps_snapshots(inventory, there)
 
     async def stop(self, *, save: bool) -> None:
         """Admit no more requests, let running ones end; `save`: save slots where that pays."""
@@ -345,7 +347,7 @@ class Engine:
                 then()
         finally:
             self._carries_out = False
-        jobs = self._scheduler.state.fleet.jobs
+        jobs = self._scheduler.state.inventory.jobs
         if len(self._scheduler.state.queue):
             self._launches.hurry()
         if self._calm is not None and not any(job.is_ours for job in jobs.values()):
@@ -444,7 +446,7 @@ class Engine:
         self._feed(await self._transfers.carry_out(effect, self.infos))
 
     def _note_step(self, request: RequestId) -> None:
-        job = self._scheduler.state.fleet.jobs.get(request)
+        job = self._scheduler.state.inventory.jobs.get(request)
         if (preparing := self._preparing.get(request)) and isinstance(job, RequestJob):
             chosen = job.plan.chosen
             preparing.begins(job.slot, chosen.source, chosen.reused_tokens)
@@ -513,7 +515,7 @@ class Engine:
         n_tokens = await self._quiet(effect)
         backend, index = self._backends.get(effect.slot.backend), effect.slot.index
         if effect.wipe and backend is not None:  # else a server on demand, which has ended
-            jobs = self._scheduler.state.fleet.jobs
+            jobs = self._scheduler.state.inventory.jobs
             await watch.wipe(backend, index, lambda: effect.request in jobs, flush=effect.flush)
             n_tokens = None
         self._throttle.call(partial(self._feed, ev.Quiet(effect.request, n_tokens)))
@@ -523,7 +525,7 @@ class Engine:
     ) -> int | None:
         if at.slot.backend not in self._backends:
             return None
-        jobs, poller = self._scheduler.state.fleet.jobs, self._pollers.at(at.slot.backend)
+        jobs, poller = self._scheduler.state.inventory.jobs, self._pollers.at(at.slot.backend)
         return await watch.wait_quiet(
             poller, at.slot.index, lambda: at.request in jobs, at.progress, on_overdue
         )
@@ -546,7 +548,7 @@ class Engine:
         return watch.known_slots(self._slots_of(backend), idle, statuses)
 
     def _slots_of(self, backend: BackendId) -> tuple[Slot, ...]:
-        return tuple(self._scheduler.state.fleet.slots.of(backend))
+        return tuple(self._scheduler.state.inventory.slots.of(backend))
 
     async def _launch(self, effect: ef.Dispatch, grant: Callable[[], object]) -> None:
         """Send a request, find out in which slot it runs, then open the placement gate."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from router.base.prefix_hash import BLOCK, STEP, PrefixHasher, in_directory
 from router.base.tokens import EMPTY, Tokens, common_prefix, count, head
 from router.base.types import Namespace, SlotId, Snapshot, SnapshotId, Tenant
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.inventory import Inventory
 from router.core.model.slots import Phase
 from router.core.model.tenancy import model_of, tenant_of
 
@@ -47,7 +47,7 @@ class HeldPrefixes:
 
     def __init__(
         self,
-        fleet: Fleet,
+        inventory: Inventory,
         secret: bytes,
         facts_of: Callable[[Namespace], str],
         *,
@@ -58,7 +58,7 @@ class HeldPrefixes:
         `keeps_news`: whether `take_news` is called.
         """
         self._keeps_news = keeps_news
-        self._fleet = fleet
+        self._inventory = inventory
         self._secret = secret
         self._facts_of = facts_of
         self._entries: dict[bytes, _Entry] = {}
@@ -68,8 +68,8 @@ class HeldPrefixes:
         self._due: deque[Snapshot] = deque()
         self.added: dict[bytes, None] = {}
         self.removed: dict[bytes, None] = {}
-        fleet.catalog.watch = self._changed
-        for snapshot, _, _ in fleet.catalog.snapshots():
+        inventory.catalog.watch = self._changed
+        for snapshot, _, _ in inventory.catalog.snapshots():
             self._due.append(snapshot)
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class HeldPrefixes:
         done = self._take_slots()
         while self._due and done < _AT_ONCE:
             snapshot = self._due.popleft()
-            if snapshot.id in self._fleet.catalog:
+            if snapshot.id in self._inventory.catalog:
                 namespace = self._facts_of(model_of(snapshot.namespace))
                 key = namespace, tenant_of(snapshot.namespace)
                 self._hold(snapshot.id, key, snapshot.tokens)
@@ -132,12 +132,12 @@ class HeldPrefixes:
     def _take_slots(self) -> int:
         """Take in the slots that changed; return the number of tokens hashed."""
         done = 0
-        fleet, here = self._fleet, set[SlotId]()
-        for backend, info in ((one.id, one) for one in fleet.infos()):
+        inventory, here = self._inventory, set[SlotId]()
+        for backend, info in ((one.id, one) for one in inventory.infos()):
             if not info.is_managed:
                 continue
             facts = self._facts_of(info.namespace)
-            for slot in fleet.slots.of(backend):
+            for slot in inventory.slots.of(backend):
                 here.add(slot.id)
                 idle = slot.phase is Phase.IDLE
                 tokens = slot.content.resident.tokens if idle else slot.work.pending

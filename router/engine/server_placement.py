@@ -66,7 +66,7 @@ class LaunchWatch:
             return beside | self._at_work(effect, Phase.RUNNING, Phase.ABANDONED)
 
         def gated() -> bool:
-            there = self._scheduler.state.fleet.up.get(slot.backend)
+            there = self._scheduler.state.inventory.up.get(slot.backend)
             return there is not None and there.gate.holder == request
 
         earlier = await wait_started(backend, lambda: self._at_work(effect, Phase.RUNNING), gated)
@@ -91,13 +91,13 @@ class LaunchWatch:
 
     def _at_work(self, effect: Dispatch, *phases: Phase) -> set[int]:
         """Return the slots of other requests in one of these phases."""
-        slots = self._scheduler.state.fleet.slots.of(effect.lease.slot.backend)
+        slots = self._scheduler.state.inventory.slots.of(effect.lease.slot.backend)
         return {s.id.index for s in slots if s.phase in phases and s.holder != effect.request}
 
     def _at_gate(self, backend: BackendId) -> set[int]:
         """Return the slots of requests at the placement gate: nothing is under way in them."""
         state = self._scheduler.state
-        there = state.fleet.up.get(backend)
+        there = state.inventory.up.get(backend)
         waiting = there.gate.waiting if there is not None else ()
         return {state.job_of(name).slot.index for name in waiting}
 
@@ -110,7 +110,7 @@ class LaunchWatch:
         job = self._scheduler.state.request_job(effect.request)
         if effect.pin or job is None or not job.request.prompt.unknown:
             return False
-        slots = self._scheduler.state.fleet.slots.of(effect.lease.slot.backend)
+        slots = self._scheduler.state.inventory.slots.of(effect.lease.slot.backend)
         others = (slot for slot in slots if slot.holder != effect.request)
         return all(slot.is_idle for slot in others) and not self._would_be_forgotten(effect)
 
@@ -123,7 +123,7 @@ class LaunchWatch:
         job = state.request_job(effect.request)
         if effect.pin or job is None or job.others:
             return False
-        slots = state.fleet.slots.of(lease.slot.backend)
+        slots = state.inventory.slots.of(lease.slot.backend)
         return any(
             len(slot.content.resident) > 0 for slot in slots if slot.is_idle or slot.holds(lease)
         )

@@ -17,7 +17,7 @@ import aiohttp
 from tests.support.conversations.measuring import CHAT, common, generated, generated_ids
 from tests.support.conversations.prompts import Json, chat, sentences
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Answer, Fleet, read_answer, running
+from tests.support.servers.running_router import Answer, RunningRouter, read_answer, running
 
 SYSTEM, QUESTION = 24, 10  # sentences; about 60 tokens each
 ANSWER = 12  # tokens
@@ -81,12 +81,12 @@ async def play(model: Path, folder: Path, argv: Sequence[str], n_ctx: int = 8192
         game = _Game(played, servers, session)
         await game.measure_noise()
         backends = [(name, servers[name].url) for name in SLOTS]
-        async with running(backends, folder, yaml=YAML) as fleet:
-            first = await game.before_restart(fleet)
+        async with running(backends, folder, yaml=YAML) as kvferry:
+            first = await game.before_restart(kvferry)
         for name in SLOTS:
             await servers[name].restart()
-        async with running(backends, folder, yaml=YAML) as fleet:
-            await game.after_restart(fleet, first)
+        async with running(backends, folder, yaml=YAML) as kvferry:
+            await game.after_restart(kvferry, first)
     return played
 
 
@@ -109,26 +109,28 @@ class _Game:
     session: aiohttp.ClientSession
     _held: list[list[int]] = field(default_factory=list)  # all that was ever held
 
-    async def before_restart(self, fleet: Fleet) -> tuple[list[Json], Answer]:
-        state = await fleet.state()
+    async def before_restart(self, kvferry: RunningRouter) -> tuple[list[Json], Answer]:
+        state = await kvferry.state()
         backend = state["backends"][0]
         self.played.kind = backend["memory_kind"]
         self.played.reason = backend["problem"] or ""
         first = chat(1, sentences(2, QUESTION), length=SYSTEM)
         sibling = chat(1, sentences(4, QUESTION), length=SYSTEM)
-        await self._ask(fleet, "first turn", first, "a")
-        answer = await self._ask(fleet, "return", first, "a")  # the same prompt again
+        await self._ask(kvferry, "first turn", first, "a")
+        answer = await self._ask(kvferry, "return", first, "a")  # the same prompt again
         turn = _next(first, answer, sentences(3, QUESTION))
-        second = await self._ask(fleet, "next turn", turn, "a")
-        await self._ask(fleet, "sibling", sibling, "a")
-        await self._ask(fleet, "fork", _next(first, answer, sentences(5, QUESTION)), "a")
+        second = await self._ask(kvferry, "next turn", turn, "a")
+        await self._ask(kvferry, "sibling", sibling, "a")
+        await self._ask(kvferry, "fork", _next(first, answer, sentences(5, QUESTION)), "a")
         third = _next(turn, second, sentences(6, QUESTION))
-        await self._ask(fleet, "other server", third, "b")
+        await self._ask(kvferry, "other server", third, "b")
         return turn, second
 
-    async def after_restart(self, fleet: Fleet, before: tuple[list[Json], Answer]) -> None:
+    async def after_restart(
+        self, kvferry: RunningRouter, before: tuple[list[Json], Answer]
+    ) -> None:
         turn, answer = before
-        await self._ask(fleet, "restart", _next(turn, answer, sentences(7, QUESTION)), "a")
+        await self._ask(kvferry, "restart", _next(turn, answer, sentences(7, QUESTION)), "a")
 
     async def measure_noise(self) -> None:
         """Measure how far log probabilities move without and with another context.
@@ -143,21 +145,23 @@ class _Game:
         other = await self._cold(await self._tokens(chat(10, sentences(11, 2), length=4)))
         self.played.tells = _distance(whole, other)
 
-    async def _ask(self, fleet: Fleet, what: str, messages: list[Json], backend: str) -> Answer:
+    async def _ask(
+        self, kvferry: RunningRouter, what: str, messages: list[Json], backend: str
+    ) -> Answer:
         """Send a chat to one backend; record it as a cell."""
         prompt = await self._tokens(messages)
         before = await self._computed()
         body = {"messages": messages, "model": backend, **GREEDY, "max_tokens": ANSWER}
-        answer = await fleet.post(CHAT, body, timeout=TIMEOUT)
+        answer = await kvferry.post(CHAT, body, timeout=TIMEOUT)
         assert answer.status == 200, answer.body
-        await fleet.until_quiet()
+        await kvferry.until_quiet()
         computed = await self._computed() - before
         cold = await self._cold(prompt)
         self.played.cells[what] = Cell(
             len(prompt), self._allowed(prompt), computed, self._wrong(answer, cold)
         )
         self._held.append([*prompt, *generated_ids(answer)[:-1]])
-        await self._saved(fleet)
+        await self._saved(kvferry)
         return answer
 
     def _wrong(self, answer: Answer, cold: list[Json]) -> str:
@@ -177,12 +181,12 @@ class _Game:
             best = max([best, *(at for at in range(shared + 1) if prompt[at] == start)])
         return best
 
-    async def _saved(self, fleet: Fleet) -> None:
+    async def _saved(self, kvferry: RunningRouter) -> None:
         """Wait until no slot's content is due for a save, or for SAVED_S."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SAVED_S):
                 while True:
-                    slots = fleet.router.engine._scheduler.state.fleet.slots
+                    slots = kvferry.router.engine._scheduler.state.inventory.slots
                     if not any(slot.is_unsaved or slot.holder for slot in slots):
                         return
                     await asyncio.sleep(0.02)

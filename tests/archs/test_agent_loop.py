@@ -20,7 +20,7 @@ from tests.archs.play import GREEDY, TIMEOUT
 from tests.support.conversations.measuring import CHAT
 from tests.support.conversations.prompts import Json, chat, sentences
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +40,13 @@ class Agent:
     tokens: list[int] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
 
-    async def turn(self, fleet: Fleet, number: int) -> None:
+    async def turn(self, kvferry: RunningRouter, number: int) -> None:
         """Ask once, streamed."""
         asked = time = perf_counter()
         body: Json = {"messages": self.messages, **GREEDY, "max_tokens": 12, "stream": True}
         body |= {"stream_options": {"include_usage": True}}
         said = b""
-        async with fleet.session.post(fleet.url + CHAT, json=body, timeout=TIMEOUT) as response:
+        async with kvferry.session.post(kvferry.url + CHAT, json=body, timeout=TIMEOUT) as response:
             assert response.status == 200, await response.read()
             async for chunk in response.content.iter_any():
                 if b'"content":"' in chunk and time == asked:
@@ -78,14 +78,14 @@ async def test_twelve_turns_of_an_agent(
             for _ in range(n_servers)
         ]
         backends = [(f"s{at}", server.url) for at, server in enumerate(servers)]
-        fleet = await stack.enter_async_context(running(backends, tmp_path / "kv"))
+        kvferry = await stack.enter_async_context(running(backends, tmp_path / "kv"))
         system = chat(1, length=SYSTEM)
         agents = [Agent(n, [*system, {"role": "user", "content": f"Task {n}."}]) for n in (1, 2)]
         before = [await _computed(server) for server in servers]
         for turn in range(TURNS):
-            await asyncio.gather(*(agent.turn(fleet, turn) for agent in agents))
+            await asyncio.gather(*(agent.turn(kvferry, turn) for agent in agents))
         computed = sum([await _computed(s) for s in servers]) - sum(before)
-        metrics = await fleet.metrics()
+        metrics = await kvferry.metrics()
         asked = sum(v for k, v in metrics.items() if k.startswith("kvferry_prompt_tokens_total{"))
         # Cold as the turns were played: both at once, on as many servers.
         colds = zip(cycle(servers), agents, strict=False)

@@ -14,7 +14,7 @@ from router.tools.doctor.findings import Level
 from router.tools.fleet.certificate import make_certificate
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.hosts import fleet_yaml, host
-from tests.support.servers.router_fleet import configuration, configuration_text
+from tests.support.servers.running_router import configuration, configuration_text
 
 DAYS = "router.tools.fleet.certificate._HOST_DAYS"
 DAY_S = 86400
@@ -43,17 +43,17 @@ async def test_a_reload_takes_a_new_certificate(
     section, path = fleet_yaml(0, ports, credentials=fleet_dir), tmp_path / "kvferry.yaml"
     async with FakeLlama(kv_dir=tmp_path) as fake:
         path.write_text(configuration_text([("h0-0", fake.url)], tmp_path, yaml=section))
-        async with host(0, [fake], section, path=path) as fleet:
-            before, ends = await shown(ports[0], other), (await fleet.metrics())[END]
+        async with host(0, [fake], section, path=path) as kvferry:
+            before, ends = await shown(ports[0], other), (await kvferry.metrics())[END]
             monkeypatch.setattr(DAYS, 400)
             make_certificate(fleet_dir, "h0", renew=True)
             assert await shown(ports[0], other) == before
-            await fleet.router.reload()
-            after, then = await shown(ports[0], other), (await fleet.metrics())[END]
+            await kvferry.router.reload()
+            after, then = await shown(ports[0], other), (await kvferry.metrics())[END]
 
             (fleet_dir / "h0" / "host.pem").write_text("no certificate")
             with pytest.raises(Exception, match=r"host\.pem"):
-                await fleet.router.reload()
+                await kvferry.router.reload()
             assert await shown(ports[0], other) == after
     assert after != before
     assert ends == pytest.approx(wall_now() + 20 * DAY_S, abs=DAY_S)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.clients.pair import HI, LOOK, MODEL, Pair
-from tests.support.servers.router_fleet import Json
+from tests.support.servers.running_router import Json
 
 anthropic = pytest.importorskip("anthropic", reason="make test-clients")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.clients.pair import HI, KEY, LOCKED, MODEL, Pair
-from tests.support.servers.router_fleet import Json
+from tests.support.servers.running_router import Json
 
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 

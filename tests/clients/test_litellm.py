@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.clients.pair import EMBEDDER, HI, LOOK, MODEL, TOOL, Pair
-from tests.support.servers.router_fleet import Json
+from tests.support.servers.running_router import Json
 
 litellm = pytest.importorskip("litellm", reason="make test-clients")
 

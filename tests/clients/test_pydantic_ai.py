@@ -10,7 +10,7 @@ import pytest
 from tests.support.clients.pair import HI, MODEL, Pair
 from tests.support.conversations.measuring import common
 from tests.support.conversations.prompts import ids, sentences
-from tests.support.servers.router_fleet import Json
+from tests.support.servers.running_router import Json
 
 pydantic_ai = pytest.importorskip("pydantic_ai", reason="make test-clients")
 openai_models = pytest.importorskip("pydantic_ai.models.openai")

@@ -8,8 +8,8 @@ from structlog.testing import capture_logs
 from router.config.open_doors import open_doors
 from router.config.schema import parse
 from router.tools.doctor.check import check_text
-from router.tools.doctor.fleet import of_fleet
-from tests.support.servers.router_fleet import running
+from router.tools.doctor.together import of_several
+from tests.support.servers.running_router import running
 
 UNUSED_URL = "http://127.0.0.1:9"
 PLAIN = f"backends: [{{name: a, url: '{UNUSED_URL}'}}]\n"
@@ -43,7 +43,7 @@ def test_what_is_open(text: str, said: list[str], tmp_path: Path) -> None:
         said
     )
     checked = check_text(file)[1]
-    by_doctor = [finding for finding in of_fleet([], config) if "need no key" in finding.what]
+    by_doctor = [finding for finding in of_several([], config) if "need no key" in finding.what]
     assert [door.what in checked for door in doors] == [True] * len(doors)
     assert checked.count("need no key") == len(by_doctor) == len(doors)
     assert all("kvferry key NAME" in finding.do for finding in by_doctor)

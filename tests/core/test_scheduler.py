@@ -46,7 +46,7 @@ def test_a_lost_snapshot_is_not_offered_and_not_deleted() -> None:
 
     effects = s.handle(ev.Restored(R, SnapshotId("s"), 900, 0.1), NOW)
     assert names(effects) == ["Dispatch"]
-    assert len(s.state.fleet.catalog) == 0
+    assert len(s.state.inventory.catalog) == 0
 
 
 def test_a_slot_that_comes_free_goes_to_who_waits() -> None:

@@ -191,7 +191,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 1.0, 6.0]), name=st.sampled_from([A, B]))
     def ticks(self, seconds: float, name: BackendId) -> None:
         """Advance the clock; one backend becomes slow, so that its content is worth a copy."""
-        for backend_ in self.scheduler.state.fleet.backends.values():
+        for backend_ in self.scheduler.state.inventory.backends.values():
             backend_.rates = rates(0.5 if backend_.id == name else 0.01)
         self.now += seconds
         self.feed(ev.Tick())
@@ -229,19 +229,19 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         if chance:
             return
         self.feed(ev.Draining(name))
-        assert name in self.released or name in self.scheduler.state.fleet.draining
+        assert name in self.released or name in self.scheduler.state.inventory.draining
 
-    @precondition(lambda self: self.scheduler.state.fleet.draining)
+    @precondition(lambda self: self.scheduler.state.inventory.draining)
     @rule()
     def is_to_stay(self) -> None:
-        self.feed(ev.Undrained(min(self.scheduler.state.fleet.draining)))
+        self.feed(ev.Undrained(min(self.scheduler.state.inventory.draining)))
 
     @precondition(lambda self: self.released)
     @rule()
     def is_removed(self) -> None:
         name = min(self.released)
         self.feed(ev.Removed(name))
-        assert not self.scheduler.state.fleet.slots.of(name)
+        assert not self.scheduler.state.inventory.slots.of(name)
 
     @rule(
         max_tokens=st.sampled_from([-1, 30, 12, 0]),
@@ -257,8 +257,8 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             SnapshotLimits(max_tokens=max_tokens),
             replace(state.queue.limits, max_requests=room),
         )
-        self.feed(ev.Configured(replace(state.fleet.policy, name=policy), limits, queue))
-        assert not limits.exceeded_by(state.fleet.catalog.total_tokens, 0)
+        self.feed(ev.Configured(replace(state.inventory.policy, name=policy), limits, queue))
+        assert not limits.exceeded_by(state.inventory.catalog.total_tokens, 0)
         assert len(state.queue) <= room
 
     @precondition(lambda self: self.files)
@@ -268,7 +268,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         if chance == 0:
             names = data.draw(st.sets(st.sampled_from(sorted(self.files)), min_size=1, max_size=3))
             self.feed(ev.Purged(tuple(sorted(names))))
-            assert not any(name in self.scheduler.state.fleet.catalog for name in names)
+            assert not any(name in self.scheduler.state.inventory.catalog for name in names)
 
     @precondition(lambda self: self.files.keys() - self.gone)
     @rule(data=st.data(), chance=st.integers(0, 2))
@@ -277,7 +277,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         if chance == 0:
             name = data.draw(st.sampled_from(sorted(self.files.keys() - self.gone)))
             self.feed(ev.SnapshotLost(name))
-            assert name not in self.scheduler.state.fleet.catalog
+            assert name not in self.scheduler.state.inventory.catalog
 
     @precondition(lambda self: self.files.keys() - self.gone)
     @rule(data=st.data())
@@ -292,7 +292,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         if chance or name in self.probing or not self.servers[name].alive:
             return
         self.feed(ev.ProbeDue(name))
-        if probe_name(name) in self.scheduler.state.fleet.jobs:
+        if probe_name(name) in self.scheduler.state.inventory.jobs:
             self.probing.add(name)
             self.try_out(self.servers[name])
 
@@ -310,7 +310,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             self.feed(ev.Stopping(save))
 
     def jobs(self) -> list[RequestJob]:
-        jobs = self.scheduler.state.fleet.jobs.values()
+        jobs = self.scheduler.state.inventory.jobs.values()
         return [job for job in jobs if isinstance(job, RequestJob)]
 
     # -- invariants --------------------------------------------------------------------------
@@ -318,9 +318,11 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @invariant()
     def leases_are_what_is_held(self) -> None:
         state = self.scheduler.state
-        leases = [lease for job in state.fleet.jobs.values() for lease in (job.lease, *job.others)]
-        held = [lease.slot for lease in leases if state.fleet.slots.holds(lease)]
-        used = [s.id for s in state.fleet.slots if s.phase not in (Phase.IDLE, Phase.LOST)]
+        leases = [
+            lease for job in state.inventory.jobs.values() for lease in (job.lease, *job.others)
+        ]
+        held = [lease.slot for lease in leases if state.inventory.slots.holds(lease)]
+        used = [s.id for s in state.inventory.slots if s.phase not in (Phase.IDLE, Phase.LOST)]
         assert sorted(held) == sorted(used)
 
     @invariant()
@@ -334,15 +336,15 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         )
         assert all(fate in fates for fate in self.fates.values()), self.fates
         queued = {waiting.request.id for waiting in self.scheduler.state.queue}
-        assert set(self.waiting()) <= queued | self.scheduler.state.fleet.jobs.keys()
+        assert set(self.waiting()) <= queued | self.scheduler.state.inventory.jobs.keys()
 
     @invariant()
     def what_is_claimed_is_there(self) -> None:
-        fleet = self.scheduler.state.fleet
+        inventory = self.scheduler.state.inventory
         # On a gated backend, a start that is not reported yet may have cleared a slot. A probe
         # may have cleared one, too, until the probe ends.
-        for name in fleet.up.keys() - fleet.gated - self.probing:
-            for slot in fleet.slots.of(name):
+        for name in inventory.up.keys() - inventory.gated - self.probing:
+            for slot in inventory.slots.of(name):
                 if slot.is_idle:
                     true = self.servers[name].slots[slot.id.index]
                     known = tuple(unpack(slot.content.resident.tokens))
@@ -353,26 +355,28 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         state = self.scheduler.state
         idle = [
             name
-            for name in state.fleet.up
-            if all(slot.is_idle for slot in state.fleet.slots.of(name))
+            for name in state.inventory.up
+            if all(slot.is_idle for slot in state.inventory.slots.of(name))
         ]
         for waiting in state.queue:
-            if not any(backend.id in idle for backend in state.fleet.serving(waiting.request)):
+            if not any(backend.id in idle for backend in state.inventory.serving(waiting.request)):
                 continue
-            asked = replace(waiting.request, avoid=frozenset(state.fleet.up.keys() - idle))
-            if plan(asked, state.fleet, self.now, self.now - waiting.since) is None:
+            asked = replace(waiting.request, avoid=frozenset(state.inventory.up.keys() - idle))
+            if plan(asked, state.inventory, self.now, self.now - waiting.since) is None:
                 continue  # `sticky`, and its home is busy
-            decision = plan(waiting.request, state.fleet, self.now, self.now - waiting.since)
+            decision = plan(waiting.request, state.inventory, self.now, self.now - waiting.since)
             assert decision is None or decision.chosen.wait_for is not None
             # `sticky` waits for its home, and a long answer for a slot that can hold it.
-            waits = state.fleet.policy.name is PolicyName.STICKY or waiting.request.max_new_tokens
+            waits = (
+                state.inventory.policy.name is PolicyName.STICKY or waiting.request.max_new_tokens
+            )
             assert decision is not None or waits
 
     @invariant()
     def nobody_waits_for_a_turn_that_nobody_has(self) -> None:
         state = self.scheduler.state
         waiting = [job for job in self.jobs() if isinstance(job.doing, InPrefillQueue)]
-        queues = {name: there.prefills for name, there in state.fleet.up.items()}
+        queues = {name: there.prefills for name, there in state.inventory.up.items()}
         assert {job.id for job in waiting} == {i for q in queues.values() for i in q.waiting}
         for job in waiting:
             assert not job.cancelled or job.steps  # others wait for its prefill
@@ -386,7 +390,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     def nobody_waits_at_the_gate_for_nothing(self) -> None:
         state = self.scheduler.state
         waiting = [job for job in self.jobs() if isinstance(job.doing, AtGate)]
-        gates = {name: there.gate for name, there in state.fleet.up.items()}
+        gates = {name: there.gate for name, there in state.inventory.up.items()}
         assert {job.id for job in waiting} == {i for gate in gates.values() for i in gate.waiting}
         assert not any(placement_gate.is_free(state, job) or job.cancelled for job in waiting)
         assert not {job.id for job in waiting} & {gate.holder for gate in gates.values()}
@@ -394,7 +398,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @invariant()
     def what_is_in_use_is_counted(self) -> None:
         state = self.scheduler.state
-        used = sum(n for _, _, n in state.fleet.catalog.snapshots())
+        used = sum(n for _, _, n in state.inventory.catalog.snapshots())
         jobs = [job.using for job in self.jobs() if job.using is not None]
         assert used <= len(jobs) + len(state.orphaned_restores)
         assert set(state.orphaned_restores) <= {op.effect.request for op in self.ops}
@@ -402,21 +406,21 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @invariant()
     def what_was_kept_is_what_looking_would_find(self) -> None:
         """Check cached values: updated only for changed slots, and reach with the catalog."""
-        fleet = self.scheduler.state.fleet
+        inventory = self.scheduler.state.inventory
         since: dict[BackendId, float] = {}
-        for slot in fleet.slots:
+        for slot in inventory.slots:
             phases = slot.bench.phases
             if slot.is_unsaved and not (phases[Phase.RUNNING] or phases[Phase.PREPARING]):
                 first = since.get(slot.id.backend, slot.last_used)
                 since[slot.id.backend] = min(first, slot.last_used)
-        assert fleet.slots.unsaved() == since
-        for slot in fleet.slots:
-            info = fleet.info(slot.id.backend)
+        assert inventory.slots.unsaved() == since
+        for slot in inventory.slots:
+            info = inventory.info(slot.id.backend)
             if info is not None:
                 namespace = namespace_of(info, slot.content.tenant)
                 held = slot.content.resident.tokens
-                found = fleet.catalog.reach(info.memory_kind, namespace, held)
-                assert fleet.reach(slot) == found
+                found = inventory.catalog.reach(info.memory_kind, namespace, held)
+                assert inventory.reach(slot) == found
 
     def teardown(self) -> None:
         """End all outstanding work, and check that nothing is held any more."""
@@ -428,12 +432,12 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             if not self.ops and not self.cutting and not self.abandoned():
                 break
         state = self.scheduler.state
-        assert state.fleet.jobs == {}
-        assert state.fleet.gated == set()
-        assert state.fleet.draining == set()
+        assert state.inventory.jobs == {}
+        assert state.inventory.gated == set()
+        assert state.inventory.draining == set()
         assert state.orphaned_restores == {}
-        assert all(entry.references == 0 for entry in state.fleet.catalog._entries.values())
-        assert not any(entry.doomed for entry in state.fleet.catalog._entries.values())
+        assert all(entry.references == 0 for entry in state.inventory.catalog._entries.values())
+        assert not any(entry.doomed for entry in state.inventory.catalog._entries.values())
 
     def settle(self) -> None:
         """Take one step towards the end, without choices."""

@@ -12,7 +12,7 @@ from tests.conftest import StartServer
 from tests.support.conversations.measuring import CHAT, Measured, measured, occupied
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.conversations.turns import named
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 pytestmark = pytest.mark.thorough
 
@@ -44,11 +44,11 @@ def tool_turn(number: int) -> list[Json]:
     ]
 
 
-async def strangers(fleet: Fleet, number: int) -> None:
+async def strangers(kvferry: RunningRouter, number: int) -> None:
     """Send unrelated short prompts of another client, one to each slot."""
     for place, pin in enumerate(({"model": "a", "id_slot": 0}, {"model": "a", "id_slot": 1}, {})):
         body: Json = {"prompt": ids(1000 + 10 * number + place, 300), "n_predict": 4}
-        await measured(fleet, "/completion", {"model": "b"} | body | pin)
+        await measured(kvferry, "/completion", {"model": "b"} | body | pin)
 
 
 async def test_twelve_turns_of_an_agent(llama_server: StartServer) -> None:
@@ -61,15 +61,15 @@ async def test_twelve_turns_of_an_agent(llama_server: StartServer) -> None:
     b = await named(llama_server, "lfm2", "b")
     messages = chat(1, sentences(2, 3), length=SYSTEM)
     turns: list[Measured] = []
-    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry:
         for number in range(TURNS):
             taken = number > 0 and number % 3 == 1
             if number % 3 == 2:
-                await strangers(fleet, number)
+                await strangers(kvferry, number)
             last = turns[-1].answer.slot if turns else ("", 0)
             body: Json = {"messages": messages, "max_tokens": 16, "temperature": 0}
-            async with occupied(fleet, last) if taken else nullcontext():
-                turns.append(await measured(fleet, CHAT, body))
+            async with occupied(kvferry, last) if taken else nullcontext():
+                turns.append(await measured(kvferry, CHAT, body))
             assert not taken or turns[-1].answer.slot != last
             messages = [*messages, *tool_turn(number)]
 

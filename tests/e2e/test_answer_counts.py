@@ -11,7 +11,7 @@ from router.base.api_keys import hash_text, new_key
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import Json, ids, sentences
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Answer, Fleet, running
+from tests.support.servers.running_router import Answer, RunningRouter, running
 
 N = 900
 # Every cold prompt of this length is computed by the router first.
@@ -60,8 +60,8 @@ def _counts(answer: Answer) -> list[tuple[int, int]]:
     return found
 
 
-async def _computed_by_servers(fleet: Fleet) -> float:
-    metrics = await fleet.get("/metrics?backends=1")
+async def _computed_by_servers(kvferry: RunningRouter) -> float:
+    metrics = await kvferry.get("/metrics?backends=1")
     lines = metrics.body.decode().splitlines()
     return sum(
         float(line.rpartition(" ")[2])
@@ -77,14 +77,14 @@ async def test_every_route_tells_what_was_computed(llama_server: StartServer, st
     The sums are the servers' own, exactly.
     """
     a = await llama_server("llama", slots=2, ctx=32768, extra_args=["--metrics"])
-    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as fleet:
-        before, said = await _computed_by_servers(fleet), 0
+    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as kvferry:
+        before, said = await _computed_by_servers(kvferry), 0
         for seed, route in enumerate(ROUTES):
             body = _body(route, seed, stream=stream)
-            first = await fleet.post(route, body)
-            await fleet.until_quiet()
-            again = await fleet.post(route, body)
-            await fleet.until_quiet()
+            first = await kvferry.post(route, body)
+            await kvferry.until_quiet()
+            again = await kvferry.post(route, body)
+            await kvferry.until_quiet()
             (new, computed), *others = _counts(first)
             assert set(others) <= {(new, computed)}, (route, _counts(first))
             (held, rest), *others = _counts(again)
@@ -92,9 +92,9 @@ async def test_every_route_tells_what_was_computed(llama_server: StartServer, st
             assert new < 50 < N // 2 < computed, route  # chats begin alike
             assert (held, rest) == (new + computed - 1, 1), route
             said += computed + rest
-        log = (await fleet.get("/kvferry/requests")).json["requests"]
-        metrics = await fleet.metrics()
-        assert await _computed_by_servers(fleet) - before == said
+        log = (await kvferry.get("/kvferry/requests")).json["requests"]
+        metrics = await kvferry.metrics()
+        assert await _computed_by_servers(kvferry) - before == said
     assert sum(one["computed_tokens"] for one in log) == said
     assert all(one["cached_tokens"] + one["computed_tokens"] == one["prompt_tokens"] for one in log)
     assert metrics['kvferry_prompt_tokens_total{source="computed"}'] == said
@@ -102,10 +102,10 @@ async def test_every_route_tells_what_was_computed(llama_server: StartServer, st
 
 async def test_progress_and_partial_timings_are_true(llama_server: StartServer) -> None:
     a = await llama_server("llama", slots=1, ctx=8192)
-    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as fleet:
+    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as kvferry:
         more = {"stream": True, "return_progress": True, "timings_per_token": True}
-        answer = await fleet.complete(ids(1, N), **more)
-        picked = await fleet.complete(
+        answer = await kvferry.complete(ids(1, N), **more)
+        picked = await kvferry.complete(
             ids(2, N), response_fields=["timings/cache_n", "timings/prompt_n", "content"]
         )
     progress = [part["prompt_progress"] for part in answer.events if "prompt_progress" in part]
@@ -120,10 +120,10 @@ async def test_answer_with_several_choices_is_unchanged(
     llama_server: StartServer,
 ) -> None:
     a = await llama_server("llama", slots=2, ctx=16384, extra_args=["--metrics"])
-    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as fleet:
-        before = await _computed_by_servers(fleet)
-        answer = await fleet.post("/v1/completions", _body("/v1/completions", 5, n=2))
-        computed = await _computed_by_servers(fleet) - before
+    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as kvferry:
+        before = await _computed_by_servers(kvferry)
+        answer = await kvferry.post("/v1/completions", _body("/v1/completions", 5, n=2))
+        computed = await _computed_by_servers(kvferry) - before
     assert len(answer.json["choices"]) == 2
     ((cached, new),) = set(_counts(answer))
     assert cached == 0
@@ -133,10 +133,10 @@ async def test_answer_with_several_choices_is_unchanged(
 async def test_what_another_request_computed_is_cached(llama_server: StartServer) -> None:
     """Two equal prompts at once: one computes, and one prompt is computed in all."""
     a = await llama_server("llama", slots=2, ctx=16384, extra_args=["--metrics"])
-    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as fleet:
-        before = await _computed_by_servers(fleet)
-        answers = await asyncio.gather(*(fleet.complete(ids(3, N)) for _ in range(2)))
-        computed = await _computed_by_servers(fleet) - before
+    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as kvferry:
+        before = await _computed_by_servers(kvferry)
+        answers = await asyncio.gather(*(kvferry.complete(ids(3, N)) for _ in range(2)))
+        computed = await _computed_by_servers(kvferry) - before
     assert sum(answer.timings["prompt_n"] for answer in answers) == computed == N + 1
 
 
@@ -145,21 +145,21 @@ async def test_tenants_do_not_see_that_others_computed(llama_server: StartServer
     keys = [{"name": name, "hash": hash_text(key)} for name, key in (("x", x), ("y", y))]
     auth = f"auth: {{keys: {json.dumps(keys)}}}"
     a = await llama_server("llama", slots=2, ctx=16384)
-    async with running([("a", a.url)], a.kv_dir, yaml=f"{EAGER}\n{auth}") as fleet:
+    async with running([("a", a.url)], a.kv_dir, yaml=f"{EAGER}\n{auth}") as kvferry:
         told = []
         for key in (x, y, y):
             headers = {"Authorization": f"Bearer {key}"}
             body = {"prompt": ids(4, N), "n_predict": 4}
-            told.append(await fleet.post("/completion", body, headers=headers))
+            told.append(await kvferry.post("/completion", body, headers=headers))
     assert [answer.timings["cache_n"] for answer in told] == [0, 0, N - 1]
 
 
 async def test_the_servers_own_counts_can_be_had(llama_server: StartServer) -> None:
     a = await llama_server("llama", slots=1, ctx=8192)
     yaml = f"{EAGER}\nanswers: {{counts: server}}"
-    async with running([("a", a.url)], a.kv_dir, yaml=yaml) as fleet:
-        answer = await fleet.complete(ids(5, N))
-        log = (await fleet.get("/kvferry/requests")).json["requests"]
+    async with running([("a", a.url)], a.kv_dir, yaml=yaml) as kvferry:
+        answer = await kvferry.complete(ids(5, N))
+        log = (await kvferry.get("/kvferry/requests")).json["requests"]
     assert _counts(answer) == [(N - 1, 1)]
     assert log[0]["computed_tokens"] == N
 
@@ -169,11 +169,11 @@ async def test_an_encoded_answer_is_sent_on_as_it_came(tmp_path: Path) -> None:
     prompt = [65 + number % 20 for number in range(N)]
     async with (
         FakeLlama(kv_dir=tmp_path) as fake,
-        running([("a", fake.url)], tmp_path, yaml=EAGER) as fleet,
+        running([("a", fake.url)], tmp_path, yaml=EAGER) as kvferry,
     ):
-        plain = await fleet.complete(prompt)
+        plain = await kvferry.complete(prompt)
         fake.faults.encodes = True
-        encoded = await fleet.complete([66, *prompt])
+        encoded = await kvferry.complete([66, *prompt])
     assert plain.timings["cache_n"] == 0, "the router computed the prompt"
     assert encoded.headers["Content-Encoding"] == "gzip"
     assert encoded.timings["cache_n"] == N

@@ -34,7 +34,7 @@ from tests.support.conversations.turns import SAVES_S, named
 from tests.support.models.mmproj import silent_mp3, sound
 from tests.support.parity.pair import Pair, client, difference
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 pytestmark = pytest.mark.thorough
 
@@ -62,26 +62,26 @@ async def test_sounds_pictures_and_text_take_turns(llama_server: StartServer) ->
     both = about([words("Look:"), look(1)[-1]["content"][1], words("and"), heard(sound(1))])
     async with (
         direct(alone) as client,
-        running([("a", server.url)], server.kv_dir) as fleet,
+        running([("a", server.url)], server.kv_dir) as kvferry,
     ):
         for messages in (listen(1), both, ask("Hello!"), listen(2), look(1), both, listen(1)):
-            await check(fleet, client, messages)
-            await fleet.until_quiet()
+            await check(kvferry, client, messages)
+            await kvferry.until_quiet()
         for messages in (listen(1), listen(2), both):
-            await check(fleet, client, messages)
-            assert all_but_one(await check(fleet, client, messages))
+            await check(kvferry, client, messages)
+            assert all_but_one(await check(kvferry, client, messages))
         # For another sound, only the positions before it are reused.
         text = (await expected(client, about([words("Listen:")]))).prompt_tokens
-        other = await check(fleet, client, listen(3))
+        other = await check(kvferry, client, listen(3))
         assert 300 < other.cached < text + len("<|audio>")
         # A conversation about a sound continues.
         messages = listen(3)
         for turn in range(2):
-            answer = await check(fleet, client, messages)
+            answer = await check(kvferry, client, messages)
             assert answer.cached > 0.8 * answer.prompt_tokens
             said = {"role": "assistant", "content": answer.text}
             messages = [*messages, said, {"role": "user", "content": sentences(40 + turn, 2)}]
-        await nothing_overestimated(fleet)
+        await nothing_overestimated(kvferry)
 
 
 async def test_sounds_and_text_at_once(llama_server: StartServer) -> None:
@@ -94,26 +94,26 @@ async def test_a_sound_on_another_server_and_after_a_restart(llama_server: Start
     alone = await sighted(llama_server, "c")
     async with (
         direct(alone) as client,
-        running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet,
+        running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry,
     ):
-        first = await check(fleet, client, listen(1), model="a")
-        await fleet.until(saved(first.prompt_tokens), SAVES_S)
-        elsewhere = await check(fleet, client, listen(1), model="b")
+        first = await check(kvferry, client, listen(1), model="a")
+        await kvferry.until(saved(first.prompt_tokens), SAVES_S)
+        elsewhere = await check(kvferry, client, listen(1), model="b")
         assert (elsewhere.source, all_but_one(elsewhere)) == ("snapshot", True)
 
         a.kill()
-        await fleet.until_is("a", "down")
+        await kvferry.until_is("a", "down")
         await a.restart()
-        await fleet.until_up()
-        again = await check(fleet, client, listen(1), model="a")
+        await kvferry.until_up()
+        again = await check(kvferry, client, listen(1), model="a")
         assert (again.source, all_but_one(again)) == ("snapshot", True)
-        await fleet.until_quiet()
+        await kvferry.until_quiet()
 
-        await check(fleet, client, ask("Hello!", system=2), model="a")
-        other = await check(fleet, client, listen(2), model="a")
+        await check(kvferry, client, ask("Hello!", system=2), model="a")
+        other = await check(kvferry, client, listen(2), model="a")
         assert other.source == "snapshot"
         assert 300 < promised(other) <= other.cached < first.prompt_tokens - N_FRAMES
-        await nothing_overestimated(fleet)
+        await nothing_overestimated(kvferry)
 
 
 # --- the same status and body as without the router -----------------------------------------------
@@ -178,8 +178,8 @@ async def pair(llama_server: StartServer, request: pytest.FixtureRequest) -> Asy
     """Yield a server with a projector, and one without."""
     args = flags() if request.param == "hearing" else []
     server = await llama_server("llama", extra_args=args)
-    async with running([("a", server.url)], None) as fleet, client() as session:
-        yield Pair(server.url, fleet.url, session)
+    async with running([("a", server.url)], None) as kvferry, client() as session:
+        yield Pair(server.url, kvferry.url, session)
 
 
 Body = dict[str, Any]  # `json` or `data`, for aiohttp
@@ -226,29 +226,29 @@ async def test_transcriptions_beside_conversations(llama_server: StartServer) ->
     """A transcription is server-placed: the router forgets the slot that it took, and no other."""
     server, alone = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
     backends = [("a", server.url)]
-    async with direct(alone) as client, running(backends, None) as fleet:
+    async with direct(alone) as client, running(backends, None) as kvferry:
         _, said = await transcribed(alone.url, client.session)
         talks = [ask("Hello!"), ask("Hello!", system=2)]
         for messages in talks:
-            await check(fleet, client, messages)
+            await check(kvferry, client, messages)
         for _ in range(2):
-            status, found = await transcribed(fleet.url, fleet.session)
+            status, found = await transcribed(kvferry.url, kvferry.session)
             assert (status, found["text"]) == (200, said["text"])
-            await fleet.until_quiet()
-            answers = [await check(fleet, client, messages) for messages in talks]
+            await kvferry.until_quiet()
+            answers = [await check(kvferry, client, messages) for messages in talks]
             assert any(map(all_but_one, answers))
-        await nothing_overestimated(fleet)
+        await nothing_overestimated(kvferry)
 
 
 async def test_a_transcription_goes_to_its_model(llama_server: StartServer) -> None:
     """The form's `model` selects the server. The model without audio comes first in any order."""
     deaf: LlamaServer = await named(llama_server, "llama", "a-deaf")
     hearing = await sighted(llama_server, "hearing")
-    async with running([("a", deaf.url), ("b", hearing.url)], None) as fleet:
+    async with running([("a", deaf.url), ("b", hearing.url)], None) as kvferry:
         for _ in range(2):
-            status, found = await transcribed(fleet.url, fleet.session, model="hearing")
+            status, found = await transcribed(kvferry.url, kvferry.session, model="hearing")
             assert (status, found["type"]) == (200, "transcript.text.done")
-        status, found = await transcribed(fleet.url, fleet.session, model="a-deaf")
+        status, found = await transcribed(kvferry.url, kvferry.session, model="a-deaf")
         assert (status, found["error"]["type"]) == (501, "not_supported_error")
-        status, found = await transcribed(fleet.url, fleet.session, model="nobody")
+        status, found = await transcribed(kvferry.url, kvferry.session, model="nobody")
         assert (status, found["error"]["type"]) == (404, "model_not_found")

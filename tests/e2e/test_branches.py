@@ -10,7 +10,7 @@ from router.core.planning import branch_saves
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import runs_on
 from tests.support.conversations.prompts import ids
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 N = 3000
 HISTORY = ids(1, N)
@@ -25,23 +25,23 @@ def _likely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branch_saves, "TUNING", replace(TUNING, branch_chance=0.5))
 
 
-async def _warm_up(fleet: Fleet) -> None:
+async def _warm_up(kvferry: RunningRouter) -> None:
     """Let the router learn how long answers take."""
     prompts = [ids(10 + seed, 20) for seed in range(8)]
     long = {"n_predict": 400, "ignore_eos": True}
-    await asyncio.gather(*(fleet.complete(prompt, **long) for prompt in prompts))
-    await fleet.until_quiet()
+    await asyncio.gather(*(kvferry.complete(prompt, **long) for prompt in prompts))
+    await kvferry.until_quiet()
 
 
-async def _fork(fleet: Fleet, first: list[int], second: list[int]) -> int:
+async def _fork(kvferry: RunningRouter, first: list[int], second: list[int]) -> int:
     """Send the second prompt while the first one's answer streams; return its computed tokens."""
     body = {"prompt": first, "n_predict": -1, "ignore_eos": True, "stream": True}
-    async with fleet.session.post(fleet.url + "/completion", json=body) as stream:
+    async with kvferry.session.post(kvferry.url + "/completion", json=body) as stream:
         await stream.content.readany()
         at = stream.headers["x-kvferry-backend"], int(stream.headers["x-kvferry-slot"])
-        await fleet.until(runs_on(*at))
-        answer = await fleet.complete(second)
-        await fleet.until(runs_on(*at))  # it still streams
+        await kvferry.until(runs_on(*at))
+        answer = await kvferry.complete(second)
+        await kvferry.until(runs_on(*at))  # it still streams
         stream.close()
     assert answer.slot != at
     assert answer.source in ("snapshot", "copy")
@@ -53,19 +53,19 @@ async def test_a_sibling_computes_a_twentieth_at_most(llama_server: StartServer,
     """The history is in the slot and in no snapshot when the first agent goes on from it."""
     a = await llama_server(kind, slots=2, ctx=32768)
     quiet = "store: {idle_save_after: off}"
-    async with running([("a", a.url)], a.kv_dir, yaml=quiet) as fleet:
-        await _warm_up(fleet)
-        await fleet.complete(HISTORY, n_predict=1)
-        await fleet.until_quiet()
-        computed = await _fork(fleet, HISTORY + ids(2, 30), HISTORY + ids(3, 30))
+    async with running([("a", a.url)], a.kv_dir, yaml=quiet) as kvferry:
+        await _warm_up(kvferry)
+        await kvferry.complete(HISTORY, n_predict=1)
+        await kvferry.until_quiet()
+        computed = await _fork(kvferry, HISTORY + ids(2, 30), HISTORY + ids(3, 30))
     assert computed <= N // 20
 
 
 async def test_a_history_that_is_new_to_both(llama_server: StartServer) -> None:
     a = await llama_server("llama", slots=2, ctx=32768)
-    async with running([("a", a.url)], a.kv_dir) as fleet:
-        await _warm_up(fleet)
-        computed = await _fork(fleet, HISTORY + ids(2, 30), HISTORY + ids(3, 30))
+    async with running([("a", a.url)], a.kv_dir) as kvferry:
+        await _warm_up(kvferry)
+        computed = await _fork(kvferry, HISTORY + ids(2, 30), HISTORY + ids(3, 30))
     assert computed <= N // 20
 
 
@@ -73,20 +73,20 @@ async def test_on_the_other_server(llama_server: StartServer) -> None:
     """Both slots of the first server are taken: the sibling goes on from the save elsewhere."""
     a = await llama_server("llama", slots=1, ctx=16384)
     b = await llama_server("llama", slots=1, ctx=16384)
-    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
-        await _warm_up(fleet)
-        computed = await _fork(fleet, HISTORY + ids(2, 30), HISTORY + ids(3, 30))
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry:
+        await _warm_up(kvferry)
+        computed = await _fork(kvferry, HISTORY + ids(2, 30), HISTORY + ids(3, 30))
     assert computed <= N // 20
 
 
 async def test_the_stream_stops_for_one_transfer_at_most(llama_server: StartServer) -> None:
     """While the first streams, its server restores once and saves nothing."""
     a = await llama_server("llama", slots=2, ctx=32768)
-    async with running([("a", a.url)], a.kv_dir) as fleet:
-        await _warm_up(fleet)
-        before = await fleet.metrics()
-        await asyncio.wait_for(_fork(fleet, HISTORY + ids(2, 30), HISTORY + ids(3, 30)), 60)
-        after = await fleet.metrics()
+    async with running([("a", a.url)], a.kv_dir) as kvferry:
+        await _warm_up(kvferry)
+        before = await kvferry.metrics()
+        await asyncio.wait_for(_fork(kvferry, HISTORY + ids(2, 30), HISTORY + ids(3, 30)), 60)
+        after = await kvferry.metrics()
 
     def count(action: str, metrics: dict[str, float]) -> float:
         name = f"kvferry_{action}_seconds_count"

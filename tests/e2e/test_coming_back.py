@@ -12,30 +12,30 @@ import pytest
 from router.base.tasks import spawn
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import ids
-from tests.support.servers.router_fleet import Answer, Fleet, Json, running
+from tests.support.servers.running_router import Answer, Json, RunningRouter, running
 
 N = 2500
 
 
-async def leave(fleet: Fleet, prompt: list[int]) -> None:
+async def leave(kvferry: RunningRouter, prompt: list[int]) -> None:
     """Abandon an endless stream after its first lines."""
     body = {"prompt": prompt, "n_predict": -1, "ignore_eos": True, "stream": True}
-    async with fleet.session.post(fleet.url + "/completion", json=body) as response:
+    async with kvferry.session.post(kvferry.url + "/completion", json=body) as response:
         for _ in range(3):
             assert await response.content.readline()
 
 
-async def come_back(fleet: Fleet, prompt: list[int]) -> Answer:
-    await leave(fleet, prompt)
-    return await fleet.complete([*prompt, *ids(99, 10)])
+async def come_back(kvferry: RunningRouter, prompt: list[int]) -> Answer:
+    await leave(kvferry, prompt)
+    return await kvferry.complete([*prompt, *ids(99, 10)])
 
 
 @pytest.mark.parametrize("slots", [1, 2])
 async def test_who_comes_back_at_once_goes_on(llama_server: StartServer, slots: int) -> None:
     server = await llama_server("llama", slots=slots)
-    async with running([("a", server.url)], server.kv_dir) as fleet:
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
         for seed in range(4):
-            answer = await come_back(fleet, ids(seed, N))
+            answer = await come_back(kvferry, ids(seed, N))
             # Later answers are known to be long: their prompts were saved before (branch saves).
             assert answer.source in ("resident", "snapshot")
             assert answer.cached >= N - 1
@@ -47,9 +47,9 @@ async def test_several_that_leave_together(llama_server: StartServer) -> None:
     No abandoned answer comes near the end of its slot, where KV might be shifted.
     """
     server = await llama_server("llama", slots=3, ctx=48_000)
-    async with running([("a", server.url)], server.kv_dir) as fleet:
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
         prompts = [ids(seed, N) for seed in range(3)]
-        answers = await asyncio.gather(*(come_back(fleet, prompt) for prompt in prompts))
+        answers = await asyncio.gather(*(come_back(kvferry, prompt) for prompt in prompts))
         # An answer known to be long had its prompt saved before, less the last token (branch save):
         # that file may go into a slot that is free before the client's own slot is.
         assert all(answer.source in ("resident", "snapshot") for answer in answers)
@@ -67,32 +67,32 @@ async def test_who_leaves_before_its_turn_is_told_of(llama_server: StartServer) 
 
     server = await llama_server("llama", slots=1, ctx=16_000)
     yaml = "policy: {coalesce_above: 1ms}"
-    async with running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet:
+    async with running([("a", server.url)], server.kv_dir, yaml=yaml) as kvferry:
         endless = spawn(
-            _ask(fleet, ids(1, 50), n_predict=-1, ignore_eos=True, stream=True), name="endless"
+            _ask(kvferry, ids(1, 50), n_predict=-1, ignore_eos=True, stream=True), name="endless"
         )
-        await fleet.until(lambda state: state["slots"][0]["phase"] == "running")
-        await _gone(fleet, waits)
+        await kvferry.until(lambda state: state["slots"][0]["phase"] == "running")
+        await _gone(kvferry, waits)
         endless.cancel()
         with suppress(asyncio.CancelledError):
             await endless
-        await fleet.until_quiet()
-        await _gone(fleet, computes)
-        await fleet.until_quiet()
+        await kvferry.until_quiet()
+        await _gone(kvferry, computes)
+        await kvferry.until_quiet()
 
-        assert (await fleet.metrics())['kvferry_requests_total{outcome="client_gone"}'] == 3
-        told = (await fleet.get("/kvferry/requests")).json["requests"]
+        assert (await kvferry.metrics())['kvferry_requests_total{outcome="client_gone"}'] == 3
+        told = (await kvferry.get("/kvferry/requests")).json["requests"]
         slots = [one["slot"] for one in told if one["outcome"] == "client_gone"]
         assert sorted(slots, key=str) == [0, None, None]
 
 
-async def _ask(fleet: Fleet, prompt: list[int], **fields: object) -> None:
-    await fleet.complete(prompt, **fields)
+async def _ask(kvferry: RunningRouter, prompt: list[int], **fields: object) -> None:
+    await kvferry.complete(prompt, **fields)
 
 
-async def _gone(fleet: Fleet, when: Callable[[Json], bool]) -> None:
-    task = spawn(_ask(fleet, ids(2, 12_000)), name="gone")
-    await fleet.until(when)
+async def _gone(kvferry: RunningRouter, when: Callable[[Json], bool]) -> None:
+    task = spawn(_ask(kvferry, ids(2, 12_000)), name="gone")
+    await kvferry.until(when)
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import Json
 from tests.support.parity.pair import Pair, client, difference
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 PATH = "/v1/chat/completions/control"
 POLICIES = ("prefer_idle_slot_with_global_restore", "passthrough")
@@ -18,10 +18,10 @@ TALK: Json = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "
 
 
 @asynccontextmanager
-async def being_written(fleet: Fleet, **fields: object) -> AsyncIterator[tuple[str, str]]:
+async def being_written(kvferry: RunningRouter, **fields: object) -> AsyncIterator[tuple[str, str]]:
     """Start an answer; yield its backend and its id."""
-    path = fleet.url + "/v1/chat/completions"
-    async with fleet.session.post(path, json=TALK | fields) as response:
+    path = kvferry.url + "/v1/chat/completions"
+    async with kvferry.session.post(path, json=TALK | fields) as response:
         line = await response.content.readline()
         name = json.loads(line.removeprefix(b"data: "))["id"]
         yield response.headers["x-kvferry-backend"], name
@@ -33,14 +33,14 @@ async def test_it_gets_to_the_server_that_writes(llama_server: StartServer, poli
     servers = {name: await llama_server(slots=1, ctx=32768) for name in ("a", "b")}
     urls = [(name, server.url) for name, server in servers.items()]
     async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(running(urls, None, yaml=f"policy: {policy}"))
+        kvferry = await stack.enter_async_context(running(urls, None, yaml=f"policy: {policy}"))
         session = await stack.enter_async_context(client())
-        plain = await stack.enter_async_context(being_written(fleet))
-        armed = await stack.enter_async_context(being_written(fleet, reasoning_control=True))
+        plain = await stack.enter_async_context(being_written(kvferry))
+        armed = await stack.enter_async_context(being_written(kvferry, reasoning_control=True))
         assert {plain[0], armed[0]} == {"a", "b"}
         end = {"action": "reasoning_end"}
         for (backend, name), success in ((plain, False), (armed, True)):
-            pair = Pair(servers[backend].url, fleet.url, session)
+            pair = Pair(servers[backend].url, kvferry.url, session)
             direct, routed = await pair.ask("POST", PATH, json=end | {"id": name})
             assert difference(direct, routed) == ""
             assert json.loads(routed.body)["success"] is success
@@ -55,10 +55,10 @@ async def test_a_server_that_is_gone_is_passed_over(llama_server: StartServer) -
         name: await llama_server(slots=1, ctx=32768, extra_args=["-a", name]) for name in ("a", "b")
     }
     urls = [(name, server.url) for name, server in servers.items()]
-    async with running(urls, None, yaml="health: {interval: 1h}") as fleet:
-        first, second = fleet.router.engine.infos  # in the order in which they are asked
-        async with being_written(fleet, model=second) as (backend, name):
+    async with running(urls, None, yaml="health: {interval: 1h}") as kvferry:
+        first, second = kvferry.router.engine.infos  # in the order in which they are asked
+        async with being_written(kvferry, model=second) as (backend, name):
             assert backend == second
             servers[first].kill()
-            answer = await fleet.post(PATH, {"id": name, "action": "reasoning_end"})
+            answer = await kvferry.post(PATH, {"id": name, "action": "reasoning_end"})
             assert answer.headers["x-kvferry-backend"] == second

@@ -13,7 +13,7 @@ from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import ids
 from tests.support.faults.consistency import assert_consistent, assert_undisturbed
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 pytestmark = pytest.mark.thorough
 
@@ -69,8 +69,8 @@ def filled(kv_dir: Path, left_bytes: int) -> Path:
     return ballast
 
 
-async def failed_saves(fleet: Fleet) -> int:
-    return int((await fleet.metrics()).get(FAILED_SAVES, 0))
+async def failed_saves(kvferry: RunningRouter) -> int:
+    return int((await kvferry.metrics()).get(FAILED_SAVES, 0))
 
 
 def complaints(capsys: Capture) -> int:
@@ -93,26 +93,26 @@ async def test_full(
     undisturbed = await llama_server(slots=1)
     prompts = [ids(seed, LONG) for seed in range(N_REQUESTS)]
     kept = ids(99, LONG)
-    async with running([("a", server.url)], kv_dir, yaml=YAML) as fleet:
-        await fleet.complete(kept)
-        await fleet.until(saved(LONG - 1))
-        await assert_consistent(fleet, [kv_dir])
+    async with running([("a", server.url)], kv_dir, yaml=YAML) as kvferry:
+        await kvferry.complete(kept)
+        await kvferry.until(saved(LONG - 1))
+        await assert_consistent(kvferry, [kv_dir])
         ballast = filled(kv_dir, 500_000)
         complaints(capsys)
 
-        await assert_undisturbed(fleet, undisturbed, prompts)
-        again = await fleet.complete(kept)
+        await assert_undisturbed(kvferry, undisturbed, prompts)
+        again = await kvferry.complete(kept)
         assert again.cached == LONG - 1  # a committed snapshot is still readable
-        await fleet.complete(prompts[0])
-        n_failed = await failed_saves(fleet)
+        await kvferry.complete(prompts[0])
+        n_failed = await failed_saves(kvferry)
         assert 2 <= n_failed < N_REQUESTS
         assert complaints(capsys) == n_failed
-        assert (await fleet.state())["snapshots"]["count"] == 1
+        assert (await kvferry.state())["snapshots"]["count"] == 1
 
         ballast.unlink()
-        await fleet.until(lambda state: state["snapshots"]["count"] >= 2)
-        await assert_undisturbed(fleet, undisturbed, [*prompts, kept])
-        await assert_consistent(fleet, [kv_dir])
+        await kvferry.until(lambda state: state["snapshots"]["count"] >= 2)
+        await assert_undisturbed(kvferry, undisturbed, [*prompts, kept])
+        await assert_consistent(kvferry, [kv_dir])
     record_property("client", "the right answers")
 
 
@@ -141,26 +141,26 @@ async def test_full_at_the_last_bytes(
         said.append((transfer.size_bytes, (kv_dir / name).stat().st_size))
         return transfer
 
-    async with running([("a", server.url)], kv_dir, yaml=YAML) as fleet:
-        await fleet.complete(kept)
-        await fleet.until(saved(LONG - 1))
-        await assert_consistent(fleet, [kv_dir])
-        (row,) = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
+    async with running([("a", server.url)], kv_dir, yaml=YAML) as kvferry:
+        await kvferry.complete(kept)
+        await kvferry.until(saved(LONG - 1))
+        await assert_consistent(kvferry, [kv_dir])
+        (row,) = (await kvferry.get("/kvferry/snapshots")).json["snapshots"]
         ballast = filled(kv_dir, (row["size_bytes"] - 1) // PAGE * PAGE)  # one page too few
         monkeypatch.setattr(LlamaClient, "save", noting)
 
-        await assert_undisturbed(fleet, undisturbed, [lost, kept, lost])
-        await fleet.until(lambda _: len(said) > 0)
-        await fleet.until_quiet()
+        await assert_undisturbed(kvferry, undisturbed, [lost, kept, lost])
+        await kvferry.until(lambda _: len(said) > 0)
+        await kvferry.until_quiet()
         assert all(written > there for written, there in said), said
-        assert await failed_saves(fleet) == len(said)
-        assert (await fleet.state())["snapshots"]["count"] == 1
-        await assert_consistent(fleet, [kv_dir], foreign=[ballast.name])
+        assert await failed_saves(kvferry) == len(said)
+        assert (await kvferry.state())["snapshots"]["count"] == 1
+        await assert_consistent(kvferry, [kv_dir], foreign=[ballast.name])
 
         ballast.unlink()
-        await assert_undisturbed(fleet, undisturbed, [kept, lost])
-        await fleet.until(saved(LONG - 1, 2))
-        await assert_consistent(fleet, [kv_dir])
+        await assert_undisturbed(kvferry, undisturbed, [kept, lost])
+        await kvferry.until(saved(LONG - 1, 2))
+        await assert_consistent(kvferry, [kv_dir])
     record_property("client", "the right answers")
 
 
@@ -177,19 +177,19 @@ async def test_full_while_a_prefix_is_cut(
     b = await llama_server(slots=1, ctx=2048, kv_dir=kv_dir, extra_args=["-a", "b"])
     undisturbed = await llama_server(slots=1)
     long = ids(1, 4000)
-    async with running([("a", a.url), ("b", b.url)], kv_dir, yaml=YAML) as fleet:
-        await fleet.complete(long, model="a")
-        await fleet.until(saved(len(long) - 1))
+    async with running([("a", a.url), ("b", b.url)], kv_dir, yaml=YAML) as kvferry:
+        await kvferry.complete(long, model="a")
+        await kvferry.until(saved(len(long) - 1))
         ballast = filled(kv_dir, 100_000)
         part = long[:1000]  # the whole prompt does not fit into b
         for number in range(4):
-            answer = await fleet.complete([*part, 300 + number], model="b")
+            answer = await kvferry.complete([*part, 300 + number], model="b")
             assert answer.status == 200
-        failures = await fleet.metrics()
+        failures = await kvferry.metrics()
         assert failures['kvferry_kv_failures_total{action="cut"}'] >= 1
-        await assert_undisturbed(fleet, undisturbed, [long, part])
+        await assert_undisturbed(kvferry, undisturbed, [long, part])
         ballast.unlink()
-        await assert_consistent(fleet, [kv_dir])
+        await assert_consistent(kvferry, [kv_dir])
     record_property("client", "the right answers")
 
 
@@ -206,27 +206,27 @@ async def test_read_only(
     server = await llama_server(slots=1, kv_dir=kv_dir)
     undisturbed = await llama_server(slots=1)
     prompts = [ids(seed, LONG) for seed in range(N_REQUESTS)]
-    async with running([("a", server.url)], kv_dir, yaml=YAML) as fleet:
+    async with running([("a", server.url)], kv_dir, yaml=YAML) as kvferry:
         for number, prompt in enumerate(prompts[:2], 1):
-            await fleet.complete(prompt)
-            await fleet.until(saved(LONG - 1, number))
-        await assert_consistent(fleet, [kv_dir])
+            await kvferry.complete(prompt)
+            await kvferry.until(saved(LONG - 1, number))
+        await assert_consistent(kvferry, [kv_dir])
         # Files that are open for writing stay so, such as the router's lock.
         mounted("--bind", str(kv_dir), str(kv_dir))
         mounted("-o", "remount,bind,ro", str(kv_dir))
         complaints(capsys)
 
-        answers = await assert_undisturbed(fleet, undisturbed, prompts[:2] * 2)
+        answers = await assert_undisturbed(kvferry, undisturbed, prompts[:2] * 2)
         assert {answer.cached for answer in answers} == {LONG - 1}
-        await assert_undisturbed(fleet, undisturbed, prompts[2:])
+        await assert_undisturbed(kvferry, undisturbed, prompts[2:])
         assert complaints(capsys) < N_REQUESTS - 2
-        state = await fleet.state()
+        state = await kvferry.state()
         assert state["snapshots"]["count"] == 2
 
         server.kill()
-        await fleet.until(lambda state: not state["backends"][0]["up"])
+        await kvferry.until(lambda state: not state["backends"][0]["up"])
         await server.restart()
-        await fleet.until_up()
-        assert not (await fleet.state())["backends"][0]["snapshots"]
-        await assert_undisturbed(fleet, undisturbed, prompts[:1])
+        await kvferry.until_up()
+        assert not (await kvferry.state())["backends"][0]["snapshots"]
+        await assert_undisturbed(kvferry, undisturbed, prompts[:1])
     record_property("client", "the right answers")

@@ -10,7 +10,7 @@ from tests.support.conversations.measuring import direct
 from tests.support.conversations.prompts import chat
 from tests.support.models.encoder import tiny_encoder
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Answer, Json, is_quiet, running
+from tests.support.servers.running_router import Answer, Json, is_quiet, running
 
 TEXTS = ("a ferry", "a boat", "the northern pier")
 
@@ -52,14 +52,14 @@ async def test_a_model_without_kv(server_argv: list[str], tmp_path: Path) -> Non
     async with server, direct(server) as client:
         alone = [expected(await client.post("/v1/embeddings", body)) for body in one]
         together = expected(await client.post("/v1/embeddings", {"input": TEXTS}))
-        async with running([("a", server.url)], server.kv_dir) as fleet:
-            asked = [fleet.post("/v1/embeddings", body) for body in one * 4]
+        async with running([("a", server.url)], server.kv_dir) as kvferry:
+            asked = [kvferry.post("/v1/embeddings", body) for body in one * 4]
             assert [numbers(answer) for answer in await asyncio.gather(*asked)] == alone * 4
-            assert numbers(await fleet.post("/v1/embeddings", {"input": TEXTS})) == together
-            answer = await fleet.post(*refused)
+            assert numbers(await kvferry.post("/v1/embeddings", {"input": TEXTS})) == together
+            answer = await kvferry.post(*refused)
             assert answer.status == 500
             assert "logits computation" in answer.json["error"]["message"]
-            state = await fleet.until_quiet()
+            state = await kvferry.until_quiet()
             assert is_quiet(state)
             assert "no KV" in state["backends"][0]["note"]
 
@@ -71,13 +71,13 @@ async def test_who_names_no_model_does_not_mean_one_without_kv(
     able = await llama_server(slots=2, kv_dir=tmp_path / "kv")
     async with (
         embedder(server_argv, tmp_path / "kv") as server,
-        running([("e", server.url), ("g", able.url)], tmp_path / "kv") as fleet,
+        running([("e", server.url), ("g", able.url)], tmp_path / "kv") as kvferry,
     ):
-        asked = [fleet.complete([1, 2, 3 + n], n_predict=20) for n in range(4)]
+        asked = [kvferry.complete([1, 2, 3 + n], n_predict=20) for n in range(4)]
         answers = await asyncio.gather(*asked)
         assert [answer.status for answer in answers] == [200] * 4
         body: Json = {"messages": chat(1, "a ferry", length=2), "max_tokens": 2}
-        told = await fleet.post("/v1/chat/completions", body)
+        told = await kvferry.post("/v1/chat/completions", body)
         assert told.status == 200, told.body
 
 
@@ -88,8 +88,8 @@ async def test_who_names_no_model_means_the_one_for_embeddings(
     able = await llama_server(slots=2, kv_dir=tmp_path / "kv")
     async with (
         embedder(server_argv, tmp_path / "kv") as server,
-        running([("a", able.url), ("e", server.url)], tmp_path / "kv") as fleet,
+        running([("a", able.url), ("e", server.url)], tmp_path / "kv") as kvferry,
     ):
-        asked = [fleet.post("/v1/embeddings", {"input": text}) for text in TEXTS * 2]
+        asked = [kvferry.post("/v1/embeddings", {"input": text}) for text in TEXTS * 2]
         answers = await asyncio.gather(*asked)
         assert [answer.status for answer in answers] == [200] * 6

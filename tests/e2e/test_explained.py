@@ -8,12 +8,12 @@ from router.tools.cli import main
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import Json, chat, ids
-from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet, running
+from tests.support.servers.running_router import PATIENCE_S, Answer, RunningRouter, running
 
 _POLL_S = 0.01
 
 
-async def explained(fleet: Fleet, answer: Answer) -> Json:
+async def explained(kvferry: RunningRouter, answer: Answer) -> Json:
     """Return the router's record of a request, once there is one.
 
     The record follows the last byte of the answer.
@@ -21,7 +21,7 @@ async def explained(fleet: Fleet, answer: Answer) -> Json:
     path = f"/kvferry/requests/{answer.headers['x-kvferry-request-id']}"
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            told = await fleet.get(path)
+            told = await kvferry.get(path)
             if told.status != 404:
                 assert told.status == 200, told.body
                 assert sum(told.json["missed"].values()) == told.json["computed_tokens"]
@@ -58,10 +58,10 @@ async def test_a_divergence_in_the_second_of_four_messages(
 async def test_displaced(llama_server: StartServer) -> None:
     """Another prompt displaces the content of the only slot, and nothing is ever saved."""
     server = await llama_server("llama", slots=1)
-    async with running([("a", server.url)], None) as fleet:
-        first = await fleet.complete(ids(1, 300))
-        await fleet.complete(ids(2, 300))
-        told = await explained(fleet, await fleet.complete(ids(1, 300) + ids(3, 50)))
+    async with running([("a", server.url)], None) as kvferry:
+        first = await kvferry.complete(ids(1, 300))
+        await kvferry.complete(ids(2, 300))
+        told = await explained(kvferry, await kvferry.complete(ids(1, 300) + ids(3, 50)))
 
     assert first.status == 200
     assert told["missed"] == {"displaced": 300, "diverged": 50}
@@ -71,17 +71,17 @@ async def test_evicted(llama_server: StartServer) -> None:
     """There is room for one snapshot of two; the catalog decides which one it evicts."""
     server = await llama_server("llama", slots=1)
     limits = "store: {max_tokens: 650}"
-    async with running([("a", server.url)], server.kv_dir, yaml=limits) as fleet:
-        await fleet.complete(ids(1, 300))
-        await fleet.until(saved(300))
-        await fleet.complete(ids(2, 400))
-        state = await fleet.until(lambda state: state["snapshots"]["evicted"] == 1)
+    async with running([("a", server.url)], server.kv_dir, yaml=limits) as kvferry:
+        await kvferry.complete(ids(1, 300))
+        await kvferry.until(saved(300))
+        await kvferry.complete(ids(2, 400))
+        state = await kvferry.until(lambda state: state["snapshots"]["evicted"] == 1)
         seed, n = (2, 400) if state["snapshots"]["tokens"] < 400 else (1, 300)
         server.kill()  # else the second prompt would still be resident
-        await fleet.until(lambda state: not state["backends"][0]["up"])
+        await kvferry.until(lambda state: not state["backends"][0]["up"])
         await server.restart()
-        await fleet.until_up()
-        told = await explained(fleet, await fleet.complete(ids(seed, n) + ids(4, 50)))
+        await kvferry.until_up()
+        told = await explained(kvferry, await kvferry.complete(ids(seed, n) + ids(4, 50)))
 
     assert told["missed"] == {"evicted": n, "diverged": 50}
 
@@ -91,9 +91,9 @@ async def test_a_memory_that_cannot_go_back(llama_server: StartServer, kind: str
     """The miss counts as `kind`; no boundary save is made where it would help."""
     server = await llama_server(kind, slots=1)
     yaml = "policy: {reuse_probability: 0, coalesce_above: 'off'}"
-    async with running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet:
-        await fleet.complete(ids(1, 300) + ids(2, 100))
-        told = await explained(fleet, await fleet.complete(ids(1, 300) + ids(3, 100)))
+    async with running([("a", server.url)], server.kv_dir, yaml=yaml) as kvferry:
+        await kvferry.complete(ids(1, 300) + ids(2, 100))
+        told = await explained(kvferry, await kvferry.complete(ids(1, 300) + ids(3, 100)))
 
     reused = told["prompt_tokens"] - told["computed_tokens"]
     assert told["missed"] == {"kind": 300 - reused, "diverged": 100}
@@ -104,15 +104,15 @@ async def test_a_memory_that_cannot_go_back(llama_server: StartServer, kind: str
 async def test_the_reasons_add_up_over_a_mixed_run(llama_server: StartServer) -> None:
     """The missed tokens of all reasons add up to the computed tokens, as the metrics count them."""
     server = await llama_server("llama", slots=2)
-    async with running([("a", server.url)], server.kv_dir) as fleet:
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
         prompts = [ids(1, 300) + ids(i, 30 * i) for i in range(2, 6)]
-        await asyncio.gather(*(fleet.complete(prompt) for prompt in prompts * 2))
-        await fleet.complete(ids(7, 200), cache_prompt=False)
-        await fleet.complete(ids(8, 200), n_predict=2, n_cmpl=2)
-        await fleet.post("/infill", {"input_prefix": "x", "input_suffix": "y", "n_predict": 1})
-        await fleet.chat(chat(1, "Hello.", length=10))
-        await fleet.until_quiet()
-        metrics = await fleet.metrics()
+        await asyncio.gather(*(kvferry.complete(prompt) for prompt in prompts * 2))
+        await kvferry.complete(ids(7, 200), cache_prompt=False)
+        await kvferry.complete(ids(8, 200), n_predict=2, n_cmpl=2)
+        await kvferry.post("/infill", {"input_prefix": "x", "input_suffix": "y", "n_predict": 1})
+        await kvferry.chat(chat(1, "Hello.", length=10))
+        await kvferry.until_quiet()
+        metrics = await kvferry.metrics()
 
     missed = {k: v for k, v in metrics.items() if k.startswith("kvferry_missed_tokens_total{")}
     assert sum(missed.values()) == metrics['kvferry_prompt_tokens_total{source="computed"}'] > 0

@@ -35,7 +35,7 @@ from tests.support.faults.breaking import (
 from tests.support.faults.consistency import assert_consistent, assert_undisturbed
 from tests.support.faults.fault_proxy import Meddler
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Answer, Fleet, Json, running
+from tests.support.servers.running_router import Answer, Json, RunningRouter, running
 
 pytestmark = pytest.mark.thorough
 
@@ -92,32 +92,32 @@ class Scene:
 
     server: LlamaServer
     meddler: Meddler
-    fleet: Fleet
+    kvferry: RunningRouter
     reference: Reference
 
     async def right(self, *prompts: list[int]) -> list[Answer]:
-        return await assert_undisturbed(self.fleet, self.reference.server, prompts)
+        return await assert_undisturbed(self.kvferry, self.reference.server, prompts)
 
     async def leave_a_stream(self) -> None:
         """Abandon a stream after its first bytes."""
         body = {"prompt": OTHER, "n_predict": 3000, "ignore_eos": True, "stream": True}
-        url = self.fleet.url + "/completion"
-        async with self.fleet.session.post(url, json=body) as response:
+        url = self.kvferry.url + "/completion"
+        async with self.kvferry.session.post(url, json=body) as response:
             assert await response.content.readany()
 
     async def all_is_well(self) -> None:
         """Stop corrupting replies; assert that slots, answers and records are right."""
         self.meddler.behave()
-        await self.fleet.until_up()
-        await self.fleet.until_quiet()
+        await self.kvferry.until_up()
+        await self.kvferry.until_quiet()
         for slot in range(SLOTS):
-            answer = await self.fleet.complete(ids(70 + slot, 50), id_slot=slot)
+            answer = await self.kvferry.complete(ids(70 + slot, 50), id_slot=slot)
             assert answer.slot == ("a", slot)
         await self.right(PROMPT, OTHER, PROMPT)
-        await self.fleet.until(saved(LONG - 1, 2))
-        assert not any(s["is_processing"] for s in await look(self.fleet.session, self.server))
+        await self.kvferry.until(saved(LONG - 1, 2))
+        assert not any(s["is_processing"] for s in await look(self.kvferry.session, self.server))
         assert self.server.kv_dir is not None
-        await assert_consistent(self.fleet, [self.server.kv_dir])
+        await assert_consistent(self.kvferry, [self.server.kv_dir])
 
 
 @asynccontextmanager
@@ -127,9 +127,9 @@ async def scene(
     server = await llama_server(slots=SLOTS, ctx=SLOTS * CTX)
     async with (
         Meddler(server.url) as meddler,
-        running([("a", meddler.url)], server.kv_dir, yaml=yaml) as fleet,
+        running([("a", meddler.url)], server.kv_dir, yaml=yaml) as kvferry,
     ):
-        yield Scene(server, meddler, fleet, reference)
+        yield Scene(server, meddler, kvferry, reference)
 
 
 def case(
@@ -185,7 +185,7 @@ async def test_completions(
 ) -> None:
     async with scene(llama_server, reference) as at:
         at.meddler.spoil("POST /completion", how, once=once)
-        answer = await told(at.fleet, PROMPT, stream=stream)
+        answer = await told(at.kvferry, PROMPT, stream=stream)
         assert at.meddler.met["POST /completion"] >= 1
         record_property("client", seen(answer))
         assert seen(answer) == sees
@@ -202,7 +202,7 @@ async def test_garbage_for_the_client(llama_server: StartServer, reference: Refe
     async with scene(llama_server, reference) as at:
         at.meddler.spoil("POST /completion", corrupted_replies.nonsense_inside, once=True)
         body = {"prompt": PROMPT, "n_predict": 8}
-        async with at.fleet.session.post(at.fleet.url + "/completion", json=body) as response:
+        async with at.kvferry.session.post(at.kvferry.url + "/completion", json=body) as response:
             raw = await response.read()
         assert (response.status, set(raw)) == (200, {0xFF})
         await at.all_is_well()
@@ -213,7 +213,7 @@ async def test_everything_is_late(llama_server: StartServer, reference: Referenc
     async with scene(llama_server, reference) as at:
         at.meddler.spoil("HTTP/1.1", corrupted_replies.late(0.1))
         await at.right(PROMPT, *fillers(SLOTS, LONG))
-        await at.fleet.until(saved(LONG - 1, 1 + SLOTS))
+        await at.kvferry.until(saved(LONG - 1, 1 + SLOTS))
         await at.leave_a_stream()
         (again,) = await at.right(PROMPT)
         assert again.cached == LONG - 1
@@ -256,7 +256,7 @@ async def test_prefills(
     monkeypatch.setattr(LlamaClient, "prefill", noting)
     async with scene(llama_server, reference, WATCHFUL + "policy: {coalesce_above: 1ms}") as at:
         at.meddler.spoil("POST /completion", how, once=True)
-        answers = await asyncio.gather(*(told(at.fleet, PROMPT) for _ in range(2)))
+        answers = await asyncio.gather(*(told(at.kvferry, PROMPT) for _ in range(2)))
         assert begun
         for answer in answers:
             assert seen(answer) == RIGHT
@@ -279,12 +279,12 @@ async def test_saves(
         at.meddler.spoil("action=save", how)
         await at.right(PROMPT)
         await at.meddler.until_met("action=save")
-        await at.fleet.until_quiet()
+        await at.kvferry.until_quiet()
         await at.right(OTHER, PROMPT)
-        state = await at.fleet.until_quiet()
+        state = await at.kvferry.until_quiet()
         assert (state["snapshots"]["count"] > 0) is comes
         assert at.server.kv_dir is not None
-        await assert_consistent(at.fleet, [at.server.kv_dir])
+        await assert_consistent(at.kvferry, [at.server.kv_dir])
         record_property("client", RIGHT)
         await at.all_is_well()
 
@@ -299,7 +299,7 @@ async def test_a_save_that_is_done_although_its_connection_broke(
         at.meddler.spoil("action=save", corrupted_replies.nothing)
         await at.right(PROMPT)
         await stopped.hit.wait()
-        await at.fleet.until_quiet()  # so the save is given up
+        await at.kvferry.until_quiet()  # so the save is given up
         at.meddler.behave()
         send(at.server, signal.SIGCONT)
         await at.all_is_well()
@@ -316,9 +316,9 @@ async def test_restores(
     """The slot holds the state, but the prompt is computed if the router cannot know that."""
     async with scene(llama_server, reference) as at:
         await at.right(PROMPT)
-        await at.fleet.until(saved(LONG - 1))
+        await at.kvferry.until(saved(LONG - 1))
         await at.right(*fillers(SLOTS, LONG))
-        await at.fleet.until(saved(LONG - 1, 1 + SLOTS))
+        await at.kvferry.until(saved(LONG - 1, 1 + SLOTS))
         at.meddler.spoil("action=restore", how, once=True)
         (answer,) = await at.right(PROMPT)
         assert at.meddler.met["action=restore"] == 1
@@ -338,20 +338,20 @@ async def test_erasures(
     """No request gets a slot that may still hold another tenant's content."""
     done = comes or how is corrupted_replies.nonsense_inside  # the status alone proves the erase
     async with scene(llama_server, reference, YAML + KEYS) as at:
-        at.fleet.session.headers.update(ALICE)
+        at.kvferry.session.headers.update(ALICE)
         for slot in range(SLOTS):
-            assert (await at.fleet.complete(PROMPT, id_slot=slot)).slot == ("a", slot)
-        await at.fleet.until_quiet()
-        at.fleet.session.headers.update(BOB)
+            assert (await at.kvferry.complete(PROMPT, id_slot=slot)).slot == ("a", slot)
+        await at.kvferry.until_quiet()
+        at.kvferry.session.headers.update(BOB)
         at.meddler.spoil("action=erase", how)
-        answer = await told(at.fleet, PROMPT)
+        answer = await told(at.kvferry, PROMPT)
         assert answer is not None
         assert at.meddler.met["action=erase"] >= 1
         record_property("client", seen(answer))
         assert seen(answer) == (RIGHT if done else "503 with Retry-After")
         at.meddler.behave()
         if not done:
-            answer = await told(at.fleet, PROMPT)
+            answer = await told(at.kvferry, PROMPT)
             assert answer is not None
         assert (await reference.wrong(answer, PROMPT), answer.cached) == ("", 0)
         await at.all_is_well()
@@ -371,7 +371,9 @@ async def test_looks(
         await at.leave_a_stream()
         await at.meddler.until_met("GET /slots", 3)
         if not comes:
-            left = [slot["index"] for slot in (await at.fleet.state())["slots"] if not _idle(slot)]
+            left = [
+                slot["index"] for slot in (await at.kvferry.state())["slots"] if not _idle(slot)
+            ]
             (answer,) = await at.right(PROMPT)
             assert [1 - answer.slot[1]] == left
         record_property("client", RIGHT)
@@ -397,9 +399,9 @@ async def test_every_answer(
         if comes:
             await at.right(OTHER, PROMPT)
         else:
-            await at.fleet.until_is("a", "down")
-            asked = asyncio.get_running_loop().create_task(told(at.fleet, OTHER))
-            await at.fleet.until(lambda state: state["waiting_for_backend"])
+            await at.kvferry.until_is("a", "down")
+            asked = asyncio.get_running_loop().create_task(told(at.kvferry, OTHER))
+            await at.kvferry.until(lambda state: state["waiting_for_backend"])
             at.meddler.behave()
             answer = await asked
             assert answer is not None

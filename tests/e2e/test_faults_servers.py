@@ -30,7 +30,7 @@ from tests.support.faults.breaking import (
 )
 from tests.support.faults.consistency import assert_consistent
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Answer, Fleet, Json, running
+from tests.support.servers.running_router import Answer, Json, RunningRouter, running
 
 pytestmark = pytest.mark.thorough
 
@@ -63,8 +63,10 @@ F = TypeVar("F", bound=Callable[..., object])
 class Scene:
     """Servers, a router, and one request that is running when the fault happens."""
 
-    def __init__(self, fleet: Fleet, servers: dict[str, LlamaServer], reference: Reference) -> None:
-        self.fleet = fleet
+    def __init__(
+        self, kvferry: RunningRouter, servers: dict[str, LlamaServer], reference: Reference
+    ) -> None:
+        self.kvferry = kvferry
         self.servers = servers
         self.reference = reference
         self.victim = ""
@@ -73,7 +75,9 @@ class Scene:
         self.asked: asyncio.Task[Answer | None] | None = None
 
     def _ask(self) -> "asyncio.Task[Answer | None]":
-        return asyncio.get_running_loop().create_task(told(self.fleet, self.prompt, **self.fields))
+        return asyncio.get_running_loop().create_task(
+            told(self.kvferry, self.prompt, **self.fields)
+        )
 
     async def come_to(self, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Return in the middle of `moment`, with `victim` set.
@@ -83,17 +87,17 @@ class Scene:
         match moment:
             case "idle":
                 self.prompt = ids(1, SHORT)
-                await self.fleet.complete(self.prompt)
-                await self.fleet.until(saved(SHORT))
-                await self.fleet.until_quiet()
+                await self.kvferry.complete(self.prompt)
+                await self.kvferry.until(saved(SHORT))
+                await self.kvferry.until_quiet()
                 self.victim = "a"
             case "prefill":
                 self.asked = self._ask()
-                self.victim = await until_at_work(self.fleet.session, self.servers)
+                self.victim = await until_at_work(self.kvferry.session, self.servers)
             case "stream":
                 self.prompt, self.fields = ids(1, SHORT), ENDLESS
                 self.asked = self._ask()
-                await self.fleet.until(
+                await self.kvferry.until(
                     lambda s: any(slot["phase"] == "running" for slot in s["slots"])
                 )
                 self.victim = await self._streams()
@@ -106,7 +110,7 @@ class Scene:
         """Wait for a server that generates; return its name."""
         while True:
             for name, server in self.servers.items():
-                async with self.fleet.session.get(server.url + "/slots") as response:
+                async with self.kvferry.session.get(server.url + "/slots") as response:
                     for slot in await response.json():
                         done = [token["n_decoded"] for token in slot.get("next_token", [])]
                         if slot["is_processing"] and any(n > 3 for n in done):
@@ -117,14 +121,14 @@ class Scene:
         self.prompt = ids(1, SHORT)
         if moment == "restore":
             await self._ask()
-            await self.fleet.until(saved(SHORT))
-            await self.fleet.until_quiet()
+            await self.kvferry.until(saved(SHORT))
+            await self.kvferry.until_quiet()
             # Concurrently, or the faster server might get them all.
             others = fillers(len(self.servers), SHORT)
-            found = await asyncio.gather(*map(self.fleet.complete, others))
+            found = await asyncio.gather(*map(self.kvferry.complete, others))
             assert {answer.slot[0] for answer in found} == self.servers.keys()
-            await self.fleet.until(saved(SHORT, 1 + len(others)))
-            await self.fleet.until_quiet()
+            await self.kvferry.until(saved(SHORT, 1 + len(others)))
+            await self.kvferry.until_quiet()
         action: Action = stop_at(monkeypatch, moment, self.servers)
         self.asked = self._ask()
         await action.hit.wait()
@@ -136,15 +140,15 @@ class Scene:
         The saved prompt grows until a save is caught.
         """
         longer = [*self.prompt]
-        await told(self.fleet, longer)
-        await self.fleet.until(saved(PROMPT))
-        (row,) = (await self.fleet.get("/kvferry/snapshots")).json["snapshots"]
+        await told(self.kvferry, longer)
+        await self.kvferry.until(saved(PROMPT))
+        (row,) = (await self.kvferry.get("/kvferry/snapshots")).json["snapshots"]
         action = stop_in_a_file(monkeypatch, self.servers, row["size_bytes"] // 2)
         while not action.hit.is_set():
             longer += ids(len(longer), MORE)
-            await told(self.fleet, longer)
+            await told(self.kvferry, longer)
             whole = saved(len(longer))
-            await self.fleet.until(lambda s, whole=whole: action.hit.is_set() or whole(s))  # type: ignore[misc]
+            await self.kvferry.until(lambda s, whole=whole: action.hit.is_set() or whole(s))  # type: ignore[misc]
         self.victim = action.backend
         self.asked = self._ask()
 
@@ -153,7 +157,7 @@ class Scene:
         return self.servers[self.victim]
 
     async def until_down(self) -> None:
-        await self.fleet.until_is(self.victim, "down")
+        await self.kvferry.until_is(self.victim, "down")
 
     async def outcome(self) -> str:
         """Return what the client of the running request saw; assert that an answer is right."""
@@ -167,13 +171,13 @@ class Scene:
 
     async def all_is_well(self) -> None:
         """Assert that the next answer is right, and that records and files agree."""
-        await self.fleet.until_quiet()
-        again = await told(self.fleet, self.prompt)
+        await self.kvferry.until_quiet()
+        again = await told(self.kvferry, self.prompt)
         assert seen(again) == RIGHT
         assert again is not None
         assert await self.reference.wrong(again, self.prompt) == ""
         kv_dirs = {server.kv_dir for server in self.servers.values() if server.kv_dir}
-        await assert_consistent(self.fleet, kv_dirs)
+        await assert_consistent(self.kvferry, kv_dirs)
 
 
 @asynccontextmanager
@@ -183,8 +187,8 @@ async def scene(
     """Yield a scene with `n_servers` servers of one slot each."""
     servers = {name: await llama_server(slots=1, ctx=CTX) for name in "ab"[:n_servers]}
     backends = [(name, server.url) for name, server in servers.items()]
-    async with running(backends, servers["a"].kv_dir, yaml=yaml) as fleet:
-        yield Scene(fleet, servers, reference)
+    async with running(backends, servers["a"].kv_dir, yaml=yaml) as kvferry:
+        yield Scene(kvferry, servers, reference)
 
 
 def cases(what: str, fast: tuple[str, int] | None = None) -> Callable[[F], F]:
@@ -221,7 +225,7 @@ async def test_killed(
         if n_servers == 2:
             await at.until_down()
             await at.server.restart()
-        await at.fleet.until_up()
+        await at.kvferry.until_up()
         await at.all_is_well()
 
 
@@ -242,7 +246,7 @@ async def test_hung_and_goes_on(
         outcome = await at.outcome()
         record_property("client", outcome)
         assert outcome == RIGHT
-        await at.fleet.until_up()
+        await at.kvferry.until_up()
         await at.all_is_well()
 
 
@@ -275,7 +279,7 @@ async def test_hung_for_good(
         await at.until_down()
         at.server.kill()
         await at.server.restart()
-        await at.fleet.until_up()
+        await at.kvferry.until_up()
         await at.all_is_well()
 
 
@@ -307,10 +311,10 @@ async def test_a_save_that_nobody_waits_for_any_more(
         await at.come_to(moment, monkeypatch)
         await at.until_down()
         # The save's lease ended with the backend: only the store learns of the failure.
-        transfers = at.fleet.router.engine._transfers
-        await at.fleet.until(lambda _: "a" in transfers.orphans)
+        transfers = at.kvferry.router.engine._transfers
+        await at.kvferry.until(lambda _: "a" in transfers.orphans)
         send(at.server, signal.SIGCONT)
-        await at.fleet.until_up()
+        await at.kvferry.until_up()
         record_property("client", await at.outcome())
         await at.all_is_well()
 
@@ -324,14 +328,14 @@ async def test_killed_with_slots_to_spare(
 ) -> None:
     """The second attempt waits: it does not try the other slots of the dead server."""
     server = await llama_server(slots=8, ctx=8 * CTX)
-    async with running([("a", server.url)], server.kv_dir, yaml=WATCHFUL) as fleet:
+    async with running([("a", server.url)], server.kv_dir, yaml=WATCHFUL) as kvferry:
         prompts = [ids(1, PROMPT), ids(2, PROMPT)]
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(told(fleet, prompt)) for prompt in prompts]
-            await until_at_work(fleet.session, {"a": server})
+            asked = [group.create_task(told(kvferry, prompt)) for prompt in prompts]
+            await until_at_work(kvferry.session, {"a": server})
             server.kill()
-            await fleet.until_is("a", "down")
-            await fleet.until(lambda s: len(s["queue"]) == 2)
+            await kvferry.until_is("a", "down")
+            await kvferry.until(lambda s: len(s["queue"]) == 2)
             await server.restart()
         for task, prompt in zip(asked, prompts, strict=True):
             answer = task.result()
@@ -339,19 +343,19 @@ async def test_killed_with_slots_to_spare(
             assert answer is not None
             assert await reference.wrong(answer, prompt) == ""
         assert server.kv_dir is not None
-        await assert_consistent(fleet, [server.kv_dir])
+        await assert_consistent(kvferry, [server.kv_dir])
 
 
 @pytest.mark.fault("server killed (SIGKILL), not started again", "computing a prompt")
 async def test_killed_for_good(llama_server: StartServer, record_property: Seen) -> None:
     server = await llama_server(slots=2, ctx=2 * CTX)
     yaml = LOOKS + "queue: {no_backend_wait: 300ms}"
-    async with running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet:
-        asked = asyncio.get_running_loop().create_task(told(fleet, ids(1, PROMPT)))
-        await until_at_work(fleet.session, {"a": server})
+    async with running([("a", server.url)], server.kv_dir, yaml=yaml) as kvferry:
+        asked = asyncio.get_running_loop().create_task(told(kvferry, ids(1, PROMPT)))
+        await until_at_work(kvferry.session, {"a": server})
         server.kill()
         outcome = seen(await asked)
         record_property("client", outcome)
         assert outcome == "503 with Retry-After"
-        assert seen(await told(fleet, ids(2, 50))) == outcome
-        await fleet.until_quiet()
+        assert seen(await told(kvferry, ids(2, 50))) == outcome
+        await kvferry.until_quiet()

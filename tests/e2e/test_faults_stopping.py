@@ -16,7 +16,7 @@ from tests.conftest import StartServer
 from tests.support.conversations.prompts import Json, ids
 from tests.support.faults.breaking import BROKEN_OFF, until_at_work
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Answer, configuration_text, read_answer
+from tests.support.servers.running_router import Answer, configuration_text, read_answer
 from tests.tools.test_cli import Process, serving
 
 pytestmark = pytest.mark.thorough

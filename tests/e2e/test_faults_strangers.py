@@ -19,7 +19,7 @@ from tests.support.conversations.prompts import Json, ids
 from tests.support.faults.breaking import RIGHT, Reference, look, told, until_at_work
 from tests.support.faults.consistency import TOLD, assert_consistent
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Answer, Fleet, read_answer, running
+from tests.support.servers.running_router import Answer, RunningRouter, read_answer, running
 
 pytestmark = pytest.mark.thorough
 
@@ -54,7 +54,7 @@ async def with_cache(llama_server: StartServer, slots: int) -> LlamaServer:
 
 @asynccontextmanager
 async def stranger_on(
-    fleet: Fleet, server: LlamaServer, slot: int, prompt: list[int]
+    kvferry: RunningRouter, server: LlamaServer, slot: int, prompt: list[int]
 ) -> AsyncIterator["asyncio.Task[Answer]"]:
     """Send a request past the router to a slot; yield its task while it runs.
 
@@ -63,14 +63,14 @@ async def stranger_on(
     body = {"prompt": prompt, "id_slot": slot, "stream": True, **AT_LENGTH, **TOLD}
 
     async def ask() -> Answer:
-        async with fleet.session.post(server.url + "/completion", json=body) as response:
+        async with kvferry.session.post(server.url + "/completion", json=body) as response:
             return await read_answer(response)
 
     task = asyncio.get_running_loop().create_task(ask())
-    await until_at_work(fleet.session, {"": server})
+    await until_at_work(kvferry.session, {"": server})
     try:
         yield task
-        assert (await look(fleet.session, server))[slot]["is_processing"], "it ended too early"
+        assert (await look(kvferry.session, server))[slot]["is_processing"], "it ended too early"
     finally:
         await asyncio.wait([task])
 
@@ -88,22 +88,22 @@ async def test_a_stranger_holds_a_slot_for_long(
     acted_on = note_actions(monkeypatch)
     server = await with_cache(llama_server, slots=2)
     theirs = ids(50, 40)
-    async with running([("a", server.url)], server.kv_dir, yaml="policy: cheapest") as fleet:
-        alone = await fleet.complete(ids(1, LONG))
+    async with running([("a", server.url)], server.kv_dir, yaml="policy: cheapest") as kvferry:
+        alone = await kvferry.complete(ids(1, LONG))
         home = alone.slot[1]
-        await fleet.until(saved(LONG))
-        async with stranger_on(fleet, server, home, theirs) as stranger:
-            await fleet.until(lambda s: s["slots"][home]["phase"] == "abandoned", patience_s=20)
+        await kvferry.until(saved(LONG))
+        async with stranger_on(kvferry, server, home, theirs) as stranger:
+            await kvferry.until(lambda s: s["slots"][home]["phase"] == "abandoned", patience_s=20)
             acted_on.clear()
-            again = [await fleet.complete(ids(1, LONG) + ids(2, 30 * n)) for n in (0, 1, 2)]
+            again = [await kvferry.complete(ids(1, LONG) + ids(2, 30 * n)) for n in (0, 1, 2)]
             assert {answer.slot[1] for answer in again} == {1 - home}
             assert set(acted_on) == {1 - home}
         undisturbed = await expected_of(server, theirs)
         assert differs_in_earnest(stranger.result(), undisturbed) == ""
-        await fleet.until_quiet()
-        assert (await fleet.complete(ids(1, LONG), id_slot=home)).text == alone.text
+        await kvferry.until_quiet()
+        assert (await kvferry.complete(ids(1, LONG), id_slot=home)).text == alone.text
         assert server.kv_dir is not None
-        await assert_consistent(fleet, [server.kv_dir])
+        await assert_consistent(kvferry, [server.kv_dir])
 
 
 async def expected_of(server: LlamaServer, prompt: list[int]) -> Answer:
@@ -113,10 +113,10 @@ async def expected_of(server: LlamaServer, prompt: list[int]) -> Answer:
             return await read_answer(response)
 
 
-async def act(fleet: Fleet, server: LlamaServer, action: str, name: str = "x") -> None:
+async def act(kvferry: RunningRouter, server: LlamaServer, action: str, name: str = "x") -> None:
     """Run a slot action on slot 0, past the router."""
     url = f"{server.url}/slots/0?action={action}"
-    async with fleet.session.post(url, json={"filename": name}) as response:
+    async with kvferry.session.post(url, json={"filename": name}) as response:
         assert response.status == 200
 
 
@@ -147,27 +147,27 @@ async def test_a_stranger_changes_what_a_slot_holds(
     assert server.kv_dir is not None
     ours, theirs = ids(1, LONG), ids(50, 700)
     yaml = "store: {max_bytes: 0}"  # only the slot holds the prompt
-    async with running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet:
+    async with running([("a", server.url)], server.kv_dir, yaml=yaml) as kvferry:
         if what == "restores into":
             body = {"prompt": theirs, "id_slot": 0, "n_predict": 0}
-            async with fleet.session.post(server.url + "/completion", json=body) as response:
+            async with kvferry.session.post(server.url + "/completion", json=body) as response:
                 assert response.status == 200
-            await act(fleet, server, "save", "theirs")
-        assert (await fleet.complete(ours)).cached == 0
+            await act(kvferry, server, "save", "theirs")
+        assert (await kvferry.complete(ours)).cached == 0
         if what == "fills":
             body = {"prompt": theirs, "id_slot": 0, "n_predict": 4}
-            async with fleet.session.post(server.url + "/completion", json=body) as response:
+            async with kvferry.session.post(server.url + "/completion", json=body) as response:
                 assert response.status == 200
         else:
-            await act(fleet, server, "erase" if what == "erases" else "restore", "theirs")
-        answers = [await told(fleet, ours) for _ in range(2)]
+            await act(kvferry, server, "erase" if what == "erases" else "restore", "theirs")
+        answers = [await told(kvferry, ours) for _ in range(2)]
         cached = []
         for answer in answers:
             assert answer is not None
             assert await reference.wrong(answer, ours) == ""
             cached.append(answer.cached)
         assert cached == [0, LONG - 1]
-        missed = await fleet.metrics()
+        missed = await kvferry.metrics()
         assert sum(v for k, v in missed.items() if "overestimated" in k and "created" not in k) > 0
 
 
@@ -180,19 +180,19 @@ async def test_two_clients_leave_a_moment_apart(llama_server: StartServer) -> No
     """
     server = await llama_server(slots=2, ctx=2 * 32768)
     body = AT_LENGTH | {"n_predict": 30_000}
-    async with running([("a", server.url)], None, yaml="policy: least_busy") as fleet:
+    async with running([("a", server.url)], None, yaml="policy: least_busy") as kvferry:
         asked = [
             asyncio.get_running_loop().create_task(
-                fleet.post("/completion", body | {"prompt": ids(n, 20)})
+                kvferry.post("/completion", body | {"prompt": ids(n, 20)})
             )
             for n in (1, 2)
         ]
-        await fleet.until(lambda s: sum(slot["phase"] == "running" for slot in s["slots"]) == 2)
-        await until_at_work(fleet.session, {"": server}, 2)
+        await kvferry.until(lambda s: sum(slot["phase"] == "running" for slot in s["slots"]) == 2)
+        await until_at_work(kvferry.session, {"": server}, 2)
         asked[0].cancel()
         await asyncio.sleep(0.7)  # half of the time between two polls of one slot
         asked[1].cancel()
-        await fleet.until_quiet()
-        slots = await look(fleet.session, server)
+        await kvferry.until_quiet()
+        slots = await look(kvferry.session, server)
         assert all(not slot["is_processing"] for slot in slots)
         assert all(slot["n_prompt_tokens"] < 30_000 for slot in slots)

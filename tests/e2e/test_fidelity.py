@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import all_but_one, probabilities
 from tests.support.conversations.prompts import ids
-from tests.support.servers.router_fleet import Answer, running
+from tests.support.servers.running_router import Answer, running
 
 GREEDY: dict[str, Any] = {"n_predict": 64, "n_probs": 5}
 
@@ -30,13 +30,13 @@ async def test_a_snapshot_answers_like_the_slot_it_came_from(
     behind = await llama_server("llama", slots=1, ctx=8192)
     base = ids(1, 1500)
     prompt = base[: len(base) - cut] + ids(2, 40)
-    async with running([("a", behind.url)], behind.kv_dir) as fleet:
-        direct = dataclasses.replace(fleet, url=unmoved.url)
+    async with running([("a", behind.url)], behind.kv_dir) as kvferry:
+        direct = dataclasses.replace(kvferry, url=unmoved.url)
         await direct.complete(base, n_predict=1)
         resident = await direct.complete(prompt, **GREEDY)
-        await fleet.complete(base, n_predict=1)
-        await fleet.complete(ids(9, 1500))
-        snapshot = await fleet.complete(prompt, **GREEDY)
+        await kvferry.complete(base, n_predict=1)
+        await kvferry.complete(ids(9, 1500))
+        snapshot = await kvferry.complete(prompt, **GREEDY)
 
     assert snapshot.source == "snapshot"
     assert snapshot.cached == resident.cached == len(base) - cut
@@ -47,13 +47,13 @@ async def test_first_token_as_after_a_cold_prefill(llama_server: StartServer) ->
     """Another split into batches changes only the last digits of a log probability."""
     server = await llama_server("llama", slots=1, ctx=8192)
     prompt = ids(1, 1500)
-    async with running([("a", server.url)], server.kv_dir) as fleet:
-        cold = await fleet.complete(prompt, cache_prompt=False, **GREEDY)
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
+        cold = await kvferry.complete(prompt, cache_prompt=False, **GREEDY)
         assert cold.cached == 0
-        await fleet.complete(ids(5, 1200))
-        await fleet.complete(prompt)
-        await fleet.complete(ids(5, 1200))
-        warm = await fleet.complete(prompt, **GREEDY)
+        await kvferry.complete(ids(5, 1200))
+        await kvferry.complete(prompt)
+        await kvferry.complete(ids(5, 1200))
+        warm = await kvferry.complete(prompt, **GREEDY)
 
     assert warm.source == "snapshot"
     assert all_but_one(warm)

@@ -12,7 +12,7 @@ from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import ids
 from tests.support.faults.consistency import assert_consistent, assert_undisturbed
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 pytestmark = pytest.mark.thorough
 
@@ -113,13 +113,13 @@ DAMAGES = {
 ALL = ", ".join(DAMAGES)
 
 
-async def saved_files(fleet: Fleet, prompts: list[list[int]]) -> list[Path]:
+async def saved_files(kvferry: RunningRouter, prompts: list[list[int]]) -> list[Path]:
     """Send each prompt, and return the state files that result."""
     files: list[Path] = []
     for number, prompt in enumerate(prompts, 1):
-        await fleet.complete(prompt)
-        await fleet.until(saved(LONG - 1, number))
-        rows = (await fleet.get("/kvferry/snapshots?limit=100")).json["snapshots"]
+        await kvferry.complete(prompt)
+        await kvferry.until(saved(LONG - 1, number))
+        rows = (await kvferry.get("/kvferry/snapshots?limit=100")).json["snapshots"]
         (new,) = {Path(row["kv_dir"]) / row["file"] for row in rows} - set(files)
         files.append(new)
     return files
@@ -149,24 +149,24 @@ async def test_damaged_files(
         for file, one in zip(files, DAMAGES.values(), strict=False):
             one.do(file, other)
 
-    async def look(fleet: Fleet) -> None:
-        answers = await assert_undisturbed(fleet, undisturbed, prompts)
+    async def look(kvferry: RunningRouter) -> None:
+        answers = await assert_undisturbed(kvferry, undisturbed, prompts)
         for answer, (name, one) in zip(answers, DAMAGES.items(), strict=False):
             # By chance, the slot's last prompt may begin with a few of the same tokens.
             assert answer.cached == LONG - 1 if one.harmless else answer.cached < CHANCE, name
         assert answers[-2].cached == LONG - 1  # its file is undamaged
         assert server.pid == pid
-        await assert_consistent(fleet, [server.kv_dir])  # type: ignore[list-item]
+        await assert_consistent(kvferry, [server.kv_dir])  # type: ignore[list-item]
 
     yaml = "store: {idle_save_after: 20ms}"
-    async with running(backends, server.kv_dir, yaml=yaml) as fleet:
-        files = await saved_files(fleet, prompts)
-        await assert_consistent(fleet, [server.kv_dir])
+    async with running(backends, server.kv_dir, yaml=yaml) as kvferry:
+        files = await saved_files(kvferry, prompts)
+        await assert_consistent(kvferry, [server.kv_dir])
         if running_meanwhile:
             damage(files)
-            await look(fleet)
+            await look(kvferry)
     if not running_meanwhile:
         damage(files)
-        async with running(backends, server.kv_dir, yaml=yaml) as fleet:
-            await look(fleet)
+        async with running(backends, server.kv_dir, yaml=yaml) as kvferry:
+            await look(kvferry)
     record_property("client", "the right answer, computed again")

@@ -12,7 +12,7 @@ from tests.conftest import START_TIMEOUT_S, StartServer
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import Json, chat, sentences
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 ASKS = chat(1, sentences(2, 12), length=30)
 SIBLING = chat(1, sentences(4, 12), length=30)
@@ -22,22 +22,22 @@ STARTS = 3
 
 
 @asynccontextmanager
-async def just_started(argv: Sequence[str], folder: Path) -> AsyncIterator[Fleet]:
+async def just_started(argv: Sequence[str], folder: Path) -> AsyncIterator[RunningRouter]:
     """Start SmolLM2, whose prompts take seconds, and a router; nothing is kept of earlier ones."""
     model = await small_model(lambda _: None)
     async with (
         LlamaServer(model, 2, 16_384, folder, argv=argv, start_timeout_s=START_TIMEOUT_S) as server,
-        running([("a", server.url)], folder, yaml="store: {idle_save_after: 500ms}") as fleet,
+        running([("a", server.url)], folder, yaml="store: {idle_save_after: 500ms}") as kvferry,
     ):
-        yield fleet
+        yield kvferry
 
 
 @asynccontextmanager
-async def answering(fleet: Fleet, messages: list[Json]) -> AsyncIterator[None]:
+async def answering(kvferry: RunningRouter, messages: list[Json]) -> AsyncIterator[None]:
     """Run a long answer meanwhile."""
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(fleet.chat(messages, **LONG))
-        await fleet.until(lambda state: any(s["phase"] == "running" for s in state["slots"]))
+        task = group.create_task(kvferry.chat(messages, **LONG))
+        await kvferry.until(lambda state: any(s["phase"] == "running" for s in state["slots"]))
         yield
         assert not task.done(), "the long answer ended too early to prove anything"
         task.cancel()
@@ -49,11 +49,11 @@ async def answering(fleet: Fleet, messages: list[Json]) -> AsyncIterator[None]:
 async def test_a_prompt_comes_back_while_its_sibling_is_answered(
     server_argv: list[str], tmp_path: Path, start: int
 ) -> None:
-    async with just_started(server_argv, tmp_path / "kv") as fleet:
-        await fleet.chat(ASKS)
-        await fleet.chat(ASKS)
-        async with answering(fleet, SIBLING):
-            answer = await fleet.chat(ASKS)
+    async with just_started(server_argv, tmp_path / "kv") as kvferry:
+        await kvferry.chat(ASKS)
+        await kvferry.chat(ASKS)
+        async with answering(kvferry, SIBLING):
+            answer = await kvferry.chat(ASKS)
     assert answer.cached >= 0.9 * answer.prompt_tokens
 
 
@@ -63,8 +63,8 @@ async def test_a_prompt_comes_back_while_its_sibling_is_answered(
 async def test_a_fork_beside_the_first_answer_of_all(
     server_argv: list[str], tmp_path: Path, start: int
 ) -> None:
-    async with just_started(server_argv, tmp_path / "kv") as fleet, answering(fleet, ASKS):
-        answer = await fleet.chat(FORK)
+    async with just_started(server_argv, tmp_path / "kv") as kvferry, answering(kvferry, ASKS):
+        answer = await kvferry.chat(FORK)
     assert answer.cached >= 0.8 * answer.prompt_tokens
 
 
@@ -72,14 +72,14 @@ async def test_what_was_learned_is_kept_over_a_restart(llama_server: StartServer
     server = await llama_server("llama", slots=1)
     learned: list[Json] = []
     for _ in range(2):
-        async with running([("a", server.url)], server.kv_dir) as fleet:
-            (row,) = (await fleet.state())["backends"]
+        async with running([("a", server.url)], server.kv_dir) as kvferry:
+            (row,) = (await kvferry.state())["backends"]
             learned.append(row["rates"])
-            await fleet.chat(ASKS, max_tokens=60, ignore_eos=True)
-            await fleet.until(saved(400))
-            (row,) = (await fleet.state())["backends"]
+            await kvferry.chat(ASKS, max_tokens=60, ignore_eos=True)
+            await kvferry.until(saved(400))
+            (row,) = (await kvferry.state())["backends"]
             learned.append(row["rates"])
-            await fleet.router.stop()
+            await kvferry.router.stop()
     first, after, kept, _ = learned
     assert kept["output_tokens_per_s"] == after["output_tokens_per_s"] != first
     assert kept["prefill_tokens_per_s"] == after["prefill_tokens_per_s"]

@@ -13,7 +13,7 @@ from tests.support.conversations.measuring import direct
 from tests.support.conversations.prompts import Json, chat, sentences
 from tests.support.models.lora import tiny_lora
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 FIRST = chat(1, sentences(2, 17), length=45)
 FORK = chat(1, sentences(2, 17), "Yes.", sentences(5, 17), length=45)
@@ -29,27 +29,29 @@ async def computed(server: LlamaServer) -> int:
     raise AssertionError("no such metric")
 
 
-async def cost(fleet: Fleet, server: LlamaServer, messages: list[Json]) -> tuple[int, int]:
+async def cost(
+    kvferry: RunningRouter, server: LlamaServer, messages: list[Json]
+) -> tuple[int, int]:
     """Send a chat; return its tokens and how many the server computed for it."""
     before = await computed(server)
-    answer = await fleet.chat(messages)
+    answer = await kvferry.chat(messages)
     assert answer.status == 200, answer.body
-    await fleet.until_quiet()
+    await kvferry.until_quiet()
     return answer.prompt_tokens, await computed(server) - before
 
 
-async def note(fleet: Fleet) -> str:
-    return (await fleet.state())["backends"][0]["note"] or ""
+async def note(kvferry: RunningRouter) -> str:
+    return (await kvferry.state())["backends"][0]["note"] or ""
 
 
 async def test_no_cache_prompt(llama_server: StartServer) -> None:
     """kvferry asks for reuse in requests that do not say; what it says itself, it says always."""
     server = await llama_server("llama", slots=1, extra_args=["--no-cache-prompt"])
-    async with running([("a", server.url)], server.kv_dir) as fleet:
-        assert "--no-cache-prompt" in await note(fleet)
-        tokens, first = await cost(fleet, server, FIRST)
-        _, again = await cost(fleet, server, FIRST)
-        plain = await fleet.chat(FIRST, cache_prompt=False)
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
+        assert "--no-cache-prompt" in await note(kvferry)
+        tokens, first = await cost(kvferry, server, FIRST)
+        _, again = await cost(kvferry, server, FIRST)
+        plain = await kvferry.chat(FIRST, cache_prompt=False)
 
     assert first == tokens
     assert again <= 8
@@ -60,12 +62,12 @@ async def test_no_cache_prompt_on_a_route_that_cannot_ask(llama_server: StartSer
     """`/v1/messages` drops `cache_prompt`: nothing is computed ahead for it."""
     server = await llama_server("llama", slots=1, extra_args=["--no-cache-prompt"])
     body: Json = {"messages": FIRST[1:], "system": FIRST[0]["content"], "max_tokens": 4}
-    async with running([("a", server.url)], server.kv_dir) as fleet:
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
         for _ in range(2):
             before = await computed(server)
-            answer = await fleet.post("/v1/messages", body)
+            answer = await kvferry.post("/v1/messages", body)
             assert answer.status == 200, answer.body
-            await fleet.until_quiet()
+            await kvferry.until_quiet()
             assert await computed(server) - before <= answer.json["usage"]["input_tokens"] + 8
 
 
@@ -74,16 +76,16 @@ async def test_few_checkpoints(llama_server: StartServer, checkpoints: int) -> N
     """Going back finds a saved state where the server keeps no checkpoint for it."""
     flags = ["--ctx-checkpoints", str(checkpoints)]
     server = await llama_server("lfm2", slots=1, extra_args=flags)
-    async with running([("a", server.url)], server.kv_dir) as fleet:
-        said = await note(fleet)
-        tokens, first = await cost(fleet, server, FIRST)
-        await fleet.until(saved(int(0.9 * tokens)))
-        _, again = await cost(fleet, server, FIRST)
-        _, turn = await cost(fleet, server, FORK)
-        _, back = await cost(fleet, server, FIRST)
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
+        said = await note(kvferry)
+        tokens, first = await cost(kvferry, server, FIRST)
+        await kvferry.until(saved(int(0.9 * tokens)))
+        _, again = await cost(kvferry, server, FIRST)
+        _, turn = await cost(kvferry, server, FORK)
+        _, back = await cost(kvferry, server, FIRST)
         if checkpoints == 2:  # the probe sees two; that there are no more shows a miss
-            await cost(fleet, server, FORK)
-            _, back = await cost(fleet, server, FIRST)
+            await cost(kvferry, server, FORK)
+            _, back = await cost(kvferry, server, FIRST)
 
     assert ("--ctx-checkpoints" in said) == (checkpoints < 2)
     assert first == tokens
@@ -99,18 +101,18 @@ async def test_an_adapter_that_is_changed_on_the_server(llama_server: StartServe
     async with (
         direct(reference) as client,
         direct(server) as there,
-        running([("a", server.url)], server.kv_dir) as fleet,
+        running([("a", server.url)], server.kv_dir) as kvferry,
     ):
-        first = await fleet.chat(FIRST, logprobs=True)
-        await fleet.until(saved(int(0.9 * first.prompt_tokens)))
-        namespace = (await fleet.state())["backends"][0]["namespace"]
+        first = await kvferry.chat(FIRST, logprobs=True)
+        await kvferry.until(saved(int(0.9 * first.prompt_tokens)))
+        namespace = (await kvferry.state())["backends"][0]["namespace"]
         for one in (client, there):
             await one.post("/lora-adapters", [{"id": 0, "scale": 0.0}])
-        await fleet.until(
+        await kvferry.until(
             lambda state: state["backends"][0].get("namespace", namespace) != namespace
         )
         for _ in range(2):
-            answer = await fleet.chat(FIRST)
+            answer = await kvferry.chat(FIRST)
             expected = await client.post(
                 "/v1/chat/completions",
                 {"messages": FIRST, "max_tokens": 8, "temperature": 0, "cache_prompt": False},
@@ -123,20 +125,20 @@ async def test_states_from_before_a_changed_adapter_is_noticed(llama_server: Sta
     server = await llama_server("llama", slots=2, extra_args=["--lora", str(tiny_lora())])
     async with (
         direct(server) as there,
-        running([("a", server.url)], server.kv_dir, yaml="health: {interval: 1h}") as fleet,
+        running([("a", server.url)], server.kv_dir, yaml="health: {interval: 1h}") as kvferry,
     ):
         await there.post("/lora-adapters", [{"id": 0, "scale": 0.0}])
-        wrong = await fleet.chat(FIRST)
-        await fleet.until(saved(int(0.9 * wrong.prompt_tokens)))
-        monitor = fleet.router.selection.monitors[BackendId("a")]
-        namespace = (await fleet.state())["backends"][0]["namespace"]
+        wrong = await kvferry.chat(FIRST)
+        await kvferry.until(saved(int(0.9 * wrong.prompt_tokens)))
+        monitor = kvferry.router.selection.monitors[BackendId("a")]
+        namespace = (await kvferry.state())["backends"][0]["namespace"]
         await monitor.check_again()
-        await fleet.until(lambda state: not state["snapshots"]["count"])
+        await kvferry.until(lambda state: not state["snapshots"]["count"])
         await there.post("/lora-adapters", [{"id": 0, "scale": 1.0}])
         monitor._adapters_asked_at = 0.0  # not asked for a while
         await monitor.check_again()
 
-        answer = await fleet.chat(FIRST)
+        answer = await kvferry.chat(FIRST)
 
-        assert (await fleet.state())["backends"][0]["namespace"] == namespace
+        assert (await kvferry.state())["backends"][0]["namespace"] == namespace
         assert answer.cached == 0

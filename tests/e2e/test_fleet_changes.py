@@ -15,9 +15,9 @@ import pytest
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import all_but_one
 from tests.support.conversations.prompts import ids
-from tests.support.servers.router_fleet import (
+from tests.support.servers.running_router import (
     Answer,
-    Fleet,
+    RunningRouter,
     configuration_text,
     read_answer,
     running,
@@ -33,7 +33,7 @@ CLIENTS = 2
 
 
 @asynccontextmanager
-async def steady_load(fleet: Fleet) -> AsyncIterator[list[Answer]]:
+async def steady_load(kvferry: RunningRouter) -> AsyncIterator[list[Answer]]:
     """Run clients from before the block until after it; yield their answers.
 
     Each client sends one short request after the other, streamed and not.
@@ -46,7 +46,7 @@ async def steady_load(fleet: Fleet) -> AsyncIterator[list[Answer]]:
         while not over.is_set():
             prompt = ids(1000 + len(answers), 60)
             stream = bool(number % 2)
-            answers.append(await fleet.complete(prompt, n_predict=24, stream=stream))
+            answers.append(await kvferry.complete(prompt, n_predict=24, stream=stream))
             begun.set()
 
     async with asyncio.TaskGroup() as group:
@@ -71,23 +71,23 @@ async def test_drain_under_load(llama_server: StartServer) -> None:
     b = await llama_server("llama", slots=2, ctx=16384)
     prompt = ids(1, LONG)
     backends = [("a", a.url), ("b", b.url)]
-    async with running(backends, a.kv_dir, yaml=NEVER_SAVED) as fleet:
-        first = await fleet.complete(prompt)
+    async with running(backends, a.kv_dir, yaml=NEVER_SAVED) as kvferry:
+        first = await kvferry.complete(prompt)
         home = first.slot[0]
         other = "b" if home == "a" else "a"
-        async with steady_load(fleet) as answers:
-            await fleet.operate(home, "drain")
-            state = await fleet.until_is(home, "drained")
+        async with steady_load(kvferry) as answers:
+            await kvferry.operate(home, "drain")
+            state = await kvferry.until_is(home, "drained")
             assert any(item["tokens"] >= LONG for item in state["snapshots"]["items"])
             (a if home == "a" else b).kill()  # as if to change its driver or model
-            again = await fleet.complete(prompt)
+            again = await kvferry.complete(prompt)
             assert (again.slot[0], again.source) == (other, "snapshot")
             assert all_but_one(again)
             assert again.text == first.text
 
             await (a if home == "a" else b).restart()
-            await fleet.operate(home, "undrain")
-            await fleet.until_is(home, "up")
+            await kvferry.operate(home, "undrain")
+            await kvferry.until_is(home, "up")
         assert_all_good(answers)
 
 
@@ -97,22 +97,22 @@ async def test_add_and_remove_under_load(llama_server: StartServer, tmp_path: Pa
     named = list(zip("abcd", (server.url for server in servers), strict=True))
     kv_dir, path = servers[0].kv_dir, tmp_path / "kvferry.yaml"
     prompts = [ids(number, LONG) for number in (1, 2, 3)]
-    async with running(named[:2], kv_dir, yaml=NEVER_SAVED, path=path) as fleet:
-        first = [await fleet.complete(prompt) for prompt in prompts]
-        async with steady_load(fleet) as answers:
+    async with running(named[:2], kv_dir, yaml=NEVER_SAVED, path=path) as kvferry:
+        first = [await kvferry.complete(prompt) for prompt in prompts]
+        async with steady_load(kvferry) as answers:
             path.write_text(configuration_text(named[2:], kv_dir, yaml=NEVER_SAVED))
-            assert (await fleet.reload()).json["backends"] == {
+            assert (await kvferry.reload()).json["backends"] == {
                 "added": ["c", "d"],
                 "removed": ["a", "b"],
                 "changed": [],
             }
             for name in "ab":
-                await fleet.until_is(name, "gone")
+                await kvferry.until_is(name, "gone")
             for name in "cd":
-                await fleet.until_is(name, "up")
+                await kvferry.until_is(name, "up")
             for server in servers[:2]:
                 server.kill()
-            again = [await fleet.complete(prompt) for prompt in prompts]
+            again = [await kvferry.complete(prompt) for prompt in prompts]
         assert_all_good(answers)
         assert {answer.slot[0] for answer in again} <= {"c", "d"}
         assert [answer.source for answer in again] == ["snapshot"] * 3

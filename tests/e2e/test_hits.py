@@ -17,7 +17,7 @@ from tests.support.conversations.conversing import (
     saved,
 )
 from tests.support.conversations.prompts import chat, ids, sentences
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 LONG = 2400
 
@@ -25,13 +25,13 @@ LONG = 2400
 async def test_other_slot_while_its_own_is_busy(llama_server: StartServer) -> None:
     server = await llama_server("llama", slots=2, ctx=16384)
     prompt, unrelated = ids(1, LONG), ids(2, 300)
-    async with running([("a", server.url)], server.kv_dir) as fleet:
-        alone = await fleet.complete(unrelated, n_predict=1500, stream=True, id_slot=1, n_probs=5)
-        first = await fleet.complete(prompt, id_slot=0)
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
+        alone = await kvferry.complete(unrelated, n_predict=1500, stream=True, id_slot=1, n_probs=5)
+        first = await kvferry.complete(prompt, id_slot=0)
         assert first.slot == ("a", 0)
 
-        async with kept_busy(fleet, unrelated, ("a", 0)) as long_answer:
-            again = await fleet.complete(prompt)
+        async with kept_busy(kvferry, unrelated, ("a", 0)) as long_answer:
+            again = await kvferry.complete(prompt)
 
         assert (again.slot, again.source) == (("a", 1), "snapshot")
         assert all_but_one(again)
@@ -45,22 +45,22 @@ async def test_other_server_in_both_directions(llama_server: StartServer) -> Non
     a = await llama_server("llama", slots=1, ctx=16384)
     b = await llama_server("llama", slots=1, ctx=16384)
     p, q = ids(1, LONG), ids(2, LONG)
-    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
-        first = await fleet.complete(p)
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry:
+        first = await kvferry.complete(p)
         home = first.slot
-        await fleet.until(saved(LONG))
-        async with kept_busy(fleet, p, home, 5000):
-            q_first = await fleet.complete(q)
+        await kvferry.until(saved(LONG))
+        async with kept_busy(kvferry, p, home, 5000):
+            q_first = await kvferry.complete(q)
             away = q_first.slot
             assert away[0] != home[0]
-            p_again = await fleet.complete(p)
+            p_again = await kvferry.complete(p)
             assert p_again.slot == away
         assert p_again.source == "snapshot"
         assert all_but_one(p_again)
         assert p_again.text == first.text
 
-        async with kept_busy(fleet, p, away, 3000):
-            q_again = await fleet.complete(q)
+        async with kept_busy(kvferry, p, away, 3000):
+            q_again = await kvferry.complete(q)
             assert q_again.slot == home
         assert q_again.source == "snapshot"
         assert all_but_one(q_again)
@@ -70,15 +70,15 @@ async def test_other_server_in_both_directions(llama_server: StartServer) -> Non
 async def test_after_a_server_was_killed_and_restarted(llama_server: StartServer) -> None:
     server = await llama_server("llama", slots=1)
     prompt = ids(1, LONG)
-    async with running([("a", server.url)], server.kv_dir) as fleet:
-        first = await fleet.complete(prompt)
-        await fleet.until(saved(LONG))
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
+        first = await kvferry.complete(prompt)
+        await kvferry.until(saved(LONG))
         server.kill()
-        await fleet.until(lambda state: not state["backends"][0]["up"])
+        await kvferry.until(lambda state: not state["backends"][0]["up"])
         await server.restart()
-        await fleet.until_up()
+        await kvferry.until_up()
 
-        again = await fleet.complete(prompt)
+        again = await kvferry.complete(prompt)
 
         assert again.source == "snapshot"
         assert all_but_one(again)
@@ -88,13 +88,13 @@ async def test_after_a_server_was_killed_and_restarted(llama_server: StartServer
 async def test_on_the_other_server_while_its_own_is_dead(llama_server: StartServer) -> None:
     a, b = await llama_server("llama", slots=1), await llama_server("llama", slots=1)
     prompt = ids(1, LONG)
-    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
-        first = await fleet.complete(prompt)
-        await fleet.until(saved(LONG))
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry:
+        first = await kvferry.complete(prompt)
+        await kvferry.until(saved(LONG))
         home, other = (a, "b") if first.slot[0] == "a" else (b, "a")
         home.kill()
 
-        again = await fleet.complete(prompt)
+        again = await kvferry.complete(prompt)
 
         assert again.slot[0] == other
         assert again.source == "snapshot"
@@ -106,16 +106,16 @@ async def test_after_the_router_was_restarted(llama_server: StartServer) -> None
     server = await llama_server("llama", slots=2, ctx=16384)
     saved_prompt, unsaved = ids(1, LONG), ids(2, LONG)
     backends = [("a", server.url)]
-    async with running(backends, server.kv_dir) as fleet:
-        await fleet.complete(saved_prompt)
-        await fleet.until(saved(LONG))
+    async with running(backends, server.kv_dir) as kvferry:
+        await kvferry.complete(saved_prompt)
+        await kvferry.until(saved(LONG))
     quick = "store: {idle_save_after: 'off', save_on_shutdown: false}"
-    async with running(backends, server.kv_dir, yaml=quick) as fleet:
-        await fleet.complete(unsaved)
-    async with running(backends, server.kv_dir) as fleet:
-        await fleet.until(saved(LONG, count=2))
+    async with running(backends, server.kv_dir, yaml=quick) as kvferry:
+        await kvferry.complete(unsaved)
+    async with running(backends, server.kv_dir) as kvferry:
+        await kvferry.until(saved(LONG, count=2))
         for prompt in (saved_prompt, unsaved):
-            assert all_but_one(await fleet.complete(prompt))
+            assert all_but_one(await kvferry.complete(prompt))
 
 
 @pytest.mark.parametrize("conversations", [3, 20])
@@ -125,27 +125,27 @@ async def test_conversations_in_turn_on_one_slot(
     """Conversations share a system prompt and grow; each return reuses all that was said before."""
     server = await llama_server("llama", slots=1)
     talks = [chat(7, sentences(100 + i, 15), length=30) for i in range(conversations)]
-    async with running([("a", server.url)], server.kv_dir) as fleet:
-        firsts = [await fleet.chat(talk) for talk in talks]
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
+        firsts = [await kvferry.chat(talk) for talk in talks]
         for talk, first in zip(talks, firsts, strict=True):
-            again = await fleet.chat(talk)
+            again = await kvferry.chat(talk)
             assert all_but_one(again), talk[1]
             assert again.text == first.text
         for talk, first in zip(talks, firsts, strict=True):
             follow = [{"role": "assistant", "content": first.text}]
             talk += [*follow, {"role": "user", "content": "and then?"}]
-            grown = await fleet.chat(talk)
+            grown = await kvferry.chat(talk)
             assert grown.cached >= first.prompt_tokens
 
 
 async def test_eleven_prompts_on_ten_slots(llama_server: StartServer) -> None:
     server = await llama_server("llama", slots=10, ctx=10 * 2048)
     prompts = [ids(seed, 1000) for seed in range(11)]
-    async with running([("a", server.url)], server.kv_dir) as fleet:
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
         for prompt in prompts:
-            await fleet.complete(prompt)
+            await kvferry.complete(prompt)
         for _ in range(2):
-            answers = [await fleet.complete(prompt) for prompt in prompts]
+            answers = [await kvferry.complete(prompt) for prompt in prompts]
             assert reuse(answers) >= 0.99
 
 
@@ -153,11 +153,11 @@ async def test_eleven_prompts_on_two_servers_with_two_slots(llama_server: StartS
     a = await llama_server("llama", slots=2, ctx=8192)
     b = await llama_server("llama", slots=2, ctx=8192)
     prompts = [ids(seed, 1000) for seed in range(11)]
-    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry:
         for prompt in prompts:
-            await fleet.complete(prompt)
+            await kvferry.complete(prompt)
         for _ in range(2):
-            answers = [await fleet.complete(prompt) for prompt in prompts]
+            answers = [await kvferry.complete(prompt) for prompt in prompts]
             assert reuse(answers) >= 0.99
 
 
@@ -165,9 +165,9 @@ async def test_a_burst_of_one_prompt_is_computed_once(llama_server: StartServer)
     """One of eight concurrent requests computes the prompt; seven wait and reuse the result."""
     server = await llama_server("llama", slots=4, ctx=4 * 4096)
     prompt = ids(1, LONG)
-    async with running([("a", server.url)], server.kv_dir) as fleet:
-        answers = await asyncio.gather(*(fleet.complete(prompt) for _ in range(8)))
-        metrics = await fleet.metrics()
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
+        answers = await asyncio.gather(*(kvferry.complete(prompt) for _ in range(8)))
+        metrics = await kvferry.metrics()
 
     assert {answer.text for answer in answers} == {answers[0].text}
     assert sorted(answer.cached for answer in answers) == [0, *[LONG - 1] * 7]
@@ -179,9 +179,9 @@ async def test_a_burst_of_chats_that_share_a_system_prompt(llama_server: StartSe
     """The shared prefix is computed once; each chat computes its own question."""
     server = await llama_server("llama", slots=4, ctx=4 * 4096)
     talks = [chat(1, sentences(50 + i, 2), length=70) for i in range(8)]
-    async with running([("a", server.url)], server.kv_dir) as fleet:
-        answers = await asyncio.gather(*(fleet.chat(talk) for talk in talks))
-        metrics = await fleet.metrics()
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
+        answers = await asyncio.gather(*(kvferry.chat(talk) for talk in talks))
+        metrics = await kvferry.metrics()
 
     assert all(answer.status == 200 for answer in answers)
     total = sum(answer.prompt_tokens for answer in answers)

@@ -22,7 +22,7 @@ from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import ids
 from tests.support.faults.consistency import assert_consistent, assert_undisturbed
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import PATIENCE_S, Fleet, running
+from tests.support.servers.running_router import PATIENCE_S, RunningRouter, running
 
 pytestmark = pytest.mark.thorough
 
@@ -79,39 +79,39 @@ class Two:
     def backends(self) -> list[tuple[str, str]]:
         return [("a", self.a.url), ("b", self.b.url)]
 
-    async def fill(self, fleet: Fleet) -> None:
+    async def fill(self, kvferry: RunningRouter) -> None:
         for number, (name, prompt) in enumerate((("a", HERE), ("b", THERE)), 1):
-            await fleet.complete(prompt, model=name)
-            await fleet.until(saved(LONG - 1, number))
-        await assert_consistent(fleet, self.homes.values())
+            await kvferry.complete(prompt, model=name)
+            await kvferry.until(saved(LONG - 1, number))
+        await assert_consistent(kvferry, self.homes.values())
 
-    async def b_goes_on(self, fleet: Fleet, seed: int) -> None:
+    async def b_goes_on(self, kvferry: RunningRouter, seed: int) -> None:
         """Assert that `b` restores its snapshot and saves new ones."""
-        await fleet.complete(ids(seed, LONG), model="b")
-        await fleet.until_quiet()
-        n_before = (await fleet.state())["snapshots"]["count"]
-        await fleet.complete(ids(seed + 1, LONG), model="b")
-        await fleet.until(lambda state: state["snapshots"]["count"] > n_before)
-        again = await fleet.complete(THERE, model="b")
+        await kvferry.complete(ids(seed, LONG), model="b")
+        await kvferry.until_quiet()
+        n_before = (await kvferry.state())["snapshots"]["count"]
+        await kvferry.complete(ids(seed + 1, LONG), model="b")
+        await kvferry.until(lambda state: state["snapshots"]["count"] > n_before)
+        again = await kvferry.complete(THERE, model="b")
         assert (again.source, again.cached) == ("snapshot", LONG - 1)
 
-    async def all_is_answered(self, fleet: Fleet) -> None:
+    async def all_is_answered(self, kvferry: RunningRouter) -> None:
         """Assert that both servers answer.
 
         Conversations saved in the affected directory are included.
         """
         for _ in range(2):
-            await assert_undisturbed(fleet, self.undisturbed, [HERE, THERE, ids(3, LONG)])
+            await assert_undisturbed(kvferry, self.undisturbed, [HERE, THERE, ids(3, LONG)])
         for name in "abab":
-            answer = await fleet.complete(HERE, model=name)
+            answer = await kvferry.complete(HERE, model=name)
             assert answer.status == 200
 
 
-async def until_offered(fleet: Fleet, place: Path, offered: bool) -> None:
+async def until_offered(kvferry: RunningRouter, place: Path, offered: bool) -> None:
     """Wait until `/kvferry/snapshots` lists a snapshot of `place`, or none if not `offered`."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            rows = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
+            rows = (await kvferry.get("/kvferry/snapshots")).json["snapshots"]
             if any(row["kv_dir"] == str(place) for row in rows) is offered:
                 return
             await asyncio.sleep(0.02)
@@ -130,23 +130,23 @@ async def test_hangs(
 ) -> None:
     """One request waits for the directory; then its snapshots are withdrawn until it responds."""
     monkeypatch.setattr(io_pool, "QUICK_S", 0.5)
-    async with running(two.backends, two.homes, yaml=YAML) as fleet:
-        await two.fill(fleet)
-        await fleet.complete(LEFT, model="a")
-        await fleet.until(saved(LONG - 1, 3))
+    async with running(two.backends, two.homes, yaml=YAML) as kvferry:
+        await two.fill(kvferry)
+        await kvferry.complete(LEFT, model="a")
+        await kvferry.until(saved(LONG - 1, 3))
         with hanging(two.homes["a"]):
-            moved = await fleet.complete(HERE, model="b")
+            moved = await kvferry.complete(HERE, model="b")
             assert (moved.status, moved.source) == (200, "cold")
-            await until_offered(fleet, two.homes["a"], False)
+            await until_offered(kvferry, two.homes["a"], False)
             async with asyncio.timeout(60):
-                await two.all_is_answered(fleet)
-                await two.b_goes_on(fleet, 10)
-            await fleet.until_quiet()
-        await until_offered(fleet, two.homes["a"], True)
-        again = await fleet.complete(LEFT, model="b")
+                await two.all_is_answered(kvferry)
+                await two.b_goes_on(kvferry, 10)
+            await kvferry.until_quiet()
+        await until_offered(kvferry, two.homes["a"], True)
+        again = await kvferry.complete(LEFT, model="b")
         assert (again.source, again.cached) == ("snapshot", LONG - 1)
-        await assert_undisturbed(fleet, two.undisturbed, [HERE, THERE])
-        await assert_consistent(fleet, two.homes.values())
+        await assert_undisturbed(kvferry, two.undisturbed, [HERE, THERE])
+        await assert_consistent(kvferry, two.homes.values())
     record_property("client", "the right answers, one of them late")
 
 
@@ -158,24 +158,24 @@ async def test_hangs_at_the_start_of_a_server(
     """The server is used without snapshots, and its directory is probed again after a drain."""
     for module in (io_pool, probe):
         monkeypatch.setattr(module, "QUICK_S", 0.5)
-    async with running(two.backends, two.homes, yaml=YAML) as fleet:
-        await two.fill(fleet)
+    async with running(two.backends, two.homes, yaml=YAML) as kvferry:
+        await two.fill(kvferry)
         two.a.kill()
-        await fleet.until_is("a", "down")
+        await kvferry.until_is("a", "down")
         with hanging(two.homes["a"]):
             await two.a.restart()
-            await fleet.until_up("a")
-            (a, _) = (await fleet.state())["backends"]
+            await kvferry.until_up("a")
+            (a, _) = (await kvferry.state())["backends"]
             assert (a["snapshots"], a["problem"]) == (False, "kv_dir does not answer")
-            await two.all_is_answered(fleet)
-            await two.b_goes_on(fleet, 10)
-        await fleet.until(lambda _: not fleet.router.store.hangs)
-        await fleet.operate("a", "drain")
-        await fleet.until_is("a", "drained")
-        await fleet.operate("a", "undrain")
-        await fleet.until_is("a", "up")
-        assert all(one["snapshots"] for one in (await fleet.state())["backends"])
-        await assert_consistent(fleet, two.homes.values())
+            await two.all_is_answered(kvferry)
+            await two.b_goes_on(kvferry, 10)
+        await kvferry.until(lambda _: not kvferry.router.store.hangs)
+        await kvferry.operate("a", "drain")
+        await kvferry.until_is("a", "drained")
+        await kvferry.operate("a", "undrain")
+        await kvferry.until_is("a", "up")
+        assert all(one["snapshots"] for one in (await kvferry.state())["backends"])
+        await assert_consistent(kvferry, two.homes.values())
     record_property("client", "the right answers")
 
 
@@ -188,27 +188,27 @@ async def test_hangs_at_the_end(
     monkeypatch.setattr(io_pool, "QUICK_S", 0.5)
     monkeypatch.setattr(io_pool, "BULK_S", 0.5)
     with ExitStack() as until_stopped:
-        async with running(two.backends, two.homes, yaml=YAML) as fleet:
-            await two.fill(fleet)
+        async with running(two.backends, two.homes, yaml=YAML) as kvferry:
+            await two.fill(kvferry)
             until_stopped.enter_context(hanging(two.homes["a"]))
-            await fleet.complete(ids(5, LONG), model="a")
-    async with running(two.backends, two.homes, yaml=YAML) as fleet:
-        answers = await assert_undisturbed(fleet, two.undisturbed, [HERE, THERE])
+            await kvferry.complete(ids(5, LONG), model="a")
+    async with running(two.backends, two.homes, yaml=YAML) as kvferry:
+        answers = await assert_undisturbed(kvferry, two.undisturbed, [HERE, THERE])
         assert [answer.cached for answer in answers] == [LONG - 1] * 2
-        await assert_consistent(fleet, two.homes.values())
+        await assert_consistent(kvferry, two.homes.values())
     record_property("client", "nothing")
 
 
 @pytest.mark.fault("the KV directory of one server is removed", "while it is in use")
 async def test_removed(two: Two, record_property: Callable[[str, object], None]) -> None:
-    async with running(two.backends, two.homes, yaml=YAML) as fleet:
-        await two.fill(fleet)
+    async with running(two.backends, two.homes, yaml=YAML) as kvferry:
+        await two.fill(kvferry)
         shutil.rmtree(two.homes["a"])
-        await two.all_is_answered(fleet)
-        await two.b_goes_on(fleet, 10)
-    async with running(two.backends, two.homes, yaml=YAML) as fleet:
-        await two.all_is_answered(fleet)
-        await assert_consistent(fleet, two.homes.values())
+        await two.all_is_answered(kvferry)
+        await two.b_goes_on(kvferry, 10)
+    async with running(two.backends, two.homes, yaml=YAML) as kvferry:
+        await two.all_is_answered(kvferry)
+        await assert_consistent(kvferry, two.homes.values())
     record_property("client", "the right answers")
 
 
@@ -223,15 +223,15 @@ async def test_unmounted(
     home = two.homes["a"]
     home.rename(home.with_name("a-before"))
     disk_of(mounted, home, 64 << 20)
-    async with running(two.backends, two.homes, yaml=YAML) as fleet:
-        await two.fill(fleet)
+    async with running(two.backends, two.homes, yaml=YAML) as kvferry:
+        await two.fill(kvferry)
         unmount(home)
-        await two.all_is_answered(fleet)
-        await two.b_goes_on(fleet, 10)
-        await fleet.until_quiet()
+        await two.all_is_answered(kvferry)
+        await two.b_goes_on(kvferry, 10)
+        await kvferry.until_quiet()
     assert os.listdir(home) == []
     home.chmod(0o700)
-    async with running(two.backends, two.homes, yaml=YAML) as fleet:
-        await two.all_is_answered(fleet)
-        await assert_consistent(fleet, two.homes.values())
+    async with running(two.backends, two.homes, yaml=YAML) as kvferry:
+        await two.all_is_answered(kvferry)
+        await assert_consistent(kvferry, two.homes.values())
     record_property("client", "the right answers")

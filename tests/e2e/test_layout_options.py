@@ -30,7 +30,7 @@ from tests.support.conversations.turns import (
     tiny_talk,
 )
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 pytestmark = pytest.mark.thorough
 
@@ -64,12 +64,12 @@ async def test_on_another_server_with_other_slots(
     talk = tiny_talk(kind)
     async with (
         direct(unmoved) as client,
-        running([("a", home.url), ("b", away.url)], home.kv_dir) as fleet,
+        running([("a", home.url), ("b", away.url)], home.kv_dir) as kvferry,
     ):
-        first = await first_turn(fleet, talk)
-        await first_saved(fleet, talk, first)
+        first = await first_turn(kvferry, talk)
+        await first_saved(kvferry, talk, first)
         reference = Reference(client, f"{kind} {flags}")
-        await ask_all(fleet, reference, talk, first, {"model": "b"})
+        await ask_all(kvferry, reference, talk, first, {"model": "b"})
 
 
 async def test_a_full_window_cache_is_refused(
@@ -85,19 +85,19 @@ async def test_a_full_window_cache_is_refused(
     talk = tiny_talk("gemma3")
     async with (
         direct(await llama_server("gemma3", slots=1, extra_args=["--swa-full"])) as client,
-        running([("a", server.url)], server.kv_dir) as fleet,
+        running([("a", server.url)], server.kv_dir) as kvferry,
     ):
-        backend = (await fleet.state())["backends"][0]
+        backend = (await kvferry.state())["backends"][0]
         assert backend["up"]
         assert backend["snapshots"] is False
         assert "swa-full" in (backend["problem"] or "")
 
         for messages in (talk.first, talk.sibling, talk.first):
             body = {"messages": messages, **GREEDY}
-            found = await measured(fleet, CHAT, body)
+            found = await measured(kvferry, CHAT, body)
             assert found.restored_bytes == 0
             assert other_first_token(found.answer, await client.fresh(body)) == ""
-        state = await fleet.until_quiet()
+        state = await kvferry.until_quiet()
         assert state["snapshots"]["count"] == 0
 
     await doctor(from_flags([server.url], str(server.kv_dir)))
@@ -147,15 +147,15 @@ async def _never_mix(
     talk = tiny_talk(kind)
     async with (
         direct(unmoved) as client,
-        running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet,
+        running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry,
     ):
-        first = await first_turn(fleet, talk)
-        await first_saved(fleet, talk, first)
-        backends = (await fleet.state())["backends"]
+        first = await first_turn(kvferry, talk)
+        await first_saved(kvferry, talk, first)
+        backends = (await kvferry.state())["backends"]
         assert backends[0]["namespace"] != backends[1]["namespace"]
 
         body = {"messages": talk.first, **GREEDY}
-        other = await measured(fleet, CHAT, body | {"model": "b"})
+        other = await measured(kvferry, CHAT, body | {"model": "b"})
 
         assert other.reused == 0
         assert other.restored_bytes == 0
@@ -174,16 +174,16 @@ async def test_with_a_draft_model(llama_server: StartServer, server_argv: list[s
     draft = ["-md", str(plain.model), "--spec-type", "draft-simple", "-a", "a"]
     server = await llama_server("llama", slots=1, ctx=8192, extra_args=draft)
     short, long = ids(1, 700), ids(2, 2000)
-    async with running([("a", server.url)], server.kv_dir) as fleet:
-        firsts = [await fleet.complete(prompt, n_predict=32) for prompt in (short, long)]
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
+        firsts = [await kvferry.complete(prompt, n_predict=32) for prompt in (short, long)]
         assert [first.status for first in firsts] == [200, 200]
         assert any(first.timings.get("draft_n") for first in firsts), "nothing was drafted"
-        await fleet.until(saved(1500), SAVES_S)
+        await kvferry.until(saved(1500), SAVES_S)
         for _ in range(2):
             for prompt in (short, long):  # the slot always holds the other prompt
                 body = {"prompt": [*prompt, *ids(3, 20)], "n_predict": 32, "temperature": 0}
-                again = await measured(fleet, "/completion", body)
+                again = await measured(kvferry, "/completion", body)
                 assert again.reused >= len(prompt)
                 assert again.restored_bytes > 0
         assert server.pid is not None
-        await fleet.until_quiet()
+        await kvferry.until_quiet()

@@ -21,8 +21,8 @@ from router.assembly.router import Router
 from router.servers.program import free_port
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import ids
-from tests.support.servers.router_fleet import Fleet, configuration_text
 from tests.support.servers.router_process import Elsewhere, Outside
+from tests.support.servers.running_router import RunningRouter, configuration_text
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -39,37 +39,37 @@ MOST_DESCRIPTORS = 10
 MOST_TASKS = 5
 
 
-async def hang_up(fleet: Fleet, prompt: list[int]) -> None:
+async def hang_up(kvferry: RunningRouter, prompt: list[int]) -> None:
     """Begin a stream and close the connection after its first event."""
     body = {"prompt": prompt, "n_predict": 500, "ignore_eos": True, "stream": True}
-    async with fleet.session.post(fleet.url + "/completion", json=body) as response:
+    async with kvferry.session.post(kvferry.url + "/completion", json=body) as response:
         await response.content.readany()
         response.close()
 
 
-async def serve_a_round(fleet: Fleet, seed: int) -> int:
+async def serve_a_round(kvferry: RunningRouter, seed: int) -> int:
     """Send each kind of request that a long-running router sees; return how many."""
     chat = {"role": "user", "content": f"question {seed}"}
     packed = gzip.compress(orjson.dumps({"prompt": f"packed {seed}", "n_predict": 1}))
     requests = [
-        *(fleet.complete(ids(seed * 8 + n, 300)) for n in range(4)),
-        fleet.chat([chat], stream=True),
-        fleet.chat([chat], grammar="root ::= nothing"),
-        fleet.complete("x" * 40_000),
-        fleet.post("/v1/messages", {"messages": [chat], "max_tokens": 4}),
-        fleet.post("/tokenize", {"content": f"text {seed}"}),
-        fleet.post("/completion", {"prompt": {"no": seed}}),
-        fleet.get(f"/no/such/{seed}"),
-        fleet.get("/kvferry/requests"),
-        hang_up(fleet, ids(seed, 200)),
+        *(kvferry.complete(ids(seed * 8 + n, 300)) for n in range(4)),
+        kvferry.chat([chat], stream=True),
+        kvferry.chat([chat], grammar="root ::= nothing"),
+        kvferry.complete("x" * 40_000),
+        kvferry.post("/v1/messages", {"messages": [chat], "max_tokens": 4}),
+        kvferry.post("/tokenize", {"content": f"text {seed}"}),
+        kvferry.post("/completion", {"prompt": {"no": seed}}),
+        kvferry.get(f"/no/such/{seed}"),
+        kvferry.get("/kvferry/requests"),
+        hang_up(kvferry, ids(seed, 200)),
     ]
     await asyncio.gather(*requests)
     encoded = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
-    url = fleet.url + "/completion"
-    async with fleet.session.post(url, data=packed, headers=encoded) as response:
+    url = kvferry.url + "/completion"
+    async with kvferry.session.post(url, data=packed, headers=encoded) as response:
         await response.read()
     with suppress(aiohttp.ClientError):
-        _, writer = await fleet.connect()
+        _, writer = await kvferry.connect()
         writer.write(b"POST /completion HTTP/1.1\r\nContent-Length: 10\r\n\r\nabc")
         writer.close()
     return len(requests) + 2
@@ -96,16 +96,16 @@ async def test_leaks_of_a_router_under_a_mixed_load(
     clock = asyncio.get_running_loop()
     over, sent, rounds = clock.time() + BUDGET_S, 0, 0
     async with aiohttp.ClientSession() as session, AsyncExitStack() as stack:
-        fleet = Elsewhere(f"http://{listen}", cast(Router, None), session)
+        kvferry = Elsewhere(f"http://{listen}", cast(Router, None), session)
         await router.start()
         stack.push_async_callback(router.end, signal.SIGTERM)
-        await fleet.until_up()
+        await kvferry.until_up()
         while clock.time() < over:
             for _ in range(PROMPTS):
                 rounds += 1
-                sent += await serve_a_round(fleet, rounds % PROMPTS)
-            await fleet.until_quiet()
-            seen.append((sent, *sizes(await fleet.metrics())))
+                sent += await serve_a_round(kvferry, rounds % PROMPTS)
+            await kvferry.until_quiet()
+            seen.append((sent, *sizes(await kvferry.metrics())))
     late = seen[len(seen) // 2 :]
     requests, memory, descriptors, running = zip(*late, strict=True)
     slope = statistics.linear_regression(requests, memory).slope

@@ -15,7 +15,7 @@ from tests.support.conversations.measuring import Direct, direct
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.models.lora import tiny_lora
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Answer, Fleet, is_quiet, running
+from tests.support.servers.running_router import Answer, RunningRouter, is_quiet, running
 
 pytestmark = pytest.mark.thorough
 
@@ -30,8 +30,8 @@ async def fresh(client: Direct, **more: object) -> Answer:
     return await client.post("/completion", BODY | {"cache_prompt": False} | more)
 
 
-async def ask(fleet: Fleet, **more: object) -> Answer:
-    answer = await fleet.post("/completion", BODY | more)
+async def ask(kvferry: RunningRouter, **more: object) -> Answer:
+    answer = await kvferry.post("/completion", BODY | more)
     assert answer.status == 200, answer.body
     return answer
 
@@ -65,25 +65,25 @@ async def test_each_goes_on_from_its_own(
     kv_dir = server.kv_dir
     async with (
         direct(reference) as client,
-        running([("a", server.url)], kv_dir) as fleet,
+        running([("a", server.url)], kv_dir) as kvferry,
     ):
         plain, adapted = await fresh(client), await fresh(client, lora=LORA)
         assert same(plain, adapted), "the adapter changes nothing"
 
-        first = await ask(fleet)
+        first = await ask(kvferry)
         assert same(first, plain) == ""
         if snapshots:
-            await fleet.until(saved(len(PROMPT)))
+            await kvferry.until(saved(len(PROMPT)))
         for lora in (LORA, LORA, None, LORA, [{"id": 0, "scale": 0.5}]):
-            found = await ask(fleet, **({} if lora is None else {"lora": lora}))
+            found = await ask(kvferry, **({} if lora is None else {"lora": lora}))
             expected = await fresh(client, **({} if lora is None else {"lora": lora}))
             assert same(found, expected) == "", lora
             assert lora is None or found.cached == 0
-        last = await ask(fleet)
+        last = await ask(kvferry)
         assert same(last, plain) == ""
         if snapshots:
             assert (last.source, last.cached) == ("snapshot", len(PROMPT) - 1)
-        state = await fleet.until_quiet()
+        state = await kvferry.until_quiet()
         assert all(item["tokens"] <= len(PROMPT) + 8 for item in state["snapshots"]["items"])
 
 
@@ -93,10 +93,10 @@ async def test_nothing_is_kept_before_or_after(tmp_path: Path) -> None:
     The server remembers the adapters of a slot's last request, and attributes KV restored since to
     those adapters.
     """
-    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as fleet:
+    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as kvferry:
         erased = fake.counts["erase", 0]
-        answer = await fleet.complete("x", lora=LORA, cache_prompt=True)
-        await fleet.until_quiet()
+        answer = await kvferry.complete("x", lora=LORA, cache_prompt=True)
+        await kvferry.until_quiet()
 
         sent = [body for path, body in fake.bodies if path == "/completion" and body.get("lora")]
         assert [(body["cache_prompt"], body["id_slot"]) for body in sent] == [(False, 0)]
@@ -113,12 +113,12 @@ async def test_a_chat_beside_it_on_a_route_without_pins(llama_server: StartServe
     server = await llama_server("llama", slots=2, extra_args=FLAGS)
     async with (
         direct(reference) as client,
-        running([("a", server.url)], server.kv_dir) as fleet,
+        running([("a", server.url)], server.kv_dir) as kvferry,
     ):
         expected = await client.post("/v1/messages", claude)
-        adapted = await fleet.post("/v1/chat/completions", body | {"lora": LORA})
+        adapted = await kvferry.post("/v1/chat/completions", body | {"lora": LORA})
         assert adapted.status == 200
-        found = await fleet.post("/v1/messages", claude)
+        found = await kvferry.post("/v1/messages", claude)
         assert found.json["content"] == expected.json["content"]
         assert adapted.text != expected.json["content"][0]["text"], "the adapter changes nothing"
 
@@ -133,16 +133,16 @@ async def test_several_answers_at_once(llama_server: StartServer, more: Json) ->
     server = await llama_server("llama", slots=2, extra_args=FLAGS)
     async with (
         direct(reference) as client,
-        running([("a", server.url)], server.kv_dir) as fleet,
+        running([("a", server.url)], server.kv_dir) as kvferry,
     ):
         plain = await fresh(client)
-        async with fleet.session.post(
-            fleet.url + "/completion", json=BODY | {"lora": LORA} | more
+        async with kvferry.session.post(
+            kvferry.url + "/completion", json=BODY | {"lora": LORA} | more
         ) as response:
             assert response.status == 200
             await response.read()
         for index in range(2):
-            found = await ask(fleet, id_slot=index)
+            found = await ask(kvferry, id_slot=index)
             assert same(found, plain) == "", index
 
 
@@ -152,15 +152,15 @@ async def test_a_client_that_leaves(llama_server: StartServer) -> None:
     server = await llama_server("llama", slots=1, extra_args=FLAGS)
     async with (
         direct(reference) as client,
-        running([("a", server.url)], server.kv_dir) as fleet,
+        running([("a", server.url)], server.kv_dir) as kvferry,
     ):
         plain = await fresh(client)
         long = {"lora": LORA, "n_predict": 3000, "stream": True, "ignore_eos": True}
-        async with fleet.session.post(fleet.url + "/completion", json=BODY | long) as response:
+        async with kvferry.session.post(kvferry.url + "/completion", json=BODY | long) as response:
             await response.content.readuntil(b"\n\n")
-        found = await ask(fleet)
+        found = await ask(kvferry)
         assert same(found, plain) == ""
-        assert is_quiet(await fleet.until_quiet())
+        assert is_quiet(await kvferry.until_quiet())
 
 
 async def test_what_was_there_before_the_router(llama_server: StartServer) -> None:
@@ -170,6 +170,6 @@ async def test_what_was_there_before_the_router(llama_server: StartServer) -> No
     async with direct(reference) as client, direct(server) as before:
         plain = await fresh(client)
         await before.post("/completion", BODY | {"lora": LORA})
-        async with running([("a", server.url)], server.kv_dir) as fleet:
-            found = await asyncio.wait_for(ask(fleet), 60)
+        async with running([("a", server.url)], server.kv_dir) as kvferry:
+            found = await asyncio.wait_for(ask(kvferry), 60)
             assert same(found, plain) == ""

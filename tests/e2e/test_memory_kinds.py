@@ -21,7 +21,7 @@ from tests.support.conversations.turns import (
     tiny_talk,
 )
 from tests.support.models.tiny_models import KINDS
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,17 @@ async def test_reuse_and_fidelity(llama_server: StartServer, kind: str, place: s
     unmoved = await llama_server(kind, slots=1, ctx=8192)
     async with direct(unmoved) as client:
         reference = Reference(client, kind)
-        async with running(backends, home.kv_dir) as fleet:
-            first = await first_turn(fleet, talk)
+        async with running(backends, home.kv_dir) as kvferry:
+            first = await first_turn(kvferry, talk)
             if where.busy and not away:
                 away = {"id_slot": 1 - first.answer.slot[1]}
             if where.moves:
-                await first_saved(fleet, talk, first)
+                await first_saved(kvferry, talk, first)
             if not where.restart:
                 await ask_all(
-                    fleet, reference, talk, first, away, busy=where.busy, stranger=where.moves
+                    kvferry, reference, talk, first, away, busy=where.busy, stranger=where.moves
                 )
                 return
         await home.restart()
-        async with running(backends, home.kv_dir) as fleet:
-            await ask_all(fleet, reference, talk, first, away)
+        async with running(backends, home.kv_dir) as kvferry:
+            await ask_all(kvferry, reference, talk, first, away)

@@ -9,12 +9,12 @@ from tests.conftest import StartServer
 from tests.support.conversations.conversing import all_but_one, reuse, saved
 from tests.support.conversations.measuring import measured
 from tests.support.conversations.prompts import Json, chat, ids, sentences
-from tests.support.servers.router_fleet import Answer, Fleet, running
+from tests.support.servers.running_router import Answer, RunningRouter, running
 
 pytestmark = pytest.mark.thorough
 
 
-async def _converse(fleet: Fleet, seed: int, turns: int) -> list[Answer]:
+async def _converse(kvferry: RunningRouter, seed: int, turns: int) -> list[Answer]:
     """Hold a conversation on a route chosen by `seed`; return its answers."""
     chance = random.Random(seed)
     messages = chat(seed % 3, sentences(seed, 3), length=40)
@@ -28,12 +28,12 @@ async def _converse(fleet: Fleet, seed: int, turns: int) -> list[Answer]:
                     "messages": messages[1:],
                     "model": "m",
                 }
-                answer = await fleet.post("/v1/messages", body | fields)
+                answer = await kvferry.post("/v1/messages", body | fields)
             case 1:
                 text = "\n".join(message["content"] for message in messages)
-                answer = await fleet.post("/v1/completions", {"prompt": text} | fields)
+                answer = await kvferry.post("/v1/completions", {"prompt": text} | fields)
             case _:
-                answer = await fleet.chat(messages, **fields)
+                answer = await kvferry.chat(messages, **fields)
         assert answer.status == 200, answer.body
         answers.append(answer)
         said = answer.text or "well"
@@ -48,16 +48,16 @@ async def test_planned_and_reported_reuse_agree(llama_server: StartServer) -> No
     """200 requests, 6 clients, 2 servers with 2 slots, 20 conversations on 3 routes."""
     a = await llama_server("llama", slots=2, ctx=16384)
     b = await llama_server("llama", slots=2, ctx=16384)
-    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry:
         gate = asyncio.Semaphore(6)
 
         async def one(seed: int) -> None:
             async with gate:
-                await _converse(fleet, seed, 10)
+                await _converse(kvferry, seed, 10)
 
         await asyncio.gather(*(one(seed) for seed in range(20)))
-        await fleet.until_quiet()
-        metrics = await fleet.metrics()
+        await kvferry.until_quiet()
+        metrics = await kvferry.metrics()
 
     sources = ("resident", "snapshot", "computed")
     reported = {s: metrics[f'kvferry_prompt_tokens_total{{source="{s}"}}'] for s in sources}
@@ -80,16 +80,16 @@ async def test_other_memory_kind_grows_on_the_other_server(
     a = await llama_server(kind, slots=1, ctx=8192)
     b = await llama_server(kind, slots=1, ctx=8192)
     prompt = ids(1, 1500)
-    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
-        first = await fleet.complete(prompt, return_tokens=True)
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry:
+        first = await kvferry.complete(prompt, return_tokens=True)
         said = first.json["tokens"]
         # A boundary save before the prompt's last token; eight more are not worth another file.
         whole = len(prompt) - 1
-        await fleet.until(saved(whole))
+        await kvferry.until(saved(whole))
         (a if first.slot[0] == "a" else b).kill()
 
         longer = {"prompt": prompt + said + ids(2, 30), "n_predict": 8, "temperature": 0}
-        second = await measured(fleet, "/completion", longer)
+        second = await measured(kvferry, "/completion", longer)
 
     assert second.answer.source == "snapshot"
     assert second.reused == whole
@@ -100,21 +100,21 @@ async def test_two_models_never_mix(llama_server: StartServer) -> None:
     a = await llama_server("llama", slots=1, extra_args=["-a", "one"])
     b = await llama_server("llama", slots=1, seed=1, extra_args=["-a", "two"])
     prompt = ids(1, 1500)
-    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
-        one = await fleet.complete(prompt, model="one")
-        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
-        two = await fleet.complete(prompt, model="two")
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry:
+        one = await kvferry.complete(prompt, model="one")
+        await kvferry.until(lambda state: state["snapshots"]["count"] == 1)
+        two = await kvferry.complete(prompt, model="two")
         assert (one.slot[0], two.slot[0]) == ("a", "b")
         assert two.source == "cold"
         assert two.text != one.text
-        await fleet.until(lambda state: state["snapshots"]["count"] == 2)
-        namespaces = {item["namespace"] for item in (await fleet.state())["snapshots"]["items"]}
+        await kvferry.until(lambda state: state["snapshots"]["count"] == 2)
+        namespaces = {item["namespace"] for item in (await kvferry.state())["snapshots"]["items"]}
         assert len(namespaces) == 2
 
-        listed = await fleet.get("/v1/models")
+        listed = await kvferry.get("/v1/models")
         assert [model["id"] for model in listed.json["data"]] == ["one", "two"]
-        unknown = await fleet.complete(prompt, model="three")
+        unknown = await kvferry.complete(prompt, model="three")
         assert unknown.status == 404
         assert "'three'" in unknown.json["error"]["message"]
-        assert all_but_one(await fleet.complete(prompt, model="one"))
-        assert reuse([await fleet.complete(prompt, model="two")]) > 0.99
+        assert all_but_one(await kvferry.complete(prompt, model="one"))
+        assert reuse([await kvferry.complete(prompt, model="two")]) > 0.99

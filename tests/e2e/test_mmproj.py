@@ -40,7 +40,7 @@ from tests.support.conversations.turns import (
     tiny_talk,
 )
 from tests.support.models.mmproj import N_POSITIONS
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 pytestmark = pytest.mark.thorough
 
@@ -72,13 +72,13 @@ async def test_text_is_reused_as_without_a_projector(
         backends, away = [*backends, ("b", other.url)], {"model": "b"}
     unmoved = await llama_server(kind, slots=1, extra_args=flags())
     talk = tiny_talk(kind)
-    async with direct(unmoved) as client, running(backends, home.kv_dir) as fleet:
-        for backend in (await fleet.state())["backends"]:
+    async with direct(unmoved) as client, running(backends, home.kv_dir) as kvferry:
+        for backend in (await kvferry.state())["backends"]:
             assert (backend["snapshots"], backend["problem"]) == (True, None)
-        first = await first_turn(fleet, talk)
-        await first_saved(fleet, talk, first)
-        await ask_all(fleet, Reference(client, f"{kind} mmproj"), talk, first, away)
-        await nothing_overestimated(fleet)
+        first = await first_turn(kvferry, talk)
+        await first_saved(kvferry, talk, first)
+        await ask_all(kvferry, Reference(client, f"{kind} mmproj"), talk, first, away)
+        await nothing_overestimated(kvferry)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -90,29 +90,29 @@ async def test_pictures_and_text_take_turns(llama_server: StartServer, slots: in
     server = await sighted(llama_server, "a", slots=slots)
     alone = await sighted(llama_server, "b")
     texts = [ask(sentences(20 + i, 8), system=i % 2) for i in range(3)]
-    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as fleet:
+    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as kvferry:
         for again in (False, True):
             for messages in (look(1), texts[0], look(2), texts[1], look(1), texts[2]):
-                answer = await check(fleet, client, messages)
+                answer = await check(kvferry, client, messages)
                 if messages in texts:
                     assert not again or answer.cached > 0.9 * answer.prompt_tokens
                     n_saved = len(texts) if again else texts.index(messages) + 1
-                    await fleet.until(saved(int(0.9 * answer.prompt_tokens), n_saved), SAVES_S)
-                await fleet.until_quiet()
+                    await kvferry.until(saved(int(0.9 * answer.prompt_tokens), n_saved), SAVES_S)
+                await kvferry.until_quiet()
         # The conversation about a picture continues, displaced in between and not.
         messages = look(2)
         for turn in range(3):
-            answer = await check(fleet, client, messages)
+            answer = await check(kvferry, client, messages)
             messages = [
                 *messages,
                 {"role": "assistant", "content": answer.text},
                 {"role": "user", "content": sentences(40 + turn, 2)},
             ]
             if turn:
-                await check(fleet, client, texts[turn])
+                await check(kvferry, client, texts[turn])
         for _ in range(2 if slots == 1 else 0):  # from the slot, or from a file
-            assert all_but_one(await check(fleet, client, look(1)))
-        await nothing_overestimated(fleet)
+            assert all_but_one(await check(kvferry, client, look(1)))
+        await nothing_overestimated(kvferry)
 
 
 async def test_a_conversation_about_a_picture_keeps_its_slot(llama_server: StartServer) -> None:
@@ -126,19 +126,19 @@ async def test_a_conversation_about_a_picture_keeps_its_slot(llama_server: Start
     backends = [("a", server.url)]
     async with (
         direct(alone) as client,
-        running(backends, server.kv_dir, yaml=yaml) as fleet,
+        running(backends, server.kv_dir, yaml=yaml) as kvferry,
     ):
         for turn in range(4):
             said = []
             for slot, messages in enumerate((seen, read)):
-                answer = await check(fleet, client, messages)
+                answer = await check(kvferry, client, messages)
                 assert answer.slot == ("a", slot)
                 if turn:
                     assert answer.cached > 0.8 * answer.prompt_tokens
                 more = {"role": "user", "content": sentences(40 + turn, 2)}
                 said.append([{"role": "assistant", "content": answer.text}, more])
             seen, read = [*seen, *said[0]], [*read, *said[1]]
-        await nothing_overestimated(fleet)
+        await nothing_overestimated(kvferry)
 
 
 async def test_pictures_and_text_at_once(llama_server: StartServer) -> None:
@@ -150,16 +150,16 @@ async def test_pictures_and_text_at_once(llama_server: StartServer) -> None:
 async def test_text_before_a_picture_is_restored(llama_server: StartServer) -> None:
     """A chat with a picture reuses a snapshot of text up to the picture."""
     server, alone = await sighted(llama_server, "a"), await sighted(llama_server, "b")
-    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as fleet:
-        await check(fleet, client, ask("Hello!"))
-        await fleet.until(saved(300), SAVES_S)
-        await check(fleet, client, ask("Hello!", system=2))
+    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as kvferry:
+        await check(kvferry, client, ask("Hello!"))
+        await kvferry.until(saved(300), SAVES_S)
+        await check(kvferry, client, ask("Hello!", system=2))
         for seed in (1, 2):
-            answer = await check(fleet, client, look(seed))
+            answer = await check(kvferry, client, look(seed))
             assert answer.source == "snapshot"
             assert promised(answer) > 300
-            await check(fleet, client, ask("Hello!", system=2))
-        await nothing_overestimated(fleet)
+            await check(kvferry, client, ask("Hello!", system=2))
+        await nothing_overestimated(kvferry)
 
 
 async def test_a_long_state_with_a_picture_is_restored_whole(llama_server: StartServer) -> None:
@@ -173,34 +173,34 @@ async def test_a_long_state_with_a_picture_is_restored_whole(llama_server: Start
     short = chat(1, "Hello!", length=80)
     async with (
         direct(unmoved) as client,
-        running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet,
+        running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry,
     ):
-        first = await fleet.post(CHAT, {"messages": long, "max_tokens": 4, "model": "a"})
+        first = await kvferry.post(CHAT, {"messages": long, "max_tokens": 4, "model": "a"})
         assert first.prompt_tokens > 10_000
-        await fleet.until(saved(first.prompt_tokens), SAVES_S)
+        await kvferry.until(saved(first.prompt_tokens), SAVES_S)
 
-        answer = await check(fleet, client, short, model="b")
+        answer = await check(kvferry, client, short, model="b")
 
         assert answer.source == "snapshot"
         assert promised(answer) > 0.9 * answer.prompt_tokens
-        metrics = await fleet.metrics()
+        metrics = await kvferry.metrics()
         assert metrics['kvferry_kv_failures_total{action="cut"}'] == 0
         assert metrics['kvferry_moved_bytes_total{action="restore"}'] > 10_000 * 2048
-        await nothing_overestimated(fleet)
+        await nothing_overestimated(kvferry)
 
 
 async def test_an_abandoned_picture_does_not_spoil_the_slot(llama_server: StartServer) -> None:
     server, alone = await sighted(llama_server, "a"), await sighted(llama_server, "b")
-    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as fleet:
+    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as kvferry:
         for again in range(2):
             body = {"messages": look(1), "max_tokens": 20_000, "stream": True, "ignore_eos": True}
-            async with fleet.session.post(fleet.url + CHAT, json=body) as response:
+            async with kvferry.session.post(kvferry.url + CHAT, json=body) as response:
                 assert response.status == 200
                 await response.content.readany()
-            await fleet.until_quiet()
-            await check(fleet, client, look(2 - again))
-            await check(fleet, client, ask("Hello!"))
-        await nothing_overestimated(fleet)
+            await kvferry.until_quiet()
+            await check(kvferry, client, look(2 - again))
+            await check(kvferry, client, ask("Hello!"))
+        await nothing_overestimated(kvferry)
 
 
 async def test_slots_that_hold_pictures_at_the_start(llama_server: StartServer) -> None:
@@ -218,26 +218,26 @@ async def test_slots_that_hold_pictures_at_the_start(llama_server: StartServer) 
             body = {"messages": look(slot, system=slot), **SHORT, "id_slot": slot}
             await before.post(CHAT, body)
     backends = [("a", a.url), ("b", b.url), ("blind", blind.url)]
-    async with direct(alone) as client, running(backends, a.kv_dir) as fleet:
-        for backend in (await fleet.state())["backends"]:
+    async with direct(alone) as client, running(backends, a.kv_dir) as kvferry:
+        for backend in (await kvferry.state())["backends"]:
             assert (backend["snapshots"], backend["problem"]) == (True, None)
-        await fleet.until(saved(300 + N_POSITIONS, count=2), SAVES_S)
+        await kvferry.until(saved(300 + N_POSITIONS, count=2), SAVES_S)
 
-        refused = await fleet.post(CHAT, {"messages": ask("Hello!"), **SHORT, "model": "blind"})
+        refused = await kvferry.post(CHAT, {"messages": ask("Hello!"), **SHORT, "model": "blind"})
         assert refused.status == 200
         assert refused.cached == 0
-        assert (await fleet.metrics())['kvferry_kv_failures_total{action="restore"}'] == 1
+        assert (await kvferry.metrics())['kvferry_kv_failures_total{action="restore"}'] == 1
         assert other_words(refused, await expected(client, ask("Hello!"))) == ""
 
-        whole = await check(fleet, client, look(1), model="b")
+        whole = await check(kvferry, client, look(1), model="b")
         assert whole.source == "snapshot"
         assert promised(whole) < whole.cached == whole.prompt_tokens - 1
         for number, model in enumerate(("b", "a", "b", "a")):
             system = number % 2
             for messages in (ask("Hi.", system=system), look(5, system=system)):
-                answer = await check(fleet, client, messages, model=model)
+                answer = await check(kvferry, client, messages, model=model)
                 assert answer.cached > 300, (model, answer.source)
-        await nothing_overestimated(fleet)
+        await nothing_overestimated(kvferry)
 
 
 async def test_token_arrays(llama_server: StartServer) -> None:
@@ -250,25 +250,25 @@ async def test_token_arrays(llama_server: StartServer) -> None:
     yaml = "policy: {coalesce_above: 1ms}"  # so that the router prefills
     async with (
         direct(alone) as client,
-        running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet,
+        running([("a", server.url)], server.kv_dir, yaml=yaml) as kvferry,
     ):
         body: Json = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
-        by_itself = dataclasses.replace(fleet, url=alone.url)
+        by_itself = dataclasses.replace(kvferry, url=alone.url)
         refusal = await by_itself.post("/v1/completions", body)
         assert refusal.status == 400
         for _ in range(2):
-            answer = await fleet.post("/v1/completions", body)
+            answer = await kvferry.post("/v1/completions", body)
             assert (answer.status, answer.json) == (400, refusal.json)
-        native = await fleet.complete(prompt)
+        native = await kvferry.complete(prompt)
         assert all_but_one(native)  # prefilled for the refused requests
         assert native.text == (await by_itself.complete(prompt)).text
 
         said = sentences(60, 40)
         for text in (said, "Never mind. " + said):
-            found = await measured(fleet, "/v1/completions", body | {"prompt": text})
+            found = await measured(kvferry, "/v1/completions", body | {"prompt": text})
             same = await client.post("/v1/completions", body | {"prompt": text})
             assert found.answer.text == same.text
-        again = await measured(fleet, "/v1/completions", body | {"prompt": said})
+        again = await measured(kvferry, "/v1/completions", body | {"prompt": said})
         assert again.reused > 0.9 * again.answer.prompt_tokens
-        await check(fleet, client, look(1))
-        await nothing_overestimated(fleet)
+        await check(kvferry, client, look(1))
+        await nothing_overestimated(kvferry)

@@ -26,7 +26,7 @@ from tests.support.parity.corpus import (
 )
 from tests.support.parity.pair import Pair, Seen, difference
 from tests.support.parity.policies import CTX, DEFAULT, POLICIES, paired
-from tests.support.servers.router_fleet import Json
+from tests.support.servers.running_router import Json
 
 pytestmark = [pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]
 

@@ -25,7 +25,7 @@ from tests.support.models.tiny_models import KINDS, tiny_model
 from tests.support.parity.corpus import CHATTING, OUTPUT, SAMPLING
 from tests.support.parity.pair import Pair, Seen, client, difference
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 pytestmark = pytest.mark.thorough
 
@@ -70,7 +70,7 @@ class Talk:
 
     kind: str
     slots: int
-    fleet: Fleet
+    kvferry: RunningRouter
     still: Direct
     pair: Pair
     begun: int = 0
@@ -87,13 +87,13 @@ class Talk:
         self.asked = 0
         self.system = sentences(1000 + self.begun, 10)
         messages = self._messages("! " + sentences(1, 6))
-        await self.fleet.chat(messages, max_tokens=1)
+        await self.kvferry.chat(messages, max_tokens=1)
         if self.kind != "llama":
-            await self.fleet.complete(ids(0, 30), n_predict=1)
-            await self.fleet.chat(self._messages("? " + sentences(2, 3)), max_tokens=1)
+            await self.kvferry.complete(ids(0, 30), n_predict=1)
+            await self.kvferry.chat(self._messages("? " + sentences(2, 3)), max_tokens=1)
         self.first = await self.still.tokens(messages)
         # The first prompt is longer than any later one.
-        await self.fleet.until(saved(int(0.9 * len(self.first)), self.begun))
+        await self.kvferry.until(saved(int(0.9 * len(self.first)), self.begun))
 
     async def ask(self, path: str, **fields: object) -> str:
         """Return the difference between the two answers; "" if there is none."""
@@ -105,7 +105,7 @@ class Talk:
         pin = {"id_slot": self.asked % self.slots}
         # /v1/messages is server-placed: no slot may hold the conversation.
         for index in range(self.slots) if path == MESSAGES else pin.values():
-            await self.fleet.complete(ids(self.asked, 30), n_predict=1, id_slot=index)
+            await self.kvferry.complete(ids(self.asked, 30), n_predict=1, id_slot=index)
         routed = await self._one(self.pair.routed, path, body | pin)
         if routed.status == 200:
             assert routed.headers["x-kvferry-source"] == "snapshot", (path, fields)
@@ -185,12 +185,12 @@ def talking(server_argv: list[str], tmp_path_factory: pytest.TempPathFactory) ->
                 return await stack.enter_async_context(server)
 
             home, alone = await start(slots), await start(1)
-            fleet = await stack.enter_async_context(
+            kvferry = await stack.enter_async_context(
                 running([("a", home.url)], home.kv_dir, yaml=CONFIG)
             )
             session = await stack.enter_async_context(client())
-            pair = Pair(alone.url, fleet.url, session)
-            yield Talk(kind, slots, fleet, await stack.enter_async_context(direct(alone)), pair)
+            pair = Pair(alone.url, kvferry.url, session)
+            yield Talk(kind, slots, kvferry, await stack.enter_async_context(direct(alone)), pair)
 
     return start_talk
 

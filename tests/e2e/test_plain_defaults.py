@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import reuse
 from tests.support.conversations.prompts import Json, chat, sentences
-from tests.support.servers.router_fleet import Answer, read_answer, running
+from tests.support.servers.running_router import Answer, read_answer, running
 
 pytestmark = pytest.mark.thorough
 
@@ -39,10 +39,10 @@ async def test_never_worse_than_without(llama_server: StartServer) -> None:
             body = {"messages": messages, "max_tokens": 8, "temperature": 0}
             async with session.post(alone.url + "/v1/chat/completions", json=body) as response:
                 direct.append(await read_answer(response))
-    async with running([("a", behind.url)], behind.kv_dir) as fleet:
-        state = await fleet.state()
+    async with running([("a", behind.url)], behind.kv_dir) as kvferry:
+        state = await kvferry.state()
         assert state["backends"][0]["keeps_idle_slots"] is False
-        routed = [await fleet.chat(messages) for messages in sequence]
+        routed = [await kvferry.chat(messages) for messages in sequence]
 
     assert [answer.status for answer in routed] == [200] * len(sequence)
     assert reuse(routed) >= reuse(direct)

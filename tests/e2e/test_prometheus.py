@@ -12,7 +12,7 @@ from tests.repository.test_dashboards import PANELS, alerts, queries, rules
 from tests.support.conversations.prompts import chat, ids, sentences
 from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.prometheus import program, prometheus
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 pytestmark = pytest.mark.thorough
 
@@ -32,7 +32,7 @@ def filled_in(expr: str) -> str:
     return expr
 
 
-async def _some_work(fleet: Fleet, seed: int) -> None:
+async def _some_work(kvferry: RunningRouter, seed: int) -> None:
     """Hold a conversation across servers, with other prompts that displace it.
 
     The other prompts are a long one and a second one that shares its first half.
@@ -40,16 +40,16 @@ async def _some_work(fleet: Fleet, seed: int) -> None:
     messages = chat(seed, sentences(seed, 2), length=30)
     long = ids(100 + seed, 600)
     for turn in range(3):
-        answer = await fleet.chat(messages, model="ab"[turn % 2], stream=turn == 0)
+        answer = await kvferry.chat(messages, model="ab"[turn % 2], stream=turn == 0)
         assert answer.status == 200, answer.body
         messages += [
             {"role": "assistant", "content": answer.text or "well"},
             {"role": "user", "content": sentences(10 * seed + turn, 2)},
         ]
-        await fleet.complete(long, model="a")
-        await fleet.complete([*long[:300], *ids(seed, 20)], model="b")
-    assert (await fleet.complete(ids(seed, 20), model="on-demand")).status == 200
-    await fleet.post("/kvferry/servers/on-demand/stop", {})
+        await kvferry.complete(long, model="a")
+        await kvferry.complete([*long[:300], *ids(seed, 20)], model="b")
+    assert (await kvferry.complete(ids(seed, 20), model="on-demand")).status == 200
+    await kvferry.post("/kvferry/servers/on-demand/stop", {})
 
 
 async def test_every_query_finds_something(
@@ -63,14 +63,14 @@ async def test_every_query_finds_something(
     a = await llama_server("llama", slots=2, ctx=8192, extra_args=["-a", "a", "--metrics"])
     b = await llama_server("llama", slots=1, ctx=4096, extra_args=["-a", "b", "--metrics"])
     async with (
-        running([("a", a.url), ("b", b.url)], a.kv_dir, yaml=yaml, wait_for=("a", "b")) as fleet,
-        prometheus(urlsplit(fleet.url).netloc, tmp_path) as prom,
+        running([("a", a.url), ("b", b.url)], a.kv_dir, yaml=yaml, wait_for=("a", "b")) as kvferry,
+        prometheus(urlsplit(kvferry.url).netloc, tmp_path) as prom,
     ):
         await prom.until("kvferry_build_info")
         for seed in range(3):
-            await _some_work(fleet, seed)
+            await _some_work(kvferry, seed)
             # A new counter has no rate until it is counted again.
-            done = (await fleet.metrics())['kvferry_requests_total{outcome="ok"}']
+            done = (await kvferry.metrics())['kvferry_requests_total{outcome="ok"}']
             await prom.until(f'kvferry_requests_total{{outcome="ok"}} >= {done}')
         # Of other hosts there is nothing to see here: tests/e2e/hosts has several.
         hosts = re.compile(r"kvferry_(peer|forwarded|received|directory)_")

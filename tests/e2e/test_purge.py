@@ -10,7 +10,7 @@ from router.llama.client import LlamaClient
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import all_but_one, saved
 from tests.support.conversations.prompts import ids
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 LONG = 2400
 # No slot is saved unless the test wants it, and no prompt is prefilled before its request.
@@ -20,10 +20,10 @@ policy: {coalesce_above: 'off'}
 """
 
 
-async def snapshot_of(fleet: Fleet, prompt: list[int]) -> tuple[str, Path]:
+async def snapshot_of(kvferry: RunningRouter, prompt: list[int]) -> tuple[str, Path]:
     """Return id and file of the snapshot that begins like `prompt`."""
-    rows = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
-    shown = [(await fleet.get(f"/kvferry/snapshots/{row['id']}")).json for row in rows]
+    rows = (await kvferry.get("/kvferry/snapshots")).json["snapshots"]
+    shown = [(await kvferry.get(f"/kvferry/snapshots/{row['id']}")).json for row in rows]
     (found,) = [row for row in shown if row["prefix_ids"] == prompt[:8]]
     return found["id"], Path(found["kv_dir"]) / found["file"]
 
@@ -34,11 +34,11 @@ async def test_purge_while_it_is_being_restored(
     server = await llama_server("llama", slots=1)
     backends = [("a", server.url)]
     mine, other = ids(1, LONG), ids(2, LONG)
-    async with running(backends, server.kv_dir) as fleet:
-        first = await fleet.complete(mine)
-        await fleet.until(saved(LONG))
-        await fleet.complete(other)
-        await fleet.until(saved(LONG, count=2))
+    async with running(backends, server.kv_dir) as kvferry:
+        first = await kvferry.complete(mine)
+        await kvferry.until(saved(LONG))
+        await kvferry.complete(other)
+        await kvferry.until(saved(LONG, count=2))
 
     restore, begun, go_on = LlamaClient.restore, asyncio.Event(), asyncio.Event()
 
@@ -48,31 +48,31 @@ async def test_purge_while_it_is_being_restored(
         return await restore(self, slot, name)
 
     monkeypatch.setattr(LlamaClient, "restore", held)
-    async with running(backends, server.kv_dir, yaml=KEEP_STILL, wait_for=[]) as fleet:
+    async with running(backends, server.kv_dir, yaml=KEEP_STILL, wait_for=[]) as kvferry:
         go_on.set()  # for the restore of the attach probe
-        await fleet.until_up()
-        name, file = await snapshot_of(fleet, mine)
+        await kvferry.until_up()
+        name, file = await snapshot_of(kvferry, mine)
         begun.clear()
         go_on.clear()
         async with asyncio.TaskGroup() as group:
-            asked = group.create_task(fleet.complete(mine))
+            asked = group.create_task(kvferry.complete(mine))
             await begun.wait()
-            purged = await fleet.post("/kvferry/snapshots/purge", {"id": [name]})
-            gone = await fleet.get(f"/kvferry/snapshots/{name}")
+            purged = await kvferry.post("/kvferry/snapshots/purge", {"id": [name]})
+            gone = await kvferry.get(f"/kvferry/snapshots/{name}")
             assert (purged.json["count"], purged.json["in_use"], gone.status) == (1, 1, 404)
             assert file.exists()
             go_on.set()
         assert asked.result().source == "snapshot"
         assert all_but_one(asked.result())
         assert asked.result().text == first.text
-        await fleet.until(lambda _: not file.exists())
+        await kvferry.until(lambda _: not file.exists())
 
         server.kill()  # to clear the slot
-        await fleet.until(lambda state: not state["backends"][0]["up"])
+        await kvferry.until(lambda state: not state["backends"][0]["up"])
         await server.restart()
-        await fleet.until_up()
-        again = await fleet.complete(mine)
+        await kvferry.until_up()
+        again = await kvferry.complete(mine)
         assert (again.source, again.cached, again.text) == ("cold", 0, first.text)
-        kept = await fleet.complete(other)
+        kept = await kvferry.complete(other)
         assert kept.source == "snapshot"
         assert all_but_one(kept)

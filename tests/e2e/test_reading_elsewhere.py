@@ -12,7 +12,7 @@ from tests.e2e.test_explained import explained
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import Json, sentences
 from tests.support.faults.breaking import send
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 pytestmark = pytest.mark.thorough
 
@@ -43,17 +43,17 @@ async def test_what_is_held_is_found(llama_server: StartServer, number: signal.S
     servers = {name: await llama_server("llama") for name in "ab"}
     backends = [(name, server.url) for name, server in servers.items()]
     turns: list[Json] = [{"role": "user", "content": sentences(1, 60)}]
-    async with running(backends, servers["a"].kv_dir, yaml=YAML) as fleet:
-        first = await fleet.chat(turns)
-        await fleet.until(saved(HELD))
-        await fleet.until_quiet()
-        reads = next(iter(fleet.router.engine.infos))
+    async with running(backends, servers["a"].kv_dir, yaml=YAML) as kvferry:
+        first = await kvferry.chat(turns)
+        await kvferry.until(saved(HELD))
+        await kvferry.until_quiet()
+        reads = next(iter(kvferry.router.engine.infos))
         try:
             send(servers[reads], number)
             turns += [{"role": "assistant", "content": first.text}]
             turns += [{"role": "user", "content": "And then?"}]
-            again = await fleet.chat(turns)
-            told = await explained(fleet, again)
+            again = await kvferry.chat(turns)
+            told = await explained(kvferry, again)
         finally:
             if number == signal.SIGSTOP:
                 send(servers[reads], signal.SIGCONT)

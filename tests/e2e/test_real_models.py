@@ -15,7 +15,7 @@ from tests.support.conversations.prompts import Json, ids
 from tests.support.conversations.turns import Reference, Talk, ask_all, first_saved, first_turn
 from tests.support.models.real_models import gemma_270m, half_precision
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 pytestmark = pytest.mark.thorough
 
@@ -93,9 +93,9 @@ async def test_real_text(server_argv: list[str], tmp_path: Path, name: str, plac
         start_ids = (await client.post("/tokenize", mark)).json["tokens"]
         talk = _talk(name != "gemma-3-270m", tuple(start_ids))
         backends = [(alias, server.url) for alias, server in servers.items()]
-        fleet = await stack.enter_async_context(running(backends, kv_dir))
-        first = await first_turn(fleet, talk)
-        await first_saved(fleet, talk, first)
+        kvferry = await stack.enter_async_context(running(backends, kv_dir))
+        first = await first_turn(kvferry, talk)
+        await first_saved(kvferry, talk, first)
         away: Json = {"model": "b"} if other else {"id_slot": 1 - first.answer.slot[1]}
         reference = Reference(client, name)
-        await ask_all(fleet, reference, talk, first, away)
+        await ask_all(kvferry, reference, talk, first, away)

@@ -17,7 +17,7 @@ from tests.support.conversations.prompts import Json, ids, sentences
 from tests.support.models.tiny_models import tiny_model
 from tests.support.parity.corpus import BASES, CHATTING, OUTPUT, SAMPLING
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Answer, Fleet, running
+from tests.support.servers.running_router import Answer, RunningRouter, running
 
 pytestmark = [pytest.mark.real, pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]
 
@@ -45,26 +45,26 @@ MORE: list[Json] = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scene(
     server_argv: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[tuple[Fleet, str]]:
+) -> AsyncIterator[tuple[RunningRouter, str]]:
     kv_dir: Path = tmp_path_factory.mktemp("kv")
     model = tiny_model("llama").path
     async with (
         LlamaServer(model, 2, 8192, kv_dir, ["--jinja"], server_argv, threads=1) as server,
-        running([("a", server.url)], kv_dir, yaml=YAML) as fleet,
+        running([("a", server.url)], kv_dir, yaml=YAML) as kvferry,
     ):
-        yield fleet, server.url
+        yield kvferry, server.url
 
 
-async def asked(fleet: Fleet, url: str, body: Json) -> int:
+async def asked(kvferry: RunningRouter, url: str, body: Json) -> int:
     """Return the status of a request without the router."""
-    async with fleet.session.post(url, json=body) as response:
+    async with kvferry.session.post(url, json=body) as response:
         await response.read()
         return response.status
 
 
-async def computed(fleet: Fleet, url: str) -> int:
+async def computed(kvferry: RunningRouter, url: str) -> int:
     """Return the number of prompt tokens that the server has computed."""
-    async with fleet.session.get(f"{url}/metrics") as response:
+    async with kvferry.session.get(f"{url}/metrics") as response:
         found = re.search(r"^llamacpp:prompt_tokens_total (\S+)", await response.text(), re.M)
     assert found
     return int(float(found.group(1)))
@@ -79,18 +79,20 @@ def long(path: str, number: int, n_sentences: int = 16) -> Json:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/completion"])
-async def test_a_refused_request_computes_nothing(scene: tuple[Fleet, str], path: str) -> None:
-    fleet, server = scene
+async def test_a_refused_request_computes_nothing(
+    scene: tuple[RunningRouter, str], path: str
+) -> None:
+    kvferry, server = scene
     values = [{name: value} for name in FIELDS for value in FIELDS[name] if name not in PROMPTS]
     n_refused, wrong, number = 0, list[str](), 1
     for fields in [*MORE, *values]:
-        status = await asked(fleet, server + path, {**BASES[path], **fields, "stream": False})
+        status = await asked(kvferry, server + path, {**BASES[path], **fields, "stream": False})
         if status == 200:
             continue
         number += 1
-        before = await computed(fleet, server)
-        answer = await fleet.post(path, long(path, number) | fields)
-        n_computed = await computed(fleet, server) - before
+        before = await computed(kvferry, server)
+        answer = await kvferry.post(path, long(path, number) | fields)
+        n_computed = await computed(kvferry, server) - before
         n_refused += answer.status >= 400
         if n_computed or answer.status != status:
             wrong.append(f"{fields}: {answer.status} for {status}, {n_computed} tokens")
@@ -100,10 +102,10 @@ async def test_a_refused_request_computes_nothing(scene: tuple[Fleet, str], path
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/completion"])
 async def test_what_the_server_accepts_is_accepted_in_the_trial(
-    scene: tuple[Fleet, str], monkeypatch: pytest.MonkeyPatch, path: str
+    scene: tuple[RunningRouter, str], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """Else the router would not prepare a prompt that it could reuse later."""
-    fleet, server = scene
+    kvferry, server = scene
     refused: list[str] = []
     plain = LlamaClient.trial
 
@@ -125,10 +127,10 @@ async def test_what_the_server_accepts_is_accepted_in_the_trial(
             body = fields | {"stream": stream}
             if not trial.unproven(parse_request(shape, body)):
                 continue
-            if await asked(fleet, server + path, {**BASES[path], **body}) != 200:
+            if await asked(kvferry, server + path, {**BASES[path], **body}) != 200:
                 continue
             number, n_accepted = number + 1, n_accepted + 1
-            assert (await fleet.post(path, long(path, number, 3) | body)).status == 200
+            assert (await kvferry.post(path, long(path, number, 3) | body)).status == 200
     assert refused == []
     assert n_accepted > 20
 
@@ -145,29 +147,29 @@ def uncached_tokens(path: str, answer: Answer) -> int:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/completion"])
-async def test_fields_are_tried_once(scene: tuple[Fleet, str], path: str) -> None:
+async def test_fields_are_tried_once(scene: tuple[RunningRouter, str], path: str) -> None:
     """What the trial computes counts as computed, and is not computed again."""
-    fleet, server = scene
+    kvferry, server = scene
     fields = {"reasoning_format": "none", "dry_multiplier": 0.5}
     first = 1000 * (1 + list(BASES).index(path))
     for number in range(first, first + 3):
-        before = await computed(fleet, server)
-        answer = await fleet.post(path, long(path, number) | fields)
+        before = await computed(kvferry, server)
+        answer = await kvferry.post(path, long(path, number) | fields)
         assert answer.status == 200
-        n_computed = await computed(fleet, server) - before
+        n_computed = await computed(kvferry, server) - before
         # The last token: of the trial, of the prefill, and of the request.
         assert 500 < n_computed <= uncached_tokens(path, answer) + 2
 
 
 async def test_a_refused_request_leaves_its_conversation_in_the_slot(
-    scene: tuple[Fleet, str],
+    scene: tuple[RunningRouter, str],
 ) -> None:
-    fleet, _ = scene
+    kvferry, _ = scene
     prompt = ids(77, 1500)
-    await fleet.complete(prompt)
-    refused = await fleet.post(
+    await kvferry.complete(prompt)
+    refused = await kvferry.post(
         "/completion", {"prompt": [*prompt, *ids(78, 900)], "grammar": "root ::= nothing"}
     )
     assert refused.status == 400
-    again = await fleet.complete([*prompt, *ids(79, 5)])
+    again = await kvferry.complete([*prompt, *ids(79, 5)])
     assert (again.source, again.cached) == ("resident", 1500)

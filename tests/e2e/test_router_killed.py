@@ -21,8 +21,8 @@ from tests.support.conversations.prompts import ids
 from tests.support.conversations.turns import named
 from tests.support.faults.consistency import assert_consistent, assert_undisturbed
 from tests.support.faults.killed_router import HANGS, POINTS
-from tests.support.servers.router_fleet import Fleet, configuration_text, running
 from tests.support.servers.router_process import Elsewhere
+from tests.support.servers.running_router import RunningRouter, configuration_text, running
 from tests.tools.test_cli import Process, starting
 
 pytestmark = pytest.mark.thorough
@@ -46,7 +46,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def doomed(scene: Scene, point: str, tmp_path: Path) -> AsyncIterator[tuple[Process, Fleet]]:
+async def doomed(
+    scene: Scene, point: str, tmp_path: Path
+) -> AsyncIterator[tuple[Process, RunningRouter]]:
     """Yield a router that kills itself at `point` once the file `scene.armed` exists."""
     path = tmp_path / "kvferry.yaml"
     path.write_text(configuration_text(scene.backends, scene.kv_dirs, yaml=scene.yaml))
@@ -57,59 +59,59 @@ async def doomed(scene: Scene, point: str, tmp_path: Path) -> AsyncIterator[tupl
         aiohttp.ClientSession(connector=connector) as session,
     ):
         url = (await process.event("listening"))["url"]
-        fleet = Elsewhere(url, cast(Router, None), session)
-        await fleet.until_up()
-        yield process, fleet
+        kvferry = Elsewhere(url, cast(Router, None), session)
+        await kvferry.until_up()
+        yield process, kvferry
 
 
-async def ask(fleet: Fleet, prompt: list[int], model: str = "a") -> None:
+async def ask(kvferry: RunningRouter, prompt: list[int], model: str = "a") -> None:
     """Send a request; ignore a connection that the router's end breaks."""
     with suppress(aiohttp.ClientError):
-        await fleet.complete(prompt, model=model)
+        await kvferry.complete(prompt, model=model)
 
 
-async def saves(fleet: Fleet, scene: Scene, _: Process) -> None:
+async def saves(kvferry: RunningRouter, scene: Scene, _: Process) -> None:
     scene.armed.touch()
-    await ask(fleet, OTHER)
+    await ask(kvferry, OTHER)
 
 
-async def gives_up(fleet: Fleet, scene: Scene, _: Process) -> None:
+async def gives_up(kvferry: RunningRouter, scene: Scene, _: Process) -> None:
     for number, prompt in enumerate((OTHER, THIRD), 2):
-        await fleet.complete(prompt, model="a")
-        await fleet.until(saved(LONG - 1, number))
-    await assert_consistent(fleet, scene.kv_dirs.values())  # without a record there is no drop
-    rows = (await fleet.get("/kvferry/snapshots?sort=newest")).json["snapshots"]
+        await kvferry.complete(prompt, model="a")
+        await kvferry.until(saved(LONG - 1, number))
+    await assert_consistent(kvferry, scene.kv_dirs.values())  # without a record there is no drop
+    rows = (await kvferry.get("/kvferry/snapshots?sort=newest")).json["snapshots"]
     scene.armed.touch()
     with suppress(aiohttp.ClientError):
-        await fleet.post("/kvferry/snapshots/purge", {"id": [row["id"] for row in rows[:2]]})
+        await kvferry.post("/kvferry/snapshots/purge", {"id": [row["id"] for row in rows[:2]]})
 
 
-async def restores(fleet: Fleet, scene: Scene, _: Process) -> None:
-    await fleet.complete(OTHER, model="a")
-    await fleet.until(saved(LONG - 1, 2))
+async def restores(kvferry: RunningRouter, scene: Scene, _: Process) -> None:
+    await kvferry.complete(OTHER, model="a")
+    await kvferry.until(saved(LONG - 1, 2))
     scene.armed.touch()
-    await ask(fleet, KEPT)
+    await ask(kvferry, KEPT)
 
 
-async def restores_elsewhere(fleet: Fleet, scene: Scene, _: Process) -> None:
+async def restores_elsewhere(kvferry: RunningRouter, scene: Scene, _: Process) -> None:
     scene.armed.touch()
-    await ask(fleet, KEPT, "b")
+    await ask(kvferry, KEPT, "b")
 
 
-async def cuts(fleet: Fleet, scene: Scene, _: Process) -> None:
+async def cuts(kvferry: RunningRouter, scene: Scene, _: Process) -> None:
     assert scene.kept is not None
     scene.armed.touch()
-    await ask(fleet, scene.kept[:LONG] + ids(9, 50), "b")
+    await ask(kvferry, scene.kept[:LONG] + ids(9, 50), "b")
 
 
-async def stops(fleet: Fleet, scene: Scene, process: Process) -> None:
-    await fleet.complete(OTHER, model="a")  # KEPT is displaced, and saved before
-    await fleet.until(saved(LONG - 1))
+async def stops(kvferry: RunningRouter, scene: Scene, process: Process) -> None:
+    await kvferry.complete(OTHER, model="a")  # KEPT is displaced, and saved before
+    await kvferry.until(saved(LONG - 1))
     scene.armed.touch()
     process.send(signal.SIGTERM)
 
 
-Doing = Callable[[Fleet, Scene, Process], Awaitable[None]]
+Doing = Callable[[RunningRouter, Scene, Process], Awaitable[None]]
 DOINGS: dict[str, Doing] = {
     "save": saves,
     "pad": saves,
@@ -145,18 +147,18 @@ async def test_it_ends_although_a_thread_does_not(
 ) -> None:
     server = await llama_server(slots=1, extra_args=["-a", "a"])
     scene = Scene([("a", server.url)], {"a": tmp_path / "kv"}, tmp_path / "armed")
-    async with doomed(scene, HANGS, tmp_path) as (process, fleet):
-        await fleet.complete(KEPT, model="a")
-        await fleet.until(saved(LONG - 1))
-        await assert_consistent(fleet, scene.kv_dirs.values())
+    async with doomed(scene, HANGS, tmp_path) as (process, kvferry):
+        await kvferry.complete(KEPT, model="a")
+        await kvferry.until(saved(LONG - 1))
+        await assert_consistent(kvferry, scene.kv_dirs.values())
         scene.armed.touch()
-        await fleet.complete(OTHER, model="a")
-        await fleet.until(saved(LONG - 1, 2))
+        await kvferry.complete(OTHER, model="a")
+        await kvferry.until(saved(LONG - 1, 2))
         assert await process.end(signal.SIGTERM) == 0
         assert "stopped_with_a_hanging_kv_dir" in "".join(process.log)
-    async with running(scene.backends, scene.kv_dirs, yaml=QUICK) as fleet:
-        assert (await fleet.complete(KEPT)).cached == LONG - 1
-        await assert_consistent(fleet, scene.kv_dirs.values())
+    async with running(scene.backends, scene.kv_dirs, yaml=QUICK) as kvferry:
+        assert (await kvferry.complete(KEPT)).cached == LONG - 1
+        await assert_consistent(kvferry, scene.kv_dirs.values())
 
 
 @pytest.mark.parametrize("point", _points())
@@ -186,16 +188,16 @@ async def test_what_was_committed_is_there(
     yaml = LATE if step == "shutdown" else QUICK
     scene = Scene(backends, homes, tmp_path / "armed", yaml, kept)
 
-    async with doomed(scene, point, tmp_path) as (process, fleet):
-        await fleet.complete(kept, model="a")
+    async with doomed(scene, point, tmp_path) as (process, kvferry):
+        await kvferry.complete(kept, model="a")
         if step != "shutdown":
-            await fleet.until(saved(len(kept) - 1))
-            await assert_consistent(fleet, set(homes.values()))
-        await DOINGS[step](fleet, scene, process)
+            await kvferry.until(saved(len(kept) - 1))
+            await assert_consistent(kvferry, set(homes.values()))
+        await DOINGS[step](kvferry, scene, process)
         assert await process.end() == -signal.SIGKILL
 
-    async with running(backends, homes, yaml=QUICK) as fleet:
-        answers = await assert_undisturbed(fleet, undisturbed, [kept, OTHER, KEPT])
+    async with running(backends, homes, yaml=QUICK) as kvferry:
+        answers = await assert_undisturbed(kvferry, undisturbed, [kept, OTHER, KEPT])
         assert answers[0].cached >= len(kept) - 2
-        await assert_consistent(fleet, set(homes.values()))
+        await assert_consistent(kvferry, set(homes.values()))
     record_property("client", "connection broken off; after a retry, the right answer")

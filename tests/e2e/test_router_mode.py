@@ -19,7 +19,7 @@ from tests.conftest import START_TIMEOUT_S
 from tests.support.conversations.prompts import Json, chat
 from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 pytestmark = pytest.mark.thorough
 
@@ -69,8 +69,8 @@ async def test_it_is_refused(parent: Parent, capsys: pytest.CaptureFixture[str])
     """The router and `kvferry doctor` refuse such a server, with a model loaded and without one."""
     async with aiohttp.ClientSession() as session:
         for _ in range(2):
-            async with running([("a", parent.url)], None, wait_for=[]) as fleet:
-                state = await fleet.until(lambda state: ADVICE in state["backends"][0]["problem"])
+            async with running([("a", parent.url)], None, wait_for=[]) as kvferry:
+                state = await kvferry.until(lambda state: ADVICE in state["backends"][0]["problem"])
                 assert not state["backends"][0]["up"]
             assert await doctor(from_flags([parent.url], None)) == 1
             said = " ".join(capsys.readouterr().out.split())

@@ -23,7 +23,7 @@ from router.llama.client import LlamaClient
 from router.servers.program import family, free_port
 from tests.support.conversations.prompts import Json, ids
 from tests.support.models.tiny_models import tiny_model
-from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet, running
+from tests.support.servers.running_router import PATIENCE_S, Answer, RunningRouter, running
 
 pytestmark = [pytest.mark.real, pytest.mark.thorough]
 
@@ -53,14 +53,14 @@ def config(models: Sequence[Json], **more: Any) -> str:
     return pyyaml.safe_dump({"servers": {"models": list(models)} | more})
 
 
-async def servers(fleet: Fleet) -> dict[str, Json]:
-    listed = (await fleet.get("/kvferry/servers")).json["servers"]
+async def servers(kvferry: RunningRouter) -> dict[str, Json]:
+    listed = (await kvferry.get("/kvferry/servers")).json["servers"]
     return {one["name"]: one for one in listed}
 
 
-async def until_phase(fleet: Fleet, name: str, *phases: str) -> Json:
+async def until_phase(kvferry: RunningRouter, name: str, *phases: str) -> Json:
     async def found() -> Json | None:
-        server = (await servers(fleet))[name]
+        server = (await servers(kvferry))[name]
         return server if server["phase"] in phases else None
 
     return await until(found)
@@ -91,8 +91,8 @@ def command_line(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-async def ask(fleet: Fleet, name: str, prompt: Sequence[int], **more: Any) -> Answer:
-    answer = await fleet.complete(prompt, model=name, **more)
+async def ask(kvferry: RunningRouter, name: str, prompt: Sequence[int], **more: Any) -> Answer:
+    answer = await kvferry.complete(prompt, model=name, **more)
     assert answer.status == 200, answer.body
     return answer
 
@@ -102,33 +102,33 @@ async def test_conversations_survive_each_swap(kinds: tuple[str, str]) -> None:
     """Two models of which one is loaded at a time, a conversation with each, in turn."""
     models = [model(kind, kind) for kind in kinds]
     prompts = {kind: ids(1, N) for kind in kinds}
-    async with running([], None, yaml=config(models, loaded=1), wait_for=()) as fleet:
+    async with running([], None, yaml=config(models, loaded=1), wait_for=()) as kvferry:
         for turn in range(3):
             for kind in kinds:
-                answer = await ask(fleet, kind, prompts[kind], n_predict=4, return_tokens=True)
+                answer = await ask(kvferry, kind, prompts[kind], n_predict=4, return_tokens=True)
                 assert answer.headers["x-kvferry-backend"] == kind
                 if turn:
                     assert answer.cached >= 0.99 * len(prompts[kind]), (kind, turn, answer.timings)
                 prompts[kind] += answer.json["tokens"] + ids(100 + turn, 8)
-        listed = (await fleet.get("/kvferry/servers")).json
+        listed = (await kvferry.get("/kvferry/servers")).json
     assert listed["swaps"] == 5
 
 
 async def test_nothing_is_loaded_and_requests_are_taken() -> None:
-    async with running([], None, yaml=config([model("a"), model("b")]), wait_for=()) as fleet:
-        health = await fleet.get("/kvferry/health")
+    async with running([], None, yaml=config([model("a"), model("b")]), wait_for=()) as kvferry:
+        health = await kvferry.get("/kvferry/health")
         assert (health.status, health.json["servers"]) == (200, {"a": "stopped", "b": "stopped"})
-        unknown = await fleet.complete(ids(1, 20), model="c")
+        unknown = await kvferry.complete(ids(1, 20), model="c")
         assert unknown.status == 404
         assert "available models: a, b" in unknown.json["error"]["message"]
-        models = (await fleet.get("/v1/models")).json["data"]
+        models = (await kvferry.get("/v1/models")).json["data"]
         assert [(m["id"], m["status"]["value"]) for m in models] == [
             ("a", "unloaded"),
             ("b", "unloaded"),
         ]
-        assert {one["phase"] for one in (await servers(fleet)).values()} == {"stopped"}
-        await ask(fleet, "b", ids(1, 20))
-        models = (await fleet.get("/v1/models")).json["data"]
+        assert {one["phase"] for one in (await servers(kvferry)).values()} == {"stopped"}
+        await ask(kvferry, "b", ids(1, 20))
+        models = (await kvferry.get("/v1/models")).json["data"]
         assert {m["id"]: m["status"]["value"] for m in models} == {"a": "unloaded", "b": "loaded"}
 
 
@@ -147,62 +147,62 @@ async def test_nothing_is_loaded_and_requests_are_taken() -> None:
 async def test_each_route_starts_the_server(path: str, body: Json) -> None:
     extra = ["--embeddings", "--pooling", "mean"] if "embeddings" in path else []
     models = [model("a"), model("b", args=["-t", "1", *extra])]
-    async with running([], None, yaml=config(models, loaded=1), wait_for=()) as fleet:
-        answer = await fleet.post(path, body | {"model": "b"})
+    async with running([], None, yaml=config(models, loaded=1), wait_for=()) as kvferry:
+        answer = await kvferry.post(path, body | {"model": "b"})
         assert answer.status in ((200, 501) if path == "/infill" else (200,)), answer.body
-        assert {n: s["phase"] for n, s in (await servers(fleet)).items()} == {
+        assert {n: s["phase"] for n, s in (await servers(kvferry)).items()} == {
             "a": "stopped",
             "b": "up",
         }
 
 
 async def test_with_one_model_any_name_will_do() -> None:
-    async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
-        assert (await fleet.complete(ids(1, 20), model="gpt-4o")).status == 200
-        assert (await fleet.complete(ids(1, 20))).status == 200
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as kvferry:
+        assert (await kvferry.complete(ids(1, 20), model="gpt-4o")).status == 200
+        assert (await kvferry.complete(ids(1, 20))).status == 200
 
 
 async def test_an_operator_starts_stops_and_reads_the_log() -> None:
-    async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
-        assert (await fleet.post("/kvferry/servers/a/start", {})).json["phase"] == "starting"
-        found = await until_phase(fleet, "a", "up")
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as kvferry:
+        assert (await kvferry.post("/kvferry/servers/a/start", {})).json["phase"] == "starting"
+        found = await until_phase(kvferry, "a", "up")
         for action in ("drain", "undrain"):
-            conflict = await fleet.operate("a", action)
+            conflict = await kvferry.operate("a", action)
             assert conflict.status == 409
             assert "kvferry servers" in conflict.json["error"]["message"]
         pids = family(found["pid"])
-        text = (await fleet.get("/kvferry/servers/a/log")).body.decode()
+        text = (await kvferry.get("/kvferry/servers/a/log")).body.decode()
         assert text
-        assert (await fleet.post("/kvferry/servers/a/restart", {})).status == 200
+        assert (await kvferry.post("/kvferry/servers/a/restart", {})).status == 200
         await until_gone(pids)
-        pids = family((await until_phase(fleet, "a", "up"))["pid"])
-        await fleet.post("/kvferry/servers/a/stop", {})
-        await until_phase(fleet, "a", "stopped")
+        pids = family((await until_phase(kvferry, "a", "up"))["pid"])
+        await kvferry.post("/kvferry/servers/a/stop", {})
+        await until_phase(kvferry, "a", "stopped")
         await until_gone(pids)
-        assert (await fleet.operate("a", "drain")).status == 404
+        assert (await kvferry.operate("a", "drain")).status == 404
         for path, told in (("x/start", "no server 'x'"), ("a/jump", "start, stop or restart")):
-            refused = await fleet.post(f"/kvferry/servers/{path}", {})
+            refused = await kvferry.post(f"/kvferry/servers/{path}", {})
             assert refused.status == 404
             assert told in refused.json["error"]["message"]
 
 
 async def test_idle_for_its_ttl_it_is_stopped_and_loses_nothing() -> None:
     prompt = ids(1, N)
-    async with running([], None, yaml=config([model("a", ttl="300ms")]), wait_for=()) as fleet:
-        await ask(fleet, "a", prompt)
-        await until_phase(fleet, "a", "stopped")
-        again = await ask(fleet, "a", prompt + ids(2, 5))
+    async with running([], None, yaml=config([model("a", ttl="300ms")]), wait_for=()) as kvferry:
+        await ask(kvferry, "a", prompt)
+        await until_phase(kvferry, "a", "stopped")
+        again = await ask(kvferry, "a", prompt + ids(2, 5))
     assert again.cached >= N - 1
 
 
 async def test_another_number_of_slots_restores_the_same_files() -> None:
     prompt = ids(1, N)
-    async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
-        await ask(fleet, "a", prompt)
-        await fleet.post("/kvferry/servers/a/stop", {})
-        await until_phase(fleet, "a", "stopped")
-    async with running([], None, yaml=config([model("a", slots=3)]), wait_for=()) as fleet:
-        again = await ask(fleet, "a", prompt + ids(2, 5))
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as kvferry:
+        await ask(kvferry, "a", prompt)
+        await kvferry.post("/kvferry/servers/a/stop", {})
+        await until_phase(kvferry, "a", "stopped")
+    async with running([], None, yaml=config([model("a", slots=3)]), wait_for=()) as kvferry:
+        again = await ask(kvferry, "a", prompt + ids(2, 5))
     assert again.cached >= N - 1
 
 
@@ -210,21 +210,21 @@ async def test_another_number_of_slots_restores_the_same_files() -> None:
 async def test_a_server_that_is_killed_while_it_answers() -> None:
     """The request may be what ended it: that does not count against the server."""
     models = [model("a"), model("b")]
-    async with running([], None, yaml=config(models), wait_for=()) as fleet:
-        await ask(fleet, "a", ids(1, 50))
-        await ask(fleet, "b", ids(1, 50))
-        guard = (await servers(fleet))["a"]["pid"]
+    async with running([], None, yaml=config(models), wait_for=()) as kvferry:
+        await ask(kvferry, "a", ids(1, 50))
+        await ask(kvferry, "b", ids(1, 50))
+        guard = (await servers(kvferry))["a"]["pid"]
         body = {"prompt": ids(2, 50), "model": "a", "n_predict": -1, "stream": True}
         body |= {"ignore_eos": True}
-        async with fleet.session.post(fleet.url + "/completion", json=body) as stream:
+        async with kvferry.session.post(kvferry.url + "/completion", json=body) as stream:
             await stream.content.readany()
             _, server, *_ = family(guard)
             os.kill(server, signal.SIGKILL)
             with pytest.raises(aiohttp.ClientPayloadError):
                 await stream.read()
-        await ask(fleet, "b", ids(3, 50))
-        await ask(fleet, "a", ids(4, 50))
-        found = (await servers(fleet))["a"]
+        await ask(kvferry, "b", ids(3, 50))
+        await ask(kvferry, "a", ids(4, 50))
+        found = (await servers(kvferry))["a"]
         assert (found["phase"], found["failures"]) == ("up", 0)
         assert "it was ended by SIGKILL" in found["problem"]
         await until_gone([guard, server])
@@ -239,18 +239,18 @@ async def test_a_server_that_is_killed_while_it_loads(tmp_path: Path) -> None:
     python[-1] += "; sys.exit(main(sys.argv[1:]))"
     flags = ["-m", str(tiny_model("llama").path), "--port", "${port}", "-np", "1", "-c", "2048"]
     entry = {"name": "a", "command": [*python, *flags, "--cache-ram", "0"]}
-    async with running([], None, yaml=config([entry]), wait_for=()) as fleet:
+    async with running([], None, yaml=config([entry]), wait_for=()) as kvferry:
         async with asyncio.TaskGroup() as group:
-            request = group.create_task(fleet.complete(ids(1, 20), model="a"))
+            request = group.create_task(kvferry.complete(ids(1, 20), model="a"))
 
             async def server() -> int | None:
-                found = (await servers(fleet))["a"]["pid"]
+                found = (await servers(kvferry))["a"]["pid"]
                 return next(iter(family(found)[1:]), None) if found else None
 
             os.kill(await until(server), signal.SIGKILL)
             gate.touch()
         assert request.result().status == 200
-        assert (await servers(fleet))["a"]["failures"] == 1
+        assert (await servers(kvferry))["a"]["failures"] == 1
 
 
 @pytest.mark.usefixtures("_quick_to_fail")
@@ -276,9 +276,9 @@ async def test_one_failure_is_none_to_a_health_check(monkeypatch: pytest.MonkeyP
     slow = replace(TUNING, server_backoff_first_s=600.0, server_backoff_most_s=600.0)
     monkeypatch.setattr(servers_module, "TUNING", slow)
     entry = {"name": "x", "model": "/no/such.gguf", "preload": True}
-    async with running([], None, yaml=config([entry]), wait_for=()) as fleet:
-        await until_phase(fleet, "x", "failed")
-        assert (await fleet.get("/kvferry/health")).status == 200
+    async with running([], None, yaml=config([entry]), wait_for=()) as kvferry:
+        await until_phase(kvferry, "x", "failed")
+        assert (await kvferry.get("/kvferry/health")).status == 200
 
 
 @pytest.mark.usefixtures("_quick_to_fail")
@@ -292,17 +292,17 @@ async def test_a_model_that_does_not_fit_into_memory() -> None:
 
 async def _is_refused(entry: Json, reason: str) -> None:
     """Ask the model x: a clear error, another model goes on, and no process is left."""
-    async with running([], None, yaml=config([entry, model("a")]), wait_for=()) as fleet:
-        refused = await fleet.complete(ids(1, 20), model="x")
+    async with running([], None, yaml=config([entry, model("a")]), wait_for=()) as kvferry:
+        refused = await kvferry.complete(ids(1, 20), model="x")
         assert refused.status == 503
         assert refused.json["error"]["message"].startswith("the llama-server for the model 'x'")
         assert float(refused.headers["Retry-After"]) > 1
-        await ask(fleet, "a", ids(1, 20))
-        found = await servers(fleet)
+        await ask(kvferry, "a", ids(1, 20))
+        found = await servers(kvferry)
         assert found["x"]["phase"] == "failed"
         assert found["x"]["problem"].startswith(reason), found["x"]["problem"]
         assert found["x"]["pid"] is None
-        assert (await fleet.get("/kvferry/health")).status == 200
+        assert (await kvferry.get("/kvferry/health")).status == 200
 
 
 async def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,18 +319,18 @@ async def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         return taken[-1]
 
     monkeypatch.setattr("router.servers.supervisor.free_port", choose)
-    async with other, running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
-        await ask(fleet, "a", ids(1, 20))
-        assert (await servers(fleet))["a"]["failures"] == 0
+    async with other, running([], None, yaml=config([model("a")]), wait_for=()) as kvferry:
+        await ask(kvferry, "a", ids(1, 20))
+        assert (await servers(kvferry))["a"]["failures"] == 0
     assert len(taken) == 2
 
 
 async def test_a_preloaded_server_is_there_before_the_first_request() -> None:
     models = [model("a"), model("b", preload=True)]
-    async with running([], None, yaml=config(models, loaded=1), wait_for=()) as fleet:
-        await until_phase(fleet, "b", "up")
-        await ask(fleet, "a", ids(1, 20))
-        assert (await servers(fleet))["b"]["phase"] == "stopped"
+    async with running([], None, yaml=config(models, loaded=1), wait_for=()) as kvferry:
+        await until_phase(kvferry, "b", "up")
+        await ask(kvferry, "a", ids(1, 20))
+        assert (await servers(kvferry))["b"]["phase"] == "stopped"
 
 
 async def test_equal_process_is_not_probed_another_model_is(
@@ -380,9 +380,9 @@ def _early(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_stream_is_kept_alive_while_its_model_is_loaded(path: str, body: Json) -> None:
     """The events are those of a stream that did not wait, behind comments."""
     more: Json = {"model": "a", "stream": True, "temperature": 0, "max_tokens": 4, "seed": 1}
-    async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
-        waited = await fleet.post(path, body | more)
-        at_once = await fleet.post(path, body | more)
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as kvferry:
+        waited = await kvferry.post(path, body | more)
+        at_once = await kvferry.post(path, body | more)
     assert waited.body.startswith(b":\n\n")
     assert not at_once.body.startswith(b":")
     assert (waited.status, waited.headers["Content-Type"]) == (200, "text/event-stream")
@@ -397,30 +397,30 @@ async def test_an_error_after_comments_is_an_event(path: str) -> None:
     """One from the router, and one from the server: a prompt that does not fit."""
     entry = {"name": "x", "command": SLEEPS, "start_timeout": "200ms"}
     models = [entry, model("a", slots=1, ctx=512)]
-    async with running([], None, yaml=config(models), wait_for=()) as fleet:
+    async with running([], None, yaml=config(models), wait_for=()) as kvferry:
         body: Json = {"stream": True, "max_tokens": 4}
         for name, text, told in (
             ("x", "Hi", "the llama-server for the model 'x' does not start"),
             ("a", "many words " * 600, "exceeds the available context size"),
         ):
             messages = [{"role": "user", "content": text}]
-            answer = await fleet.post(path, body | {"model": name, "messages": messages})
+            answer = await kvferry.post(path, body | {"model": name, "messages": messages})
             assert answer.status == 200
             (event,) = answer.events
             assert told in event["error"]["message"], event
             assert (b"event: error\n" in answer.body) == (path == "/v1/messages")
-        await ask(fleet, "a", ids(1, 20))
+        await ask(kvferry, "a", ids(1, 20))
 
 
 async def test_other_programs_need_the_key_of_a_server() -> None:
-    async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
-        await ask(fleet, "a", ids(1, 20))
-        (backend,) = (await fleet.state())["backends"]
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as kvferry:
+        await ask(kvferry, "a", ids(1, 20))
+        (backend,) = (await kvferry.state())["backends"]
         url, body = backend["url"] + "/completion", {"prompt": ids(1, 20), "n_predict": 1}
-        async with fleet.session.post(url, json=body) as refused:
+        async with kvferry.session.post(url, json=body) as refused:
             assert refused.status == 401
-        (guard,) = [one["pid"] for one in (await servers(fleet)).values()]
-        key = fleet.router.selection.monitors[BackendId("a")].client._authorization
+        (guard,) = [one["pid"] for one in (await servers(kvferry)).values()]
+        key = kvferry.router.selection.monitors[BackendId("a")].client._authorization
         assert key is not None
         for pid in family(guard):
             assert key[1].removeprefix(b"Bearer ") not in command_line(pid)
@@ -428,32 +428,32 @@ async def test_other_programs_need_the_key_of_a_server() -> None:
 
 async def test_a_look_loads_nothing() -> None:
     """A load balancer asks for /health all the time."""
-    async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
-        assert (await fleet.get("/health")).json == {"status": "ok"}
-        assert (await fleet.get("/props")).status == 503
-        assert (await servers(fleet))["a"]["phase"] == "stopped"
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as kvferry:
+        assert (await kvferry.get("/health")).json == {"status": "ok"}
+        assert (await kvferry.get("/props")).status == 503
+        assert (await servers(kvferry))["a"]["phase"] == "stopped"
 
 
 async def test_a_look_at_a_model_is_answered_by_its_server() -> None:
     """llama-server's router mode goes by the query, and its web page asks so."""
-    async with running([], None, yaml=config([model("a"), model("e")]), wait_for=()) as fleet:
-        await ask(fleet, "e", ids(1, 20))
+    async with running([], None, yaml=config([model("a"), model("e")]), wait_for=()) as kvferry:
+        await ask(kvferry, "e", ids(1, 20))
         queries = ("", "?model=e", "?model=", "?model=a", "?model=x")
-        answers = [(await fleet.get(f"/props{query}")).status for query in queries]
+        answers = [(await kvferry.get(f"/props{query}")).status for query in queries]
         assert answers == [200, 200, 200, 503, 404]
 
 
 async def test_requests_while_a_server_dies_are_served_by_the_next() -> None:
     """The backend is down before the end of the process is known; nothing may spin or be lost."""
-    async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
-        await ask(fleet, "a", ids(1, 20))
-        guard = (await servers(fleet))["a"]["pid"]
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as kvferry:
+        await ask(kvferry, "a", ids(1, 20))
+        guard = (await servers(kvferry))["a"]["pid"]
         os.kill(guard, signal.SIGSTOP)  # it cannot tell the end of its server
         os.kill(family(guard)[1], signal.SIGKILL)
-        await fleet.until(lambda state: not state["backends"][0]["up"])
+        await kvferry.until(lambda state: not state["backends"][0]["up"])
         async with asyncio.TaskGroup() as group:
-            waiting = group.create_task(fleet.complete(ids(2, 20), model="a"))
-            found = await servers(fleet)  # the router answers
+            waiting = group.create_task(kvferry.complete(ids(2, 20), model="a"))
+            found = await servers(kvferry)  # the router answers
             assert found["a"]["phase"] == "up"
             os.kill(guard, signal.SIGCONT)
         assert waiting.result().status == 200

@@ -24,8 +24,8 @@ from tests.e2e.test_servers_on_demand import (
 )
 from tests.support.conversations.prompts import Json, ids
 from tests.support.models.lora import tiny_lora
-from tests.support.servers.router_fleet import Fleet, configuration_text, running
 from tests.support.servers.router_process import Elsewhere, Outside
+from tests.support.servers.running_router import RunningRouter, configuration_text, running
 
 pytestmark = [pytest.mark.real, pytest.mark.thorough]
 
@@ -35,19 +35,19 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-async def _until_it_listens(fleet: Fleet) -> None:
+async def _until_it_listens(kvferry: RunningRouter) -> None:
     async def answers() -> bool:
         try:
-            return (await fleet.get("/kvferry/health")).status == 200
+            return (await kvferry.get("/kvferry/health")).status == 200
         except aiohttp.ClientConnectorError:
             return False
 
     await until(answers)
 
 
-async def _processes(fleet: Fleet) -> list[int]:
+async def _processes(kvferry: RunningRouter) -> list[int]:
     """Return the guards and all that they have started."""
-    guards = [one["pid"] for one in (await servers(fleet)).values() if one["pid"] is not None]
+    guards = [one["pid"] for one in (await servers(kvferry)).values() if one["pid"] is not None]
     return [pid for guard in guards for pid in family(guard)]
 
 
@@ -68,41 +68,43 @@ async def test_a_router_that_is_killed_leaves_no_process(tmp_path: Path, when: s
     outside.config.write_text(pyyaml.safe_dump(document))
     prompt = ids(1, N)
     async with aiohttp.ClientSession() as session:
-        fleet = Elsewhere(f"http://127.0.0.1:{port}", None, session)  # type: ignore[arg-type]
+        kvferry = Elsewhere(f"http://127.0.0.1:{port}", None, session)  # type: ignore[arg-type]
         await outside.start()
-        await _until_it_listens(fleet)
-        await ask(fleet, "a", prompt)
-        await fleet.until_quiet()
+        await _until_it_listens(kvferry)
+        await ask(kvferry, "a", prompt)
+        await kvferry.until_quiet()
         if when == "saving":
-            await _hold_in_a_save(fleet)
+            await _hold_in_a_save(kvferry)
         else:
-            await fleet.until(lambda state: bool(state["snapshots"]["items"]))
+            await kvferry.until(lambda state: bool(state["snapshots"]["items"]))
         if when == "streaming":
             body: Json = {"prompt": ids(2, 50), "model": "a", "n_predict": -1, "stream": True}
-            stream = await session.post(fleet.url + "/completion", json=body | {"ignore_eos": True})
+            stream = await session.post(
+                kvferry.url + "/completion", json=body | {"ignore_eos": True}
+            )
             await stream.content.readany()
         elif when in WHEN:
-            await fleet.post("/kvferry/servers/b/start", {})
+            await kvferry.post("/kvferry/servers/b/start", {})
             name, *phases = WHEN[when]
-            await until_phase(fleet, name, *phases)
-        found = await until(lambda: _processes(fleet))
+            await until_phase(kvferry, name, *phases)
+        found = await until(lambda: _processes(kvferry))
         await outside.end(signal.SIGKILL)
         await until_gone(found)
 
         await outside.start()
-        await _until_it_listens(fleet)
-        again = await ask(fleet, "a", prompt + ids(3, 5))
+        await _until_it_listens(kvferry)
+        again = await ask(kvferry, "a", prompt + ids(3, 5))
         await outside.end(signal.SIGTERM)
     assert again.cached >= N - 1 or when == "saving"  # there is no snapshot then
 
 
-async def _hold_in_a_save(fleet: Fleet) -> int:
+async def _hold_in_a_save(kvferry: RunningRouter) -> int:
     """Have server a make room while its process stands still; return its guard's pid."""
-    await fleet.until_quiet()
-    guard: int = (await servers(fleet))["a"]["pid"]
+    await kvferry.until_quiet()
+    guard: int = (await servers(kvferry))["a"]["pid"]
     os.kill(family(guard)[1], signal.SIGSTOP)
-    await fleet.post("/kvferry/servers/a/stop", {})
-    await fleet.until(lambda state: any(slot["doing"] == "save" for slot in state["slots"]))
+    await kvferry.post("/kvferry/servers/a/stop", {})
+    await kvferry.until(lambda state: any(slot["doing"] == "save" for slot in state["slots"]))
     return guard
 
 
@@ -110,16 +112,16 @@ async def test_a_server_that_is_killed_while_it_saves() -> None:
     """The other model goes on; the conversation is computed again, and right."""
     prompt = ids(1, N)
     yaml = config([model("a"), model("b")], loaded=1) + NO_IDLE_SAVES
-    async with running([], None, yaml=yaml, wait_for=()) as fleet:
-        first = await ask(fleet, "a", prompt)
-        guard = await _hold_in_a_save(fleet)
+    async with running([], None, yaml=yaml, wait_for=()) as kvferry:
+        first = await ask(kvferry, "a", prompt)
+        guard = await _hold_in_a_save(kvferry)
         found = family(guard)
         async with asyncio.TaskGroup() as group:
-            other = group.create_task(ask(fleet, "b", ids(2, 50)))
+            other = group.create_task(ask(kvferry, "b", ids(2, 50)))
             os.kill(found[1], signal.SIGKILL)
         assert other.result().status == 200
         await until_gone(found)
-        again = await ask(fleet, "a", prompt)
+        again = await ask(kvferry, "a", prompt)
         assert (again.cached, again.text) == (0, first.text)
 
 
@@ -136,12 +138,12 @@ async def test_a_disk_that_is_full_at_the_save(tmp_path: Path) -> None:
         models = [model("a"), model("b")]
         yaml = config(models, loaded=1, kv_dir=str(kv_dir))
         prompts = {name: ids(number, N) for number, name in enumerate("ab")}
-        async with running([], None, yaml=yaml, wait_for=()) as fleet:
+        async with running([], None, yaml=yaml, wait_for=()) as kvferry:
             for _ in range(2):
                 for name, prompt in prompts.items():
-                    await ask(fleet, name, prompt)
-            assert (await fleet.metrics())['kvferry_kv_failures_total{action="save"}'] > 0
-            state = await fleet.state()
+                    await ask(kvferry, name, prompt)
+            assert (await kvferry.metrics())['kvferry_kv_failures_total{action="save"}'] > 0
+            state = await kvferry.state()
         assert state["snapshots"]["items"] == []
     finally:
         unmounting = await asyncio.create_subprocess_exec("umount", str(kv_dir))
@@ -157,20 +159,20 @@ async def test_ten_clients_want_three_models_of_which_two_are_loaded() -> None:
     models = [model(name, max_wait=f"{max_wait_s:g}s", slots=4) for name in names]
     loop = asyncio.get_running_loop()
 
-    async def client(fleet: Fleet, number: int) -> None:
+    async def client(kvferry: RunningRouter, number: int) -> None:
         for turn in range(20):
             name = chance.choice(names)
             order.append(name)
             begun = loop.time()
-            answer = await ask(fleet, name, ids(100 * number + turn, 60))
+            answer = await ask(kvferry, name, ids(100 * number + turn, 60))
             assert answer.headers["x-kvferry-backend"] == name
             waited.append(loop.time() - begun)
 
-    async with running([], None, yaml=config(models, loaded=2), wait_for=()) as fleet:
+    async with running([], None, yaml=config(models, loaded=2), wait_for=()) as kvferry:
         async with asyncio.TaskGroup() as group:
             for number in range(10):
-                group.create_task(client(fleet, number))
-        swaps = (await fleet.get("/kvferry/servers")).json["swaps"]
+                group.create_task(client(kvferry, number))
+        swaps = (await kvferry.get("/kvferry/servers")).json["swaps"]
     assert len(waited) == 200
     loaded, in_order = "", 0
     for name in order:
@@ -186,12 +188,12 @@ async def test_a_kv_directory_that_is_gone_is_made_again(tmp_path: Path) -> None
     """llama-server does not start without it; what was saved is lost, no request is."""
     folder = tmp_path / "kv"
     both = config([model("a"), model("b")], loaded=1, kv_dir=str(folder))
-    async with running([], None, yaml=both, wait_for=()) as fleet:
+    async with running([], None, yaml=both, wait_for=()) as kvferry:
         for name in "ab":
-            await ask(fleet, name, ids(1, 400))
+            await ask(kvferry, name, ids(1, 400))
         shutil.rmtree(folder)
         for name in "aba":
-            await ask(fleet, name, ids(1, 400))
+            await ask(kvferry, name, ids(1, 400))
 
 
 async def test_a_home_that_cannot_be_written(
@@ -201,8 +203,8 @@ async def test_a_home_that_cannot_be_written(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     one = config([model("a")], kv_dir=str(tmp_path / "kv"))
-    async with running([], None, yaml=one, wait_for=()) as fleet:
-        await ask(fleet, "a", ids(1, 400))
+    async with running([], None, yaml=one, wait_for=()) as kvferry:
+        await ask(kvferry, "a", ids(1, 400))
 
 
 @pytest.mark.parametrize("flag", ["--lora-scaled", "--lora"])
@@ -215,13 +217,13 @@ async def test_an_adapter_that_is_replaced_while_its_server_is_stopped(
     named = f"{adapter}:1.0" if flag == "--lora-scaled" else str(adapter)
     entry = model("a", args=["-t", "1", flag, named])
     yaml = config([entry, model("b")], loaded=1)
-    async with running([], None, yaml=yaml, wait_for=()) as fleet:
-        before = await ask(fleet, "a", ids(1, N))
-        await ask(fleet, "b", ids(1, 100))
+    async with running([], None, yaml=yaml, wait_for=()) as kvferry:
+        before = await ask(kvferry, "a", ids(1, N))
+        await ask(kvferry, "b", ids(1, 100))
         shutil.copy(tiny_lora(2), adapter)
-        after = await ask(fleet, "a", ids(1, N))
-        await ask(fleet, "b", ids(1, 100))
-        again = await ask(fleet, "a", ids(1, N))
+        after = await ask(kvferry, "a", ids(1, N))
+        await ask(kvferry, "b", ids(1, 100))
+        again = await ask(kvferry, "a", ids(1, N))
 
     assert before.text != after.text == again.text
     assert after.cached == 0

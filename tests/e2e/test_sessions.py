@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import sentences
-from tests.support.servers.router_fleet import Fleet, Json, running
+from tests.support.servers.running_router import Json, RunningRouter, running
 
 SYSTEM = sentences(1, 30)
 KINDS = {"user": "input_text", "assistant": "output_text"}  # of parts, in /v1/responses
@@ -87,28 +87,30 @@ def body_of(client: Client, turn: int) -> Json:
             return base | {"messages": [{"role": "system", "content": SYSTEM}, *said]}
 
 
-async def ask(fleet: Fleet, client: Client, body: Json) -> Json:
+async def ask(kvferry: RunningRouter, client: Client, body: Json) -> Json:
     """Send a request; return its entry in the decision log."""
-    async with fleet.session.post(
-        fleet.url + client.path, json=body, headers=client.headers
+    async with kvferry.session.post(
+        kvferry.url + client.path, json=body, headers=client.headers
     ) as response:
         assert response.status == 200, await response.text()
         name = response.headers["x-kvferry-request-id"]
         await response.read()
-    await fleet.until_quiet()
+    await kvferry.until_quiet()
     (entry,) = (
-        one for one in (await fleet.get("/kvferry/requests")).json["requests"] if one["id"] == name
+        one
+        for one in (await kvferry.get("/kvferry/requests")).json["requests"]
+        if one["id"] == name
     )
     return dict(entry)
 
 
-async def talk(fleet: Fleet, client: Client, *, named: bool) -> int:
+async def talk(kvferry: RunningRouter, client: Client, *, named: bool) -> int:
     """Send two turns; return the prompt tokens of the second that were reused."""
     if not named:
         fields = {key: value for key, value in client.fields.items() if "token" in key}
         client = client._replace(fields=fields, headers={})
-    await ask(fleet, client, body_of(client, 0))
-    told = await ask(fleet, client, body_of(client, 1))
+    await ask(kvferry, client, body_of(client, 0))
+    told = await ask(kvferry, client, body_of(client, 1))
     return int(told["prompt_tokens"] - told["computed_tokens"])
 
 
@@ -122,9 +124,9 @@ async def test_session_of_a_client_is_seen(
     for named in (False, True):
         kv_dir = tmp_path / f"kv-{named}"
         server = await llama_server(kind, slots=2, ctx=16_384, kv_dir=kv_dir)
-        async with running([("a", server.url)], server.kv_dir) as fleet:
-            reused[named] = await talk(fleet, client, named=named)
-            found = (await fleet.get("/kvferry/sessions")).json["sessions"]
+        async with running([("a", server.url)], server.kv_dir) as kvferry:
+            reused[named] = await talk(kvferry, client, named=named)
+            found = (await kvferry.get("/kvferry/sessions")).json["sessions"]
         await server.stop()
         if not named:
             assert found == []
@@ -140,7 +142,7 @@ async def test_session_of_a_client_is_seen(
 async def test_key_that_all_clients_share_costs_no_reuse(llama_server: StartServer) -> None:
     """Some programs send the same key for each conversation."""
     server = await llama_server("llama", slots=2, ctx=16_384)
-    async with running([("a", server.url)], server.kv_dir) as fleet:
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
         reused = []
         for turn in (0, 1):
             for person in range(2):
@@ -151,9 +153,9 @@ async def test_key_that_all_clients_share_costs_no_reuse(llama_server: StartServ
                         {"role": "user", "content": sentences(50 + person, 3)},
                     ]
                 body = {"messages": said, "max_tokens": 4, "prompt_cache_key": "one for all"}
-                told = await ask(fleet, CLIENTS["Open WebUI"]._replace(headers={}), body)
+                told = await ask(kvferry, CLIENTS["Open WebUI"]._replace(headers={}), body)
                 if turn:
                     reused.append(1 - told["computed_tokens"] / told["prompt_tokens"])
-        (session,) = (await fleet.get("/kvferry/sessions")).json["sessions"]
+        (session,) = (await kvferry.get("/kvferry/sessions")).json["sessions"]
     assert session["requests"] == 4
     assert min(reused) > 0.7

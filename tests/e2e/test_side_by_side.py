@@ -11,7 +11,7 @@ from tests.conftest import StartServer
 from tests.support.conversations.measuring import CHAT, Measured, measured
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.conversations.turns import named
-from tests.support.servers.router_fleet import Answer, Fleet, running
+from tests.support.servers.running_router import Answer, RunningRouter, running
 
 pytestmark = pytest.mark.thorough
 
@@ -31,30 +31,30 @@ async def test_long_prompts_of_one_client_do_not_starve_another(llama_server: St
     ended: list[str] = []  # clients, in order
     over = False
 
-    async def ask(fleet: Fleet, client: str, prompt: list[int]) -> None:
+    async def ask(kvferry: RunningRouter, client: str, prompt: list[int]) -> None:
         headers = {"Authorization": f"Bearer {client}"}
         body: Json = {"prompt": prompt, "n_predict": 8}
-        answer = await fleet.post("/completion", body, headers=headers)
+        answer = await kvferry.post("/completion", body, headers=headers)
         assert answer.status == 200, answer.body
         ended.append(client)
 
-    async def lane(fleet: Fleet, number: int) -> None:
+    async def lane(kvferry: RunningRouter, number: int) -> None:
         turn = 0
         while not over:
-            await ask(fleet, "long", ids(1_000 * number + turn, _LONG))
+            await ask(kvferry, "long", ids(1_000 * number + turn, _LONG))
             turn += 1
 
     passed: list[int] = []  # long ones that ended before each short one
     async with (
-        running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet,
+        running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry,
         asyncio.TaskGroup() as group,
     ):
         for number in range(_LANES):
-            group.create_task(lane(fleet, number))
+            group.create_task(lane(kvferry, number))
         for number in range(_SHORTS):
-            await fleet.until(lambda state: len(state["queue"]) >= _LANES - len(_HOMES))
+            await kvferry.until(lambda state: len(state["queue"]) >= _LANES - len(_HOMES))
             before = len(ended)
-            await ask(fleet, "short", ids(-1 - number, 20))
+            await ask(kvferry, "short", ids(-1 - number, 20))
             passed.append(ended[before:].index("short"))
         over = True
 
@@ -67,8 +67,8 @@ async def test_long_prompts_of_one_client_do_not_starve_another(llama_server: St
 class Talk:
     """A conversation, and its client's requests for titles."""
 
-    def __init__(self, fleet: Fleet, number: int) -> None:
-        self.fleet, self.number, self.turns, self.known = fleet, number, 0, 0
+    def __init__(self, kvferry: RunningRouter, number: int) -> None:
+        self.kvferry, self.number, self.turns, self.known = kvferry, number, 0, 0
         self.messages = chat(number, length=45)  # some 1,600 tokens
 
     def ask(self) -> Json:
@@ -93,8 +93,8 @@ class Talk:
         return {"messages": [{"role": "system", "content": _TITLE}, said], "max_tokens": 8}
 
 
-async def _asked(fleet: Fleet, body: Json) -> Answer:
-    answer = await fleet.post(CHAT, body)
+async def _asked(kvferry: RunningRouter, body: Json) -> Answer:
+    answer = await kvferry.post(CHAT, body)
     assert answer.status == 200, answer.body
     return answer
 
@@ -106,16 +106,16 @@ async def test_titles_are_kept_off_the_slots_of_conversations(llama_server: Star
     """
     a = await named(llama_server, "llama", "a", slots=2)
     b = await named(llama_server, "llama", "b", slots=2)
-    async with running([("a", a.url), ("b", b.url)], None) as fleet:
-        talks = [Talk(fleet, number) for number in range(3)]
+    async with running([("a", a.url), ("b", b.url)], None) as kvferry:
+        talks = [Talk(kvferry, number) for number in range(3)]
         for talk in talks:
-            talk.hear(await _asked(fleet, talk.ask()))
+            talk.hear(await _asked(kvferry, talk.ask()))
         for _ in range(3):
             for number, talk in enumerate(talks):
                 bodies = talks[number - 1].title(), talk.ask()
-                beside, turn = await asyncio.gather(*(_asked(fleet, body) for body in bodies))
+                beside, turn = await asyncio.gather(*(_asked(kvferry, body) for body in bodies))
                 talk.hear(turn)
-                alone = await _asked(fleet, talk.title())
+                alone = await _asked(kvferry, talk.title())
                 assert (turn.source, turn.slot) == ("resident", _HOMES[number])
                 assert {beside.slot, alone.slot} == {_HOMES[3]}
 
@@ -127,15 +127,15 @@ async def test_what_a_title_displaces_is_not_computed_again(llama_server: StartS
     """
     a = await named(llama_server, "llama", "a", slots=2)
     b = await named(llama_server, "llama", "b", slots=2)
-    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
-        talks = [Talk(fleet, number) for number in range(4)]
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry:
+        talks = [Talk(kvferry, number) for number in range(4)]
         for talk in talks:
-            talk.hear(await _asked(fleet, talk.ask()))
+            talk.hear(await _asked(kvferry, talk.ask()))
         turns: list[Measured] = []
         for _ in range(3):
             for number, talk in enumerate(talks):
-                await measured(fleet, CHAT, talks[number - 1].title())
-                turn = await measured(fleet, CHAT, talk.ask())
+                await measured(kvferry, CHAT, talks[number - 1].title())
+                turn = await measured(kvferry, CHAT, talk.ask())
                 assert turn.computed <= talk.hear(turn.answer) + _TURN + _FEW, turn
                 turns.append(turn)
     assert any(turn.restored_bytes for turn in turns), "nothing was displaced"
@@ -152,23 +152,23 @@ async def test_a_message_in_preparation_does_not_shut_its_server(
     a = await llama_server("llama", slots=4, ctx=4 * 12_000)
     ended: list[str] = []  # in order
     pieces = "policy: {prefill_chunk: 10ms}"  # 16 prefill chunks
-    async with running([("a", a.url)], a.kv_dir, yaml=pieces) as fleet:
+    async with running([("a", a.url)], a.kv_dir, yaml=pieces) as kvferry:
         for seed in range(4):  # so that the slots' content is known
-            await fleet.complete(ids(seed, 600), id_slot=seed)
+            await kvferry.complete(ids(seed, 600), id_slot=seed)
 
         async def message(name: str, text: str) -> None:
             said = [{"role": "user", "content": text}]
-            answer = await fleet.post("/v1/messages", {"messages": said, "max_tokens": 4})
+            answer = await kvferry.post("/v1/messages", {"messages": said, "max_tokens": 4})
             assert answer.status == 200, answer.body
             ended.append(name)
 
         async def short(name: str, seed: int) -> None:
-            await fleet.complete(ids(seed, 60), n_predict=1)
+            await kvferry.complete(ids(seed, 60), n_predict=1)
             ended.append(name)
 
         async with asyncio.TaskGroup() as group:
             group.create_task(message("long", sentences(5, 230)))  # some 8,000 tokens
-            await fleet.until(
+            await kvferry.until(
                 lambda state: any(slot["pending_tokens"] > 7_000 for slot in state["slots"])
             )
             for number in range(2):

@@ -14,8 +14,8 @@ from tests.conftest import StartServer
 from tests.support.conversations.measuring import direct
 from tests.support.conversations.prompts import Json, ids
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Fleet, configuration_text, running
 from tests.support.servers.router_process import Elsewhere, Outside
+from tests.support.servers.running_router import RunningRouter, configuration_text, running
 
 pytestmark = [pytest.mark.real, pytest.mark.thorough]
 
@@ -23,17 +23,17 @@ NO_SNAPSHOTS = "store: {idle_save_after: off, save_on_shutdown: false, min_token
 PROMPTS = [ids(seed, 1200) for seed in (1, 2)]
 
 
-async def converse(fleet: Fleet) -> list[list[int]]:
+async def converse(kvferry: RunningRouter) -> list[list[int]]:
     """Send each prompt once; return the prompts of the next turns."""
     turns = []
     for prompt in PROMPTS:
-        answer = await fleet.complete(prompt, return_tokens=True)
+        answer = await kvferry.complete(prompt, return_tokens=True)
         turns.append([*prompt, *answer.json["tokens"], *ids(9, 30)])
     return turns
 
 
-async def until_journaled(fleet: Fleet, kv_dir: Path, n_slots: int = 2) -> None:
-    await fleet.until(lambda _: len(list(kv_dir.glob("kvf-slot-*.journal"))) == n_slots)
+async def until_journaled(kvferry: RunningRouter, kv_dir: Path, n_slots: int = 2) -> None:
+    await kvferry.until(lambda _: len(list(kv_dir.glob("kvf-slot-*.journal"))) == n_slots)
 
 
 def unread(state: Json) -> list[int]:
@@ -41,9 +41,9 @@ def unread(state: Json) -> list[int]:
     return [slot["unread_tokens"] for slot in state["slots"]]
 
 
-async def reused(fleet: Fleet, turns: list[list[int]]) -> list[float]:
+async def reused(kvferry: RunningRouter, turns: list[list[int]]) -> list[float]:
     """Return the share of each next turn's old tokens that were cached."""
-    answers = [await fleet.complete(turn) for turn in turns]
+    answers = [await kvferry.complete(turn) for turn in turns]
     return [answer.cached / (len(turn) - 30) for answer, turn in zip(answers, turns, strict=True)]
 
 
@@ -51,12 +51,12 @@ async def reused(fleet: Fleet, turns: list[list[int]]) -> list[float]:
 async def test_conversations_go_on_after_a_restart(llama_server: StartServer, kind: str) -> None:
     server = await llama_server(kind, slots=2, ctx=8192)
     at = [("a", server.url)]
-    async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
-        turns = await converse(fleet)
-        await fleet.router.stop()
-    async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
-        assert unread(await fleet.state()) == [0, 0]
-        shares = await reused(fleet, turns)
+    async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as kvferry:
+        turns = await converse(kvferry)
+        await kvferry.router.stop()
+    async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as kvferry:
+        assert unread(await kvferry.state()) == [0, 0]
+        shares = await reused(kvferry, turns)
 
     assert min(shares) > 0.95
 
@@ -72,16 +72,16 @@ async def test_after_a_kill_it_knows_what_it_last_saw(
     await router.start()
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(connector=connector) as session:
-        fleet = Elsewhere(url, None, session)  # type: ignore[arg-type]
-        await fleet.until_up()
-        turns = await converse(fleet)
+        kvferry = Elsewhere(url, None, session)  # type: ignore[arg-type]
+        await kvferry.until_up()
+        turns = await converse(kvferry)
         assert server.kv_dir is not None
-        await until_journaled(fleet, server.kv_dir)
+        await until_journaled(kvferry, server.kv_dir)
         await router.end(signal.SIGKILL)
         await router.start()
-        await fleet.until_up()
-        assert unread(await fleet.state()) == [0, 0]
-        shares = await reused(fleet, turns)
+        await kvferry.until_up()
+        assert unread(await kvferry.state()) == [0, 0]
+        shares = await reused(kvferry, turns)
         await router.end(signal.SIGTERM)
 
     assert min(shares) > 0.95
@@ -100,44 +100,44 @@ async def test_a_slot_that_a_stranger_used_meanwhile_is_not_believed(
     """The stranger's prompt has as many tokens as the one before."""
     server = await llama_server(slots=1)
     at = [("a", server.url)]
-    async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
-        before = await fleet.complete(PROMPTS[0], return_tokens=True)
-        await fleet.router.stop()
+    async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as kvferry:
+        before = await kvferry.complete(PROMPTS[0], return_tokens=True)
+        await kvferry.router.stop()
     other = ids(5, len(PROMPTS[0]))
     async with direct(server) as stranger:
         await stranger.post("/completion", {"prompt": other, "n_predict": 8, "temperature": 0})
-    async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
-        assert unread(await fleet.state()) == [len(other) + 7]
-        again = await fleet.complete([*PROMPTS[0], *before.json["tokens"], 5])
+    async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as kvferry:
+        assert unread(await kvferry.state()) == [len(other) + 7]
+        again = await kvferry.complete([*PROMPTS[0], *before.json["tokens"], 5])
         assert again.cached == 0
 
 
 async def test_a_restarted_server_has_nothing(llama_server: StartServer) -> None:
     server = await llama_server(slots=1)
     at = [("a", server.url)]
-    async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
-        await fleet.complete(PROMPTS[0])
-        await fleet.router.stop()
+    async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as kvferry:
+        await kvferry.complete(PROMPTS[0])
+        await kvferry.router.stop()
     port = int(server.url.rpartition(":")[2])
     await server.stop()
     fresh = await llama_server(slots=1, port=port)
-    async with running(at, fresh.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
-        assert [slot["resident_tokens"] for slot in (await fleet.state())["slots"]] == [0]
+    async with running(at, fresh.kv_dir, yaml=NO_SNAPSHOTS) as kvferry:
+        assert [slot["resident_tokens"] for slot in (await kvferry.state())["slots"]] == [0]
 
 
 async def test_a_purge_of_all_leaves_no_prompt_on_the_disk(llama_server: StartServer) -> None:
     """One with a filter is about snapshots. What comes later is noted again."""
     server = await llama_server(slots=2)
     assert server.kv_dir is not None
-    async with running([("a", server.url)], server.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
-        turns = await converse(fleet)
-        await until_journaled(fleet, server.kv_dir)
-        await fleet.post("/kvferry/snapshots/purge", {"unused": True})
-        await until_journaled(fleet, server.kv_dir)
+    async with running([("a", server.url)], server.kv_dir, yaml=NO_SNAPSHOTS) as kvferry:
+        turns = await converse(kvferry)
+        await until_journaled(kvferry, server.kv_dir)
+        await kvferry.post("/kvferry/snapshots/purge", {"unused": True})
+        await until_journaled(kvferry, server.kv_dir)
 
-        answer = await fleet.post("/kvferry/snapshots/purge", {"all": True})
+        answer = await kvferry.post("/kvferry/snapshots/purge", {"all": True})
         assert answer.status == 200, answer.body
         assert list(server.kv_dir.glob("kvf-slot-*")) == []
 
-        await fleet.complete(turns[0])
-        await until_journaled(fleet, server.kv_dir, 1)
+        await kvferry.complete(turns[0])
+        await until_journaled(kvferry, server.kv_dir, 1)

@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import Json, sentences
 from tests.support.parity.pair import Pair, Seen, client, difference
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 EAGER = "policy: {coalesce_above: 1ms, prefill_chunk: 20ms}\nanswers: {counts: server}"
 ROUTES = ("/completion", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
@@ -52,8 +52,8 @@ async def test_each_route(llama_server: StartServer, kind: str, more: Json, tmp_
             for _ in range(2)
         )
     )
-    async with running([("a", a.url)], tmp_path, yaml=EAGER) as fleet, client() as session:
-        pair = Pair(b.url, fleet.url, session)
+    async with running([("a", a.url)], tmp_path, yaml=EAGER) as kvferry, client() as session:
+        pair = Pair(b.url, kvferry.url, session)
         for seed, route in enumerate(ROUTES):
             # The numbers before each prompt: it shares nothing with the one before.
             body = _body(route, f"{seed} " * 40 + sentences(seed, 60)) | more
@@ -73,7 +73,7 @@ async def test_each_route(llama_server: StartServer, kind: str, more: Json, tmp_
                 times = [one["time_ms"] for one in counts]
                 assert len(done) > 2, route
                 assert times[0] == 0, route
-            await fleet.until_quiet()
+            await kvferry.until_quiet()
 
 
 def _told(event: Json) -> Json:

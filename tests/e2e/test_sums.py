@@ -8,19 +8,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import runs_on, saved
 from tests.support.conversations.prompts import Json, chat, ids, sentences
-from tests.support.servers.router_fleet import Answer, Fleet, running
+from tests.support.servers.running_router import Answer, RunningRouter, running
 
 PARTS = ("resident", "snapshot", "computed")
 TALKS, TURNS = 3, 3
 LEAVING, N_LEFT = TALKS * TURNS, 200  # abandoned requests, and tokens of each prompt
 
 
-async def _scrape(fleet: Fleet) -> dict[tuple[str, str], float]:
+async def _scrape(kvferry: RunningRouter) -> dict[tuple[str, str], float]:
     """Scrape the metrics, with the backends' own, and sum over backends.
 
     A key is a sample's name and its only label besides `backend`.
     """
-    text = (await fleet.get("/metrics?backends=1")).body.decode()
+    text = (await kvferry.get("/metrics?backends=1")).body.decode()
     sums: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -30,15 +30,15 @@ async def _scrape(fleet: Fleet) -> dict[tuple[str, str], float]:
     return sums
 
 
-async def _leave(fleet: Fleet, prompt: list[int]) -> None:
+async def _leave(kvferry: RunningRouter, prompt: list[int]) -> None:
     """Abandon a long answer after its first bytes."""
     body = {"prompt": prompt, "n_predict": -1, "ignore_eos": True, "stream": True}
-    async with fleet.session.post(fleet.url + "/completion", json=body) as response:
+    async with kvferry.session.post(kvferry.url + "/completion", json=body) as response:
         await response.content.readany()
         response.close()
 
 
-async def _several_at_once(fleet: Fleet) -> list[Answer]:
+async def _several_at_once(kvferry: RunningRouter) -> list[Answer]:
     """Hold three conversations on two routes, streamed and not; return their answers.
 
     Between turns, requests are abandoned and refused.
@@ -52,13 +52,13 @@ async def _several_at_once(fleet: Fleet) -> list[Answer]:
             stream: Json = {"stream": (turn + seed) % 2 == 0}
             if seed == 2:
                 text = "\n".join(message["content"] for message in messages)
-                answers.append(await fleet.complete(text, **stream))
+                answers.append(await kvferry.complete(text, **stream))
             else:
-                answers.append(await fleet.chat(messages, **stream))
+                answers.append(await kvferry.chat(messages, **stream))
             # Each prompt has a first token of its own: all of it is computed.
             prompt = [next(firsts), *ids(1, N_LEFT - 1)]
-            await _leave(fleet, prompt)
-            assert (await fleet.complete(ids(1, 9), temperature="hot")).status == 400
+            await _leave(kvferry, prompt)
+            assert (await kvferry.complete(ids(1, 9), temperature="hot")).status == 400
             messages.append({"role": "assistant", "content": answers[-1].text or "well"})
             messages.append({"role": "user", "content": sentences(10 * seed + turn, 2)})
         return answers
@@ -67,25 +67,27 @@ async def _several_at_once(fleet: Fleet) -> list[Answer]:
     return [answer for talk in talks for answer in talk]
 
 
-async def _hop(fleet: Fleet) -> list[Answer]:
+async def _hop(kvferry: RunningRouter) -> list[Answer]:
     """Send one prompt four times, and return the answers.
 
     The prompt runs on a slot, on the one beside it while the first is busy, and twice on the other
     server.
     """
     prompt = ids(7, 900)
-    first = await fleet.complete(prompt, model="a")
-    await fleet.until(saved(900))
+    first = await kvferry.complete(prompt, model="a")
+    await kvferry.until(saved(900))
     name, index = first.slot
     async with asyncio.TaskGroup() as group:
         long = {"prompt": prompt, "n_predict": -1, "ignore_eos": True, "stream": True}
-        busy = group.create_task(fleet.post("/completion", long | {"id_slot": index, "model": "a"}))
-        await fleet.until(runs_on(name, index))
-        beside = await fleet.complete(prompt, model="a")
+        busy = group.create_task(
+            kvferry.post("/completion", long | {"id_slot": index, "model": "a"})
+        )
+        await kvferry.until(runs_on(name, index))
+        beside = await kvferry.complete(prompt, model="a")
         busy.cancel()
-    other = await fleet.complete(prompt, model="b")
+    other = await kvferry.complete(prompt, model="b")
     assert len({first.slot, beside.slot, other.slot}) == 3
-    again = await fleet.complete(prompt, model="b")
+    again = await kvferry.complete(prompt, model="b")
     return [first, beside, other, again]
 
 
@@ -98,11 +100,11 @@ async def test_every_prompt_token_is_counted_once(llama_server: StartServer) -> 
     a = await llama_server("llama", slots=2, ctx=32768, extra_args=["-a", "a", *flags])
     b = await llama_server("llama", slots=2, ctx=32768, extra_args=["-a", "b", *flags])
     yaml = "policy: {coalesce_above: 20ms}"
-    async with running([("a", a.url), ("b", b.url)], a.kv_dir, yaml=yaml) as fleet:
-        before = await _scrape(fleet)
-        answers = [*await _several_at_once(fleet), *await _hop(fleet)]
-        await fleet.until_quiet()
-        after = await _scrape(fleet)
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir, yaml=yaml) as kvferry:
+        before = await _scrape(kvferry)
+        answers = [*await _several_at_once(kvferry), *await _hop(kvferry)]
+        await kvferry.until_quiet()
+        after = await _scrape(kvferry)
     assert [answer.status for answer in answers] == [200] * len(answers)
 
     counted = {part: after["kvferry_prompt_tokens_total", part] for part in PARTS}

@@ -24,7 +24,7 @@ from tests.support.conversations.measuring import (
 )
 from tests.support.conversations.prompts import sentences
 from tests.support.paths import TEMPLATES
-from tests.support.servers.router_fleet import Json, running
+from tests.support.servers.running_router import Json, running
 
 pytestmark = pytest.mark.thorough
 
@@ -101,13 +101,13 @@ async def test_six_turns(llama_server: StartServer, kind: Kind, memory: str) -> 
     yaml = "policy: {reuse_probability: 1, coalesce_above: 1ms}"
     async with (
         direct(server) as client,
-        running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet,
+        running([("a", server.url)], server.kv_dir, yaml=yaml) as kvferry,
     ):
         held: list[list[int]] = []
         for turn, messages in enumerate(conversation(kind)):
             body = {"messages": messages, **fields}
             prompt = await tokens(client, body)
-            found = await measured(fleet, CHAT, body | ASKS)
+            found = await measured(kvferry, CHAT, body | ASKS)
             assert found.answer.prompt_tokens == len(prompt)
             if held:
                 shared = [min(common(one, prompt), len(prompt) - 1) for one in held]
@@ -115,13 +115,13 @@ async def test_six_turns(llama_server: StartServer, kind: Kind, memory: str) -> 
                 if memory != "llama" and not kind.close:
                     least = 0  # too little is shared for a file
                 assert least <= found.reused <= max(shared), turn
-                told = await explained(fleet, found.answer)
+                told = await explained(kvferry, found.answer)
                 assert told["nearest"]["common_tokens"] == max(shared)
                 if kind.close:
                     assert shared[-1] > 0.5 * len(held[-1]), "nothing is shared"
                     check_part(told, turn, len(messages))
             held.append([*prompt, *generated_ids(found.answer)[:-1]])
-            await fleet.until_quiet()
+            await kvferry.until_quiet()
 
 
 def check_part(told: Json, turn: int, n_messages: int) -> None:
@@ -151,7 +151,7 @@ async def test_the_date_changes_between_two_turns(
     server = await llama_server(slots=1, ctx=16384, extra_args=extra)
     async with (
         direct(server) as client,
-        running([("a", server.url)], server.kv_dir) as fleet,
+        running([("a", server.url)], server.kv_dir) as kvferry,
     ):
         first, second, third = conversation(Kind("gpt-oss", tools=False))[:3]
         held: list[int] = []
@@ -159,16 +159,16 @@ async def test_the_date_changes_between_two_turns(
             today = {"today": f"2026-01-0{day}"}
             body: Json = {"messages": messages, "chat_template_kwargs": today}
             prompt = await tokens(client, body)
-            found = await measured(fleet, CHAT, body | ASKS)
+            found = await measured(kvferry, CHAT, body | ASKS)
             shared = common(held, prompt)
             assert found.reused == shared
             if day == 1:
                 assert found.reused > len(held) / 2 or not held
             else:
-                nearest = (await explained(fleet, found.answer))["nearest"]
+                nearest = (await explained(kvferry, found.answer))["nearest"]
                 assert nearest["common_tokens"] == shared > 50
                 assert nearest["part"]["what"] == "template"
                 parted = [bytes(nearest[side]["ids"][:1]) for side in ("held", "prompt")]
                 assert parted == [b"1", b"2"]
             held = [*prompt, *generated_ids(found.answer)[:-1]]
-            await fleet.until_quiet()
+            await kvferry.until_quiet()

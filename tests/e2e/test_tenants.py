@@ -15,7 +15,7 @@ from tests.conftest import StartServer
 from tests.support.conversations.conversing import all_but_one, saved
 from tests.support.conversations.prompts import chat, ids
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Answer, Fleet, Json, running
+from tests.support.servers.running_router import Answer, Json, RunningRouter, running
 
 pytestmark = pytest.mark.thorough
 
@@ -34,8 +34,8 @@ TOGETHER = f"auth:\n  share_cache: all\n  keys:{KEYS}"
 class Tenants:
     """Requests of tenants, and the tokens that all servers together computed for them."""
 
-    def __init__(self, fleet: Fleet, servers: Sequence[LlamaServer]) -> None:
-        self.fleet, self._servers = fleet, servers
+    def __init__(self, kvferry: RunningRouter, servers: Sequence[LlamaServer]) -> None:
+        self.kvferry, self._servers = kvferry, servers
 
     async def complete(self, who: str, prompt: list[int], **more: object) -> Answer:
         body = {"prompt": prompt, "n_predict": 4, "temperature": 0} | more
@@ -51,22 +51,22 @@ class Tenants:
         given = {"x-api-key": f"kvf_{who}"}
         if path != "/v1/messages":
             given = {"authorization": f"Bearer kvf_{who}"}
-        answer = await self.fleet.post(path, body, headers=given)
+        answer = await self.kvferry.post(path, body, headers=given)
         assert answer.status == 200, answer.body
         return answer
 
     async def cost(self, *asked: Awaitable[Answer]) -> int:
         """Return the prompt tokens computed for requests, by the servers' counters."""
-        await self.fleet.until_quiet()
+        await self.kvferry.until_quiet()
         before = await self._computed()
         await asyncio.gather(*asked)
-        await self.fleet.until_quiet()
+        await self.kvferry.until_quiet()
         return await self._computed() - before
 
     async def _computed(self) -> int:
         total = 0
         for server in self._servers:
-            async with self.fleet.session.get(f"{server.url}/metrics") as response:
+            async with self.kvferry.session.get(f"{server.url}/metrics") as response:
                 lines = (await response.text()).splitlines()
             (line,) = [x for x in lines if x.startswith("llamacpp:prompt_tokens_total ")]
             total += round(float(line.split()[1]))
@@ -78,8 +78,8 @@ async def tenants(
     servers: Sequence[LlamaServer], *, yaml: str = APART, kv_dir: Path | None = None
 ) -> AsyncIterator[Tenants]:
     backends = [(f"s{at}", server.url) for at, server in enumerate(servers)]
-    async with running(backends, kv_dir or servers[0].kv_dir, yaml=yaml) as fleet:
-        yield Tenants(fleet, servers)
+    async with running(backends, kv_dir or servers[0].kv_dir, yaml=yaml) as kvferry:
+        yield Tenants(kvferry, servers)
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3", marks=SLOW), "lfm2"])
@@ -101,9 +101,9 @@ async def test_another_slot(llama_server: StartServer) -> None:
     prompt = ids(1, LONG)
     async with tenants([server]) as two:
         await two.complete(ALICE, prompt, id_slot=0)
-        await two.fleet.until(saved(LONG))
+        await two.kvferry.until(saved(LONG))
         assert await two.cost(two.complete(BOB, prompt, id_slot=1)) == LONG
-        await two.fleet.until(saved(LONG, count=2))
+        await two.kvferry.until(saved(LONG, count=2))
         assert await two.cost(two.complete(BOB, prompt, id_slot=0)) < LONG  # bob's own
 
 
@@ -113,13 +113,13 @@ async def test_another_server_and_another_router(llama_server: StartServer) -> N
     prompt = ids(1, LONG)
     async with tenants(servers) as two:
         where = (await two.complete(ALICE, prompt)).slot[0]
-        await two.fleet.until(saved(LONG))
-        await two.fleet.operate(where, "drain")
-        await two.fleet.until_is(where, "drained")
+        await two.kvferry.until(saved(LONG))
+        await two.kvferry.operate(where, "drain")
+        await two.kvferry.until_is(where, "drained")
         assert await two.cost(two.complete(BOB, prompt)) == LONG
-        await two.fleet.until(saved(LONG, count=2))
+        await two.kvferry.until(saved(LONG, count=2))
     async with tenants(servers) as two:
-        state = await two.fleet.state()
+        state = await two.kvferry.state()
         assert {item["tenant"] for item in state["snapshots"]["items"]} == {ALICE, BOB}
         assert all_but_one(await two.complete(ALICE, prompt))
         assert all_but_one(await two.complete(BOB, prompt))
@@ -130,7 +130,7 @@ async def test_after_a_restart_another_gets_nothing(llama_server: StartServer) -
     prompt = ids(1, LONG)
     async with tenants(servers) as two:
         await two.complete(ALICE, prompt)
-        await two.fleet.until(saved(LONG))
+        await two.kvferry.until(saved(LONG))
     async with tenants(servers) as two:
         assert await two.cost(two.complete(BOB, prompt)) == LONG
 
@@ -156,7 +156,7 @@ async def test_where_the_server_picks_the_slot(llama_server: StartServer, slots:
         assert await two.cost(two.message(ALICE, talk)) < cold  # alice's own
         other = chat(2, "Where does the ferry go?", length=30)
         alone = await two.cost(two.message(ALICE, other))
-        await two.fleet.post("/kvferry/snapshots/purge", {"min_tokens": 1})
+        await two.kvferry.post("/kvferry/snapshots/purge", {"min_tokens": 1})
         third = chat(3, "Where does the ferry go?", length=30)
         both = await two.cost(*(two.message(who, third) for who in (ALICE, BOB, BOB)))
         assert abs(both - 2 * alone) < 100, "three at once, two tenants"
@@ -166,9 +166,9 @@ async def test_what_slots_held_before_the_router_came(llama_server: StartServer)
     server = await llama_server("llama", slots=2)
     prompt = ids(1, LONG)
     backends = [("s0", server.url)]
-    async with running(backends, None) as fleet:  # a router without keys
-        await fleet.complete(prompt)
-        await fleet.complete(prompt, id_slot=1)
+    async with running(backends, None) as kvferry:  # a router without keys
+        await kvferry.complete(prompt)
+        await kvferry.complete(prompt, id_slot=1)
     async with tenants([server]) as two:
         for at in range(2):
             one = ids(1, LONG - at)  # not as long as the prompt before
@@ -194,8 +194,8 @@ async def test_a_server_that_erases_nothing(
 
     monkeypatch.setattr(LlamaClient, "_call", refuses)
     server, prompt = await llama_server("llama", slots=1), ids(1, LONG)
-    async with running([("s0", server.url)], None, yaml=APART) as fleet:
-        two = Tenants(fleet, [server])
+    async with running([("s0", server.url)], None, yaml=APART) as kvferry:
+        two = Tenants(kvferry, [server])
         await two.complete(ALICE, prompt)
         assert (await two.complete(BOB, prompt)).cached == 0
         assert all_but_one(await two.complete(BOB, prompt))
@@ -217,6 +217,6 @@ async def test_a_server_that_mixes_tenants_is_told_of(
 ) -> None:
     server = await llama_server("llama", slots=1, extra_args=("--cache-ram", ram))
     async with tenants([server]) as two:
-        (backend,) = (await two.fleet.state())["backends"]
+        (backend,) = (await two.kvferry.state())["backends"]
         assert backend["ram_cache"] == (ram != "0")
     assert ("backend_mixes_tenants" in capsys.readouterr().out) == (ram != "0")

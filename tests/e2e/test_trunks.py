@@ -7,7 +7,7 @@ from tests.support.conversations.conversing import saved
 from tests.support.conversations.measuring import CHAT, GREEDY, common, direct, measured
 from tests.support.conversations.prompts import Json, chat, sentences
 from tests.support.conversations.turns import SAVES_S, Reference, named, tiny_talk
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 pytestmark = pytest.mark.thorough
 
@@ -27,15 +27,15 @@ async def test_only_the_shared_part_of_a_long_snapshot_is_restored(
     body: Json = {"messages": chat(1, sentences(2, 3), length=SYSTEM), **GREEDY}
     async with (
         direct(unmoved) as client,
-        running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet,
+        running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry,
     ):
-        first = await measured(fleet, CHAT, {"messages": long, "max_tokens": 4, "model": "a"})
+        first = await measured(kvferry, CHAT, {"messages": long, "max_tokens": 4, "model": "a"})
         assert first.answer.prompt_tokens > 12_000
-        state = await fleet.until(saved(12_000), SAVES_S)
+        state = await kvferry.until(saved(12_000), SAVES_S)
         snapshot = max(state["snapshots"]["items"], key=lambda item: item["tokens"])
         token_bytes = snapshot["size_bytes"] / snapshot["tokens"]
 
-        found = await measured(fleet, CHAT, body | {"model": "b"})
+        found = await measured(kvferry, CHAT, body | {"model": "b"})
 
         prompt = await client.tokens(body["messages"])
         shared = common(await client.tokens(long), prompt)

@@ -8,7 +8,7 @@ from tests.conftest import StartServer
 from tests.e2e.test_flags import computed
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import ids
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 CTX = 4096
 
@@ -24,11 +24,11 @@ async def test_requests_that_do_not_fit_together_wait(
         extra_args=[] if plain else ["--kv-unified"],
         plain_defaults=plain,
     )
-    async with running([("a", server.url)], server.kv_dir) as fleet:
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
         for _ in range(2):
             answers = await asyncio.gather(
                 *(
-                    fleet.complete(ids(10 + i, 917), n_predict=250, ignore_eos=True)
+                    kvferry.complete(ids(10 + i, 917), n_predict=250, ignore_eos=True)
                     for i in range(4)
                 )
             )
@@ -41,16 +41,16 @@ async def test_conversations_that_do_not_fit_together_are_restored(
     """Idle slots are emptied before a restore, which else fails, or is lost to others."""
     server = await llama_server(slots=4, ctx=CTX, extra_args=["--kv-unified"])
     prompts = [ids(30 + i, 1350) for i in range(5)]
-    async with running([("a", server.url)], server.kv_dir) as fleet:
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
         for number, prompt in enumerate(prompts, 1):
-            await fleet.complete(prompt)
-            await fleet.until(saved(1350, number))
+            await kvferry.complete(prompt)
+            await kvferry.until(saved(1350, number))
         for _ in range(2):
             before = await computed(server)
-            answers = [await fleet.complete(prompt) for prompt in prompts]
-            await fleet.until_quiet()
+            answers = [await kvferry.complete(prompt) for prompt in prompts]
+            await kvferry.until_quiet()
             assert await computed(server) - before <= 80
             assert all(answer.status == 200 for answer in answers)
-        metrics = await fleet.metrics()
+        metrics = await kvferry.metrics()
 
     assert metrics['kvferry_kv_failures_total{action="restore"}'] == 0

@@ -13,7 +13,7 @@ from tests.conftest import StartServer
 from tests.support.conversations.conversing import all_but_one, differs_in_earnest, saved
 from tests.support.conversations.measuring import Direct, direct
 from tests.support.conversations.prompts import Json, chat, ids, sentences
-from tests.support.servers.router_fleet import Answer, Fleet, is_quiet, running
+from tests.support.servers.running_router import Answer, RunningRouter, is_quiet, running
 
 pytestmark = pytest.mark.thorough
 
@@ -70,8 +70,8 @@ UNUSUAL: dict[str, tuple[str, Json]] = {
 }
 
 
-async def plain(fleet: Fleet, **more: object) -> Answer:
-    return await fleet.complete(PROMPT, n_probs=5, **more)
+async def plain(kvferry: RunningRouter, **more: object) -> Answer:
+    return await kvferry.complete(PROMPT, n_probs=5, **more)
 
 
 async def plain_directly(client: Direct) -> Answer:
@@ -130,22 +130,22 @@ async def test_beside_a_conversation(llama_server: StartServer, path: str, body:
     body = GREEDY | body
     async with (
         direct(reference) as client,
-        running([("a", server.url)], server.kv_dir) as fleet,
+        running([("a", server.url)], server.kv_dir) as kvferry,
     ):
         expected = await plain_directly(client)
-        first = await plain(fleet)
-        await fleet.until(saved(len(PROMPT)))
+        first = await plain(kvferry)
+        await kvferry.until(saved(len(PROMPT)))
 
         theirs = await client.post(path, body)
         for _ in range(2):
-            ours = await fleet.post(path, body)
+            ours = await kvferry.post(path, body)
             assert ours.status == 200, ours.body
             assert said(ours, ours.body) == said(theirs, theirs.body)
-            again = await plain(fleet)
+            again = await plain(kvferry)
             assert same(again, expected) == ""
             assert all_but_one(again), again.timings
         assert same(first, expected) == ""
-        assert is_quiet(await fleet.until_quiet())
+        assert is_quiet(await kvferry.until_quiet())
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
@@ -161,15 +161,15 @@ async def test_a_prompt_restored_after_several_answers(
     one: Json = GREEDY | {"n_predict": 1, "n_probs": 5}
     async with (
         direct(reference) as client,
-        running([("a", server.url)], server.kv_dir) as fleet,
+        running([("a", server.url)], server.kv_dir) as kvferry,
     ):
-        await plain(fleet)
-        await fleet.until(saved(len(PROMPT)))
+        await plain(kvferry)
+        await kvferry.until(saved(len(PROMPT)))
         for turn in range(6):
             talk = chat(30 + turn, sentences(30 + turn, 2), length=10)
-            await fleet.chat(talk, n=2, max_tokens=max_tokens)
+            await kvferry.chat(talk, n=2, max_tokens=max_tokens)
             prompt = PROMPT + ids(100 + turn, 40)
-            ours = await fleet.complete(prompt, n_predict=1, n_probs=5)
+            ours = await kvferry.complete(prompt, n_predict=1, n_probs=5)
             theirs = await client.post("/completion", one | {"prompt": prompt})
             assert ours.source == "snapshot"
             assert differs_in_earnest(ours, theirs) == ""
@@ -182,13 +182,13 @@ async def test_an_embedding_takes_one_slot(llama_server: StartServer) -> None:
     conversation's.
     """
     server = await llama_server("llama", slots=4, ctx=16384, extra_args=EMBEDS)
-    async with running([("a", server.url)], None) as fleet:
-        await plain(fleet, id_slot=0)
+    async with running([("a", server.url)], None) as kvferry:
+        await plain(kvferry, id_slot=0)
         for _ in range(3):
-            assert (await fleet.post("/v1/embeddings", {"input": "a ferry"})).status == 200
-            state = await fleet.until_quiet()
+            assert (await kvferry.post("/v1/embeddings", {"input": "a ferry"})).status == 200
+            state = await kvferry.until_quiet()
             assert state["slots"][0]["resident_tokens"] >= len(PROMPT)
-        again = await plain(fleet)
+        again = await plain(kvferry)
         assert (again.slot, again.source) == (("a", 0), "resident")
         assert all_but_one(again)
 
@@ -196,14 +196,14 @@ async def test_an_embedding_takes_one_slot(llama_server: StartServer) -> None:
 async def test_inputs_in_a_form(llama_server: StartServer) -> None:
     """llama-server reads a repeated form field as an array: several embeddings, in all slots."""
     server = await llama_server("llama", slots=2, extra_args=EMBEDS)
-    async with running([("a", server.url)], None) as fleet:
+    async with running([("a", server.url)], None) as kvferry:
         for index in (0, 1):
-            await plain(fleet, id_slot=index)
+            await plain(kvferry, id_slot=index)
         inputs = [("input", "a ferry"), ("input", "a boat")]
         body = aiohttp.FormData(inputs, default_to_multipart=True)
-        async with fleet.session.post(fleet.url + "/v1/embeddings", data=body) as response:
+        async with kvferry.session.post(kvferry.url + "/v1/embeddings", data=body) as response:
             assert len((await response.json())["data"]) == 2
-        state = await fleet.until_quiet()
+        state = await kvferry.until_quiet()
         assert [slot["resident_tokens"] for slot in state["slots"]] == [0, 0]
 
 
@@ -214,16 +214,16 @@ async def test_prompts_in_a_form(llama_server: StartServer, prompts: list[str]) 
     Two prompts are a batch, in all slots of the server.
     """
     server = await llama_server("llama", slots=2)
-    async with running([("a", server.url)], None) as fleet:
+    async with running([("a", server.url)], None) as kvferry:
         for index in (0, 1):
-            await plain(fleet, id_slot=index)
+            await plain(kvferry, id_slot=index)
         fields = [*(("prompt", prompt) for prompt in prompts), ("grammar", 'root ::= "yes"')]
         body = aiohttp.FormData(fields, default_to_multipart=True)
-        async with fleet.session.post(fleet.url + "/completion", data=body) as response:
+        async with kvferry.session.post(kvferry.url + "/completion", data=body) as response:
             found = orjson.loads(await response.read())
         answers = found if isinstance(found, list) else [found]
         assert [answer["content"] for answer in answers] == ["yes"] * len(prompts)
-        state = await fleet.until_quiet()
+        state = await kvferry.until_quiet()
         kept = sum(slot["resident_tokens"] >= len(PROMPT) for slot in state["slots"])
         assert kept == 2 - len(prompts)
 
@@ -235,13 +235,13 @@ async def test_reranking_beside_a_conversation(llama_server: StartServer) -> Non
     body: Json = {"query": "ferry", "documents": ["a boat", "a car", "a ferry"]}
     async with (
         direct(reference) as client,
-        running([("a", server.url)], server.kv_dir) as fleet,
+        running([("a", server.url)], server.kv_dir) as kvferry,
     ):
         expected = await plain_directly(client)
         for _ in range(3):
-            again = await plain(fleet)
+            again = await plain(kvferry)
             assert same(again, expected) == ""
-            ours = await fleet.post("/v1/rerank", body)
+            ours = await kvferry.post("/v1/rerank", body)
             assert {result["index"] for result in ours.json["results"]} == {0, 1, 2}
 
 
@@ -256,16 +256,16 @@ async def test_messages_run_on_the_slot_that_was_meant(llama_server: StartServer
     meant: list[set[tuple[str, int]]] = [set(), set()]
     async with (
         direct(server) as client,
-        running([("a", server.url)], None, yaml="answers: {counts: server}") as fleet,
+        running([("a", server.url)], None, yaml="answers: {counts: server}") as kvferry,
     ):
         for turn in range(4):
             for which, (system, *messages) in enumerate(talks):
                 body = {"system": system["content"], "messages": messages, "max_tokens": 4}
-                answer = await fleet.post("/v1/messages", body | {"temperature": 0})
+                answer = await kvferry.post("/v1/messages", body | {"temperature": 0})
                 usage = answer.json["usage"]
                 assert usage["input_tokens"] == 1, usage
                 meant[which].add(answer.slot)
-                await fleet.until_quiet()
+                await kvferry.until_quiet()
                 async with client.session.get(server.url + "/slots") as response:
                     slot = (await response.json())[answer.slot[1]]
                 held = usage["cache_read_input_tokens"] + 1 + usage["output_tokens"] - 1
@@ -281,13 +281,13 @@ async def test_next_message_at_once_finds_what_was_computed(
 ) -> None:
     """An answer may end before its slot is known; the next request waits for that knowledge."""
     server = await llama_server("llama", slots=2)
-    async with running([("a", server.url)], server.kv_dir) as fleet:
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
         reused = set()
         for seed in range(12):
             system, *messages = chat(seed, sentences(seed, 2), length=15)
             body = {"system": system["content"], "messages": messages, "max_tokens": 1}
-            await fleet.post("/v1/messages", body)
-            answer = await fleet.post("/v1/messages", body)
+            await kvferry.post("/v1/messages", body)
+            answer = await kvferry.post("/v1/messages", body)
             usage = answer.json["usage"]
             planned = int(answer.headers["x-kvferry-reused-tokens"])
             reused.add(usage["cache_read_input_tokens"] - planned)
@@ -302,31 +302,31 @@ async def test_a_client_that_wants_no_reuse(llama_server: StartServer) -> None:
     prompt that reuses it is saved.
     """
     server = await llama_server("llama", slots=1)
-    async with running([("a", server.url)], server.kv_dir) as fleet:
-        first = await plain(fleet)
-        await fleet.until(saved(len(PROMPT)))
-        declined = await plain(fleet, cache_prompt=False)
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
+        first = await plain(kvferry)
+        await kvferry.until(saved(len(PROMPT)))
+        declined = await plain(kvferry, cache_prompt=False)
         assert declined.cached == 0
         assert same(declined, first) == ""
-        assert all_but_one(await plain(fleet))
-        state = await fleet.until_quiet()
+        assert all_but_one(await plain(kvferry))
+        state = await kvferry.until_quiet()
         assert state["snapshots"]["count"] == 1
 
         fresh, other = ids(2, 500), ids(3, 900)
         for _ in range(2):
-            assert (await fleet.complete(fresh, cache_prompt=False)).cached == 0
-        assert (await fleet.state())["slots"][0]["resident_tokens"] >= len(fresh)
+            assert (await kvferry.complete(fresh, cache_prompt=False)).cached == 0
+        assert (await kvferry.state())["slots"][0]["resident_tokens"] >= len(fresh)
         await asyncio.sleep(1.0)  # an idle save comes after a tenth of it
-        await fleet.complete(other)
-        state = await fleet.until(saved(len(other)))
-        listed = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
+        await kvferry.complete(other)
+        state = await kvferry.until(saved(len(other)))
+        listed = (await kvferry.get("/kvferry/snapshots")).json["snapshots"]
         for found in (state["snapshots"]["items"], listed):
             assert sorted(item["tokens"] // 100 for item in found) == [6, 9]
 
-        await fleet.complete(fresh, cache_prompt=False)
-        longer = await fleet.complete([*fresh, *ids(4, 200)])
+        await kvferry.complete(fresh, cache_prompt=False)
+        longer = await kvferry.complete([*fresh, *ids(4, 200)])
         assert longer.cached == len(fresh)
-        await fleet.until(saved(len(fresh), count=3))
+        await kvferry.until(saved(len(fresh), count=3))
 
 
 async def test_a_slot_that_the_client_names(llama_server: StartServer) -> None:
@@ -335,13 +335,13 @@ async def test_a_slot_that_the_client_names(llama_server: StartServer) -> None:
     A busy slot is waited for. A number that no server has is ignored.
     """
     server = await llama_server("llama", slots=2)
-    async with running([("a", server.url)], server.kv_dir) as fleet:
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
         for index in (1, 0, 1, 1):
-            answer = await plain(fleet, id_slot=index)
+            answer = await plain(kvferry, id_slot=index)
             assert answer.slot == ("a", index)
             assert answer.json["id_slot"] == index
         for other in (-1, 7):
-            assert all_but_one(await plain(fleet, id_slot=other))
+            assert all_but_one(await plain(kvferry, id_slot=other))
 
 
 @pytest.mark.slow
@@ -363,15 +363,15 @@ async def test_a_server_that_falls_asleep(llama_server: StartServer) -> None:
     async with (
         direct(reference) as client,
         direct(server) as sleeper,
-        running([("a", server.url)], server.kv_dir) as fleet,
+        running([("a", server.url)], server.kv_dir) as kvferry,
     ):
         expected = await plain_directly(client)
-        await plain(fleet)
-        await fleet.until(saved(len(PROMPT)))
+        await plain(kvferry)
+        await kvferry.until(saved(len(PROMPT)))
         for _ in range(2):
             await asleep(sleeper)
-            assert same(await plain(fleet), expected) == ""
-            again = await plain(fleet)
+            assert same(await plain(kvferry), expected) == ""
+            again = await plain(kvferry)
             assert same(again, expected) == ""
             assert all_but_one(again)
-        assert (await fleet.state())["backends"][0]["up"]
+        assert (await kvferry.state())["backends"][0]["up"]

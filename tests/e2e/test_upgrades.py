@@ -14,7 +14,7 @@ import pytest
 from tests.support.conversations.conversing import saved
 from tests.support.paths import ROOT
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 FIXTURES = ROOT / "tests" / "fixtures"
 PROMPTS = [f"{letter} long story. " * 8 for letter in "AB"]
@@ -26,12 +26,12 @@ async def write(kv_dir: Path) -> None:
     """Write a KV directory."""
     async with (
         FakeLlama(kv_dir=kv_dir, n_slots=1) as fake,
-        running([("a", fake.url)], kv_dir, yaml=YAML) as fleet,
+        running([("a", fake.url)], kv_dir, yaml=YAML) as kvferry,
     ):
         for number, prompt in enumerate(PROMPTS, 1):
-            await fleet.complete(prompt)
-            await fleet.until(saved(len(prompt), number))
-        await fleet.until_quiet()
+            await kvferry.complete(prompt)
+            await kvferry.until(saved(len(prompt), number))
+        await kvferry.until_quiet()
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda path: path.name)
@@ -41,12 +41,12 @@ async def test_its_snapshots_are_used(tmp_path: Path, directory: Path) -> None:
     kv_dir.chmod(0o700)
     async with (
         FakeLlama(kv_dir=kv_dir, n_slots=1) as fake,
-        running([("a", fake.url)], kv_dir, yaml=YAML) as fleet,
+        running([("a", fake.url)], kv_dir, yaml=YAML) as kvferry,
     ):
         for prompt in PROMPTS:
-            answer = await fleet.complete(prompt + "And so on.")
+            answer = await kvferry.complete(prompt + "And so on.")
             assert (answer.source, answer.cached >= len(prompt)) == ("snapshot", True)
-            await fleet.until_quiet()
+            await kvferry.until_quiet()
 
 
 def test_there_is_one() -> None:

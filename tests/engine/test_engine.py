@@ -38,7 +38,7 @@ from tests.support.scheduler.build import (
 )
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import encode_state, generate
-from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet, Json, running
+from tests.support.servers.running_router import PATIENCE_S, Answer, Json, RunningRouter, running
 
 PROMPT = "p" * 300
 OTHER = "q" * 300
@@ -54,7 +54,7 @@ async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
 
 
 @pytest.fixture
-async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+async def kvferry(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[RunningRouter]:
     async with running([("a", fake.url)], tmp_path) as router:
         yield router
 
@@ -72,91 +72,97 @@ def files(kv_dir: Path, suffix: str) -> list[str]:
     return sorted(name for name in os.listdir(kv_dir) if name.endswith(suffix))
 
 
-async def save(fleet: Fleet) -> Json:
+async def save(kvferry: RunningRouter) -> Json:
     """Save PROMPT, run OTHER unsaved in the slot, and return the snapshot of PROMPT."""
-    assert_good(await fleet.complete(PROMPT))
-    state = await fleet.until(lambda state: state["snapshots"]["count"] == 1)
-    await fleet.until_quiet()
-    await fleet.router.store.flush()  # earlier changes to a file are another test
-    assert_good(await fleet.complete(OTHER), OTHER)
+    assert_good(await kvferry.complete(PROMPT))
+    state = await kvferry.until(lambda state: state["snapshots"]["count"] == 1)
+    await kvferry.until_quiet()
+    await kvferry.router.store.flush()  # earlier changes to a file are another test
+    assert_good(await kvferry.complete(OTHER), OTHER)
     item: Json = state["snapshots"]["items"][0]
     return item
 
 
-async def failures(fleet: Fleet, action: str) -> float:
-    return (await fleet.metrics())[f'kvferry_kv_failures_total{{action="{action}"}}']
+async def failures(kvferry: RunningRouter, action: str) -> float:
+    return (await kvferry.metrics())[f'kvferry_kv_failures_total{{action="{action}"}}']
 
 
-async def test_a_snapshot_is_restored(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+async def test_a_snapshot_is_restored(
+    fake: FakeLlama, kvferry: RunningRouter, tmp_path: Path
+) -> None:
     """Base case without a fault; each other test differs from it in one thing."""
-    snapshot = await save(fleet)
+    snapshot = await save(kvferry)
     assert f"kvf-{snapshot['id']}.kv" in files(tmp_path, ".kv")
     before = fake.counts["restore", 0]
-    answer = await fleet.complete(PROMPT)
+    answer = await kvferry.complete(PROMPT)
 
     assert_good(answer)
     assert (answer.source, answer.cached) == ("snapshot", RESTORED)
     assert answer.headers["x-kvferry-reused-tokens"] == str(RESTORED)
     assert fake.counts["restore", 0] == before + 1
-    metrics = await fleet.metrics()
+    metrics = await kvferry.metrics()
     assert metrics["kvferry_restore_seconds_count"] == 1
     assert metrics['kvferry_moved_bytes_total{action="restore"}'] == snapshot["size_bytes"]
     assert (os.stat(tmp_path / f"kvf-{snapshot['id']}.kv").st_mode & 0o777) == 0o600
 
 
-async def test_save_is_refused(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+async def test_save_is_refused(fake: FakeLlama, kvferry: RunningRouter, tmp_path: Path) -> None:
     """Answer 500, as with a full disk."""
     fake.faults.save_fails = True
     for prompt in (PROMPT, OTHER, PROMPT):
-        assert_good(await fleet.complete(prompt), prompt)
-    state = await fleet.until_quiet()
+        assert_good(await kvferry.complete(prompt), prompt)
+    state = await kvferry.until_quiet()
 
     assert state["snapshots"]["count"] == 0
-    assert await failures(fleet, "save") >= 1
+    assert await failures(kvferry, "save") >= 1
     assert files(tmp_path, ".kv") == files(tmp_path, ".part") == []
 
 
-async def test_save_lies_about_its_size(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+async def test_save_lies_about_its_size(
+    fake: FakeLlama, kvferry: RunningRouter, tmp_path: Path
+) -> None:
     """Full disks can be reported as success (llama-server.md section 0.4)."""
     before = fake.counts["restore", 0]
     fake.faults.save_lies = True
     for prompt in (PROMPT, OTHER, PROMPT):
-        assert_good(await fleet.complete(prompt), prompt)
-    state = await fleet.until_quiet()
+        assert_good(await kvferry.complete(prompt), prompt)
+    state = await kvferry.until_quiet()
 
     assert state["snapshots"]["count"] == 0
-    assert await failures(fleet, "save") >= 1
+    assert await failures(kvferry, "save") >= 1
     assert fake.counts["restore", 0] == before
     assert files(tmp_path, ".kv") == files(tmp_path, ".part") == []
 
 
-async def test_restore_is_refused(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+async def test_restore_is_refused(fake: FakeLlama, kvferry: RunningRouter, tmp_path: Path) -> None:
     """Good files may be refused for lack of room: once is forgiven, twice is not."""
-    snapshot = await save(fleet)
+    snapshot = await save(kvferry)
     fake.faults.restore_fails = True
-    answer = await fleet.complete(PROMPT)
+    answer = await kvferry.complete(PROMPT)
     assert_good(answer)
     assert (answer.source, answer.cached) == ("cold", 0)
-    assert await failures(fleet, "restore") == 1
-    assert snapshot["id"] in [s["id"] for s in (await fleet.state())["snapshots"]["items"]]
+    assert await failures(kvferry, "restore") == 1
+    assert snapshot["id"] in [s["id"] for s in (await kvferry.state())["snapshots"]["items"]]
 
-    assert_good(await fleet.complete(OTHER), OTHER)
-    assert_good(await fleet.complete(PROMPT))
-    await fleet.until_quiet()
-    assert await failures(fleet, "restore") >= 2
-    assert snapshot["id"] not in [s["id"] for s in (await fleet.state())["snapshots"]["items"]]
+    assert_good(await kvferry.complete(OTHER), OTHER)
+    assert_good(await kvferry.complete(PROMPT))
+    await kvferry.until_quiet()
+    assert await failures(kvferry, "restore") >= 2
+    assert snapshot["id"] not in [s["id"] for s in (await kvferry.state())["snapshots"]["items"]]
     name = f"kvf-{snapshot['id']}.kv.quarantined"
-    await fleet.until(lambda _: name in files(tmp_path, ".quarantined"))
+    await kvferry.until(lambda _: name in files(tmp_path, ".quarantined"))
 
 
-async def test_one_refusal_is_forgotten_after_a_success(fake: FakeLlama, fleet: Fleet) -> None:
-    snapshot = await save(fleet)
+async def test_one_refusal_is_forgotten_after_a_success(
+    fake: FakeLlama, kvferry: RunningRouter
+) -> None:
+    snapshot = await save(kvferry)
     for fails in (True, False, True):
         fake.faults.restore_fails = fails
-        assert_good(await fleet.complete(PROMPT))
+        assert_good(await kvferry.complete(PROMPT))
         fake.faults.restore_fails = False
-        assert_good(await fleet.complete(OTHER), OTHER)
-    state = await fleet.state()
+        assert_good(await kvferry.complete(OTHER), OTHER)
+    state = await kvferry.state()
 
     assert snapshot["id"] in [s["id"] for s in state["snapshots"]["items"]]
 
@@ -186,27 +192,29 @@ def become_a_link(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [truncate, Path.unlink, replace, overwrite, become_a_link])
 async def test_file_changed_on_disk(
-    fake: FakeLlama, fleet: Fleet, tmp_path: Path, change: Callable[[Path], None]
+    fake: FakeLlama, kvferry: RunningRouter, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     """Never offered to the server: a truncated file can abort it (llama-server.md section 0.3)."""
-    snapshot = await save(fleet)
+    snapshot = await save(kvferry)
     change(tmp_path / f"kvf-{snapshot['id']}.kv")
     before = fake.counts["restore", 0]
-    answer = await fleet.complete(PROMPT)
-    state = await fleet.until_quiet()
+    answer = await kvferry.complete(PROMPT)
+    state = await kvferry.until_quiet()
 
     assert_good(answer)
     assert (answer.source, answer.cached) == ("cold", 0)
     assert fake.counts["restore", 0] == before
     assert snapshot["id"] not in [s["id"] for s in state["snapshots"]["items"]]
-    assert await failures(fleet, "restore") == 1
+    assert await failures(kvferry, "restore") == 1
 
 
-async def test_file_touched_on_disk(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+async def test_file_touched_on_disk(
+    fake: FakeLlama, kvferry: RunningRouter, tmp_path: Path
+) -> None:
     """Same bytes with another date, as after a copy: verified again, and used."""
-    snapshot = await save(fleet)
+    snapshot = await save(kvferry)
     os.utime(tmp_path / f"kvf-{snapshot['id']}.kv", ns=(1, 1))
-    answer = await fleet.complete(PROMPT)
+    answer = await kvferry.complete(PROMPT)
 
     assert (answer.source, answer.cached) == ("snapshot", RESTORED)
 
@@ -214,29 +222,29 @@ async def test_file_touched_on_disk(fake: FakeLlama, fleet: Fleet, tmp_path: Pat
 async def test_slot_action_hangs(fake: FakeLlama, tmp_path: Path) -> None:
     """Ended after limits.action_timeout; the request is served without the action."""
     yaml = "limits: {action_timeout: 200ms}"
-    async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
-        await save(fleet)
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as kvferry:
+        await save(kvferry)
         fake.faults.hang_actions = True
-        answer = await fleet.complete(PROMPT)
+        answer = await kvferry.complete(PROMPT)
 
         assert_good(answer)
         assert answer.cached == 0
         fake.faults.hang_actions = False
-        await fleet.until_quiet()
+        await kvferry.until_quiet()
 
 
-async def test_crash_during_a_restore(fake: FakeLlama, fleet: Fleet) -> None:
+async def test_crash_during_a_restore(fake: FakeLlama, kvferry: RunningRouter) -> None:
     """Requests continue when the backend is back; the snapshot is not blamed."""
-    snapshot = await save(fleet)
+    snapshot = await save(kvferry)
     fake.action_gate.clear()
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(fleet.complete(PROMPT))
+        task = group.create_task(kvferry.complete(PROMPT))
         await fake.until(lambda: fake.actions_waiting == 1)
         await fake.go_down()
         fake.action_gate.set()
         await fake.come_up()
     assert_good(task.result())
-    state = await fleet.until_quiet()
+    state = await kvferry.until_quiet()
     assert snapshot["id"] in [s["id"] for s in state["snapshots"]["items"]]
 
 
@@ -245,17 +253,17 @@ async def test_copy_between_backends(tmp_path: Path) -> None:
     async with (
         FakeLlama(kv_dir=tmp_path, n_slots=1) as a,
         FakeLlama(kv_dir=tmp_path, n_slots=1) as b,
-        running([("a", a.url), ("b", b.url)], tmp_path) as fleet,
+        running([("a", a.url), ("b", b.url)], tmp_path) as kvferry,
     ):
-        first = await fleet.complete(PROMPT)
-        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
-        await fleet.until_quiet()
+        first = await kvferry.complete(PROMPT)
+        await kvferry.until(lambda state: state["snapshots"]["count"] == 1)
+        await kvferry.until_quiet()
         owner = a if first.slot[0] == "a" else b
         owner.decode_gate.clear()
         async with asyncio.TaskGroup() as group:
-            group.create_task(fleet.complete(PROMPT))
+            group.create_task(kvferry.complete(PROMPT))
             await owner.until(lambda: owner.slots[0].busy)
-            second = await fleet.complete(PROMPT)
+            second = await kvferry.complete(PROMPT)
             owner.decode_gate.set()
         assert second.slot[0] != first.slot[0]
         assert (second.source, second.cached) == ("snapshot", RESTORED)
@@ -266,51 +274,51 @@ async def test_copy_between_backends(tmp_path: Path) -> None:
 async def test_stopping_saves_what_is_worth_it(fake: FakeLlama, tmp_path: Path) -> None:
     """Saved content is offered by a router that starts later over the same directory."""
     yaml = "store: {idle_save_after: 'off'}"
-    async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
-        assert_good(await fleet.complete(PROMPT))
-        assert (await fleet.state())["snapshots"]["count"] == 0
-        await fleet.router.stop()
-        assert (await fleet.state())["snapshots"]["count"] == 1
-        assert (await fleet.complete(OTHER)).status == 503
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as kvferry:
+        assert_good(await kvferry.complete(PROMPT))
+        assert (await kvferry.state())["snapshots"]["count"] == 0
+        await kvferry.router.stop()
+        assert (await kvferry.state())["snapshots"]["count"] == 1
+        assert (await kvferry.complete(OTHER)).status == 503
     fake.slots[0].tokens = []
-    async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
-        answer = await fleet.complete(PROMPT)
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as kvferry:
+        answer = await kvferry.complete(PROMPT)
         assert (answer.source, answer.cached) == ("snapshot", RESTORED)
 
 
-async def test_stopping_waits_for_running_streams(fake: FakeLlama, fleet: Fleet) -> None:
+async def test_stopping_waits_for_running_streams(fake: FakeLlama, kvferry: RunningRouter) -> None:
     fake.decode_gate.clear()
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(fleet.complete(PROMPT, stream=True))
+        task = group.create_task(kvferry.complete(PROMPT, stream=True))
         await fake.until(lambda: fake.slots[0].busy)
-        stopping = group.create_task(fleet.router.stop())
-        await fleet.get("/kvferry/state")
+        stopping = group.create_task(kvferry.router.stop())
+        await kvferry.get("/kvferry/state")
         assert not stopping.done()
         fake.decode_gate.set()
     assert_good(task.result())
 
 
 async def test_stopping_gives_up_after_the_grace(fake: FakeLlama, tmp_path: Path) -> None:
-    async with running([("a", fake.url)], tmp_path, yaml="shutdown_grace: 100ms") as fleet:
+    async with running([("a", fake.url)], tmp_path, yaml="shutdown_grace: 100ms") as kvferry:
         fake.decode_gate.clear()
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(fleet.complete(PROMPT, stream=True))
+            task = group.create_task(kvferry.complete(PROMPT, stream=True))
             await fake.until(lambda: fake.slots[0].busy)
-            await fleet.router.stop()
+            await kvferry.router.stop()
             assert fake.slots[0].busy
             task.cancel()
 
 
-async def test_a_large_plain_answer_is_counted_like_any_other(fleet: Fleet) -> None:
-    answer = await fleet.complete(PROMPT, n_predict=8000, return_tokens=True)
+async def test_a_large_plain_answer_is_counted_like_any_other(kvferry: RunningRouter) -> None:
+    answer = await kvferry.complete(PROMPT, n_predict=8000, return_tokens=True)
     assert len(answer.body) > 33_000
 
-    metrics = await fleet.metrics()
+    metrics = await kvferry.metrics()
     assert metrics["kvferry_generated_tokens_total"] == 8000
     assert metrics['kvferry_prompt_tokens_total{source="computed"}'] == len(PROMPT)
 
 
-async def test_others_have_their_turn_while_snapshots_are_taken_in(fleet: Fleet) -> None:
+async def test_others_have_their_turn_while_snapshots_are_taken_in(kvferry: RunningRouter) -> None:
     """Needed when a reload opens a KV directory with thousands of snapshots."""
     turns = 0
 
@@ -320,13 +328,13 @@ async def test_others_have_their_turn_while_snapshots_are_taken_in(fleet: Fleet)
             turns += 1
             await asyncio.sleep(0)
 
-    engine = fleet.router.engine
+    engine = kvferry.router.engine
     async with asyncio.TaskGroup() as group:
         counting = group.create_task(count())
         await engine.snapshots_found([snapshot(f"s{n}", [n], 10) for n in range(1000)])
         counting.cancel()
     assert turns >= 10
-    assert (await fleet.state())["snapshots"]["count"] == 1000
+    assert (await kvferry.state())["snapshots"]["count"] == 1000
 
 
 async def test_prefill_does_not_begin_on_a_lost_backend() -> None:
@@ -399,7 +407,7 @@ class Prefilling:
 
     def engine(self) -> Engine:
         state = scheduler(backend("a", 2, n_ctx=100_000), prefill_chunk_s=0.5)
-        state.state.fleet.backends[A].rates.prefill = LinearFit(0.003, 0.0)
+        state.state.inventory.backends[A].rates.prefill = LinearFit(0.003, 0.0)
         clock, server, telemetry = MonotonicClock(), cast(SlotServer, self), cast(Telemetry, Mock())
         return Engine(state, {A: server}, None, clock, telemetry, LoopThrottle(clock))
 
@@ -435,7 +443,7 @@ async def test_slot_with_a_broken_off_prefill_gets_nothing(
         server.busy = False
     grant = asked.result()
     assert (grant.pin, grant.lease.slot.index) == (True, 0)
-    slot = engine._scheduler.state.fleet.slots[grant.lease.slot]
+    slot = engine._scheduler.state.inventory.slots[grant.lease.slot]
     assert len(slot.content.resident) == 7000  # the computed part is kept
     await engine.aclose()
 
@@ -473,11 +481,11 @@ async def test_leaving_during_a_broken_off_prefill_frees_the_slot() -> None:
     asked.cancel()
     await asyncio.wait([asked])
     await server.until_looked()
-    assert engine._scheduler.state.fleet.jobs
+    assert engine._scheduler.state.inventory.jobs
     server.busy = False
     async with asyncio.timeout(PATIENCE_S):
         await engine._tasks.join()
-    assert not engine._scheduler.state.fleet.jobs
+    assert not engine._scheduler.state.inventory.jobs
     await engine.aclose()
 
 
@@ -495,7 +503,7 @@ async def test_nobody_waits_for_long_for_a_prefill_that_broke_off(
     with pytest.raises(BackendTimeoutError, match="late") as caught:
         await engine.submit(long_one())
     assert caught.value.backend == A
-    (job,) = engine._scheduler.state.fleet.jobs.values()
+    (job,) = engine._scheduler.state.inventory.jobs.values()
     assert str(job.slot) == "a/0"
     plan = engine.plan(long_one("R.2"))
     assert plan is not None
@@ -503,7 +511,7 @@ async def test_nobody_waits_for_long_for_a_prefill_that_broke_off(
     server.busy = False
     async with asyncio.timeout(PATIENCE_S):
         await engine._tasks.join()
-    assert not engine._scheduler.state.fleet.jobs
+    assert not engine._scheduler.state.inventory.jobs
     await engine.aclose()
 
 
@@ -543,9 +551,9 @@ async def test_leaving_between_turnstile_and_grant_frees_the_slot() -> None:
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(asyncio.CancelledError):
             await asked
-        assert state.state.fleet.gated
+        assert state.state.inventory.gated
         seen.set()
-        while state.state.fleet.gated:  # noqa: ASYNC110 - no event tells
+        while state.state.inventory.gated:  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0)
     await engine.aclose()
 
@@ -596,15 +604,15 @@ async def test_arrival_does_not_wait_for_one_nobody_looks_for(
     """Slots of embeddings are looked for late, but at once if another request waits."""
     async with (
         FakeLlama(kv_dir=tmp_path, n_slots=2) as fake,
-        running([("a", fake.url)], tmp_path) as fleet,
+        running([("a", fake.url)], tmp_path) as kvferry,
         asyncio.TaskGroup() as group,
     ):
         monkeypatch.setattr("router.engine.slot_watch._LEISURE_S", 10 * PATIENCE_S)
         fake.decode_gate.clear()
-        group.create_task(fleet.post("/v1/embeddings", {"input": PROMPT}))
-        await fleet.until(running_now(1))
-        group.create_task(fleet.complete(OTHER))
-        await fleet.until(running_now(2))
+        group.create_task(kvferry.post("/v1/embeddings", {"input": PROMPT}))
+        await kvferry.until(running_now(1))
+        group.create_task(kvferry.complete(OTHER))
+        await kvferry.until(running_now(2))
         fake.decode_gate.set()
 
 
@@ -615,27 +623,27 @@ async def test_where_it_matters_a_request_is_looked_for_at_once(
     """Otherwise another answer's end, or its own tokens, could be forgotten."""
     async with (
         FakeLlama(kv_dir=tmp_path, n_slots=2) as fake,
-        running([("a", fake.url)], tmp_path) as fleet,
+        running([("a", fake.url)], tmp_path) as kvferry,
         asyncio.TaskGroup() as group,
     ):
         monkeypatch.setattr("router.engine.slot_watch._LEISURE_S", 10 * PATIENCE_S)
         body: Json = {"messages": [{"role": "user", "content": PROMPT}], "input": PROMPT}
         if path == "/v1/messages":
-            await fleet.post(path, body)  # so that no prefill is needed
-            await fleet.until_quiet()
+            await kvferry.post(path, body)  # so that no prefill is needed
+            await kvferry.until_quiet()
         fake.decode_gate.clear()
         if path == "/v1/embeddings":
-            group.create_task(fleet.complete(OTHER))
-            await fleet.until(running_now(1))
-        group.create_task(fleet.post(path, body))
-        await fleet.until(lambda state: not gated(fleet))
+            group.create_task(kvferry.complete(OTHER))
+            await kvferry.until(running_now(1))
+        group.create_task(kvferry.post(path, body))
+        await kvferry.until(lambda state: not gated(kvferry))
         fake.decode_gate.set()
 
 
-def gated(fleet: Fleet) -> bool:
+def gated(kvferry: RunningRouter) -> bool:
     """Return whether a backend is gated, or no job has begun."""
-    state = fleet.router.engine._scheduler.state
-    return bool(state.fleet.gated) or not state.fleet.jobs
+    state = kvferry.router.engine._scheduler.state
+    return bool(state.inventory.gated) or not state.inventory.jobs
 
 
 async def test_an_event_waits_for_the_effects_of_the_one_before(

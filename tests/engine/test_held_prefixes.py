@@ -6,7 +6,7 @@ import tracemalloc
 from router.base.prefix_hash import BLOCK, STEP
 from router.base.tokens import Tokens, count, head, join, pack
 from router.base.types import NO_TENANT, BackendId, MemoryKind, Namespace, Snapshot, Tenant
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.inventory import Inventory
 from router.core.model.slots import Content, Resident
 from router.engine.held_prefixes import HeldPrefixes
 from tests.support.scheduler.build import NS, backend, rates, snapshot
@@ -15,23 +15,23 @@ PROMPT = pack(range(10 * BLOCK + 100))
 NAMESPACE = Namespace(NS)
 
 
-def held_by(fleet: Fleet) -> HeldPrefixes:
-    return HeldPrefixes(fleet, b"secret", lambda namespace: namespace)
+def held_by(inventory: Inventory) -> HeldPrefixes:
+    return HeldPrefixes(inventory, b"secret", lambda namespace: namespace)
 
 
-def made_anew(fleet: Fleet) -> HeldPrefixes:
-    """Return another index of the same fleet, which the fleet does not tell of changes."""
-    watch = fleet.catalog.watch
-    index = held_by(fleet)
-    fleet.catalog.watch = watch
+def made_anew(inventory: Inventory) -> HeldPrefixes:
+    """Return another index of the same inventory, which the inventory does not tell of changes."""
+    watch = inventory.catalog.watch
+    index = held_by(inventory)
+    inventory.catalog.watch = watch
     return drained(index)
 
 
-def with_slot(tokens: Tokens) -> Fleet:
-    fleet = Fleet()
-    fleet.take(backend("a", 2), rates())
-    fleet.slots.of(BackendId("a"))[0].hold(Content(Resident(tokens)))
-    return fleet
+def with_slot(tokens: Tokens) -> Inventory:
+    inventory = Inventory()
+    inventory.take(backend("a", 2), rates())
+    inventory.slots.of(BackendId("a"))[0].hold(Content(Resident(tokens)))
+    return inventory
 
 
 def drained(index: HeldPrefixes) -> HeldPrefixes:
@@ -65,13 +65,13 @@ def test_nothing_of_another_tenant_or_model_is_found() -> None:
 
 
 def test_a_slot_with_other_content_is_news() -> None:
-    fleet = with_slot(PROMPT)
-    index = drained(held_by(fleet))
+    inventory = with_slot(PROMPT)
+    index = drained(held_by(inventory))
     added, removed = index.take_news()
     assert len(added) == len(index) == 10 + 100 // STEP
     assert removed == []
 
-    fleet.slots.of(BackendId("a"))[0].hold(Content(Resident(head(PROMPT, 2 * BLOCK))))
+    inventory.slots.of(BackendId("a"))[0].hold(Content(Resident(head(PROMPT, 2 * BLOCK))))
     drained(index)
     added, removed = index.take_news()
 
@@ -81,33 +81,33 @@ def test_a_slot_with_other_content_is_news() -> None:
 
 
 def test_what_two_contents_share_stays_until_both_are_gone() -> None:
-    fleet = with_slot(PROMPT)
+    inventory = with_slot(PROMPT)
     kept = snapshot("s", head(PROMPT, 5 * BLOCK), ns=NS)
-    fleet.catalog.add(kept, MemoryKind.FULL, 1.0)
-    index = drained(held_by(fleet))
+    inventory.catalog.add(kept, MemoryKind.FULL, 1.0)
+    index = drained(held_by(inventory))
 
-    fleet.slots.of(BackendId("a"))[0].hold(Content(Resident()))
+    inventory.slots.of(BackendId("a"))[0].hold(Content(Resident()))
     drained(index)
     assert longest(index, PROMPT) == head(PROMPT, 5 * BLOCK)
 
-    fleet.catalog.remove(kept.id)
+    inventory.catalog.remove(kept.id)
     drained(index)
     assert len(index) == 0
     assert longest(index, PROMPT) == b""
 
 
 def test_a_snapshot_that_comes_later_is_followed() -> None:
-    fleet = with_slot(pack([]))
-    index = drained(held_by(fleet))
-    fleet.catalog.add(snapshot("s", PROMPT, ns=NS), MemoryKind.FULL, 1.0)
+    inventory = with_slot(pack([]))
+    index = drained(held_by(inventory))
+    inventory.catalog.add(snapshot("s", PROMPT, ns=NS), MemoryKind.FULL, 1.0)
 
     assert longest(drained(index), PROMPT) == PROMPT
 
 
 def test_a_backend_that_is_gone_holds_nothing() -> None:
-    fleet = with_slot(PROMPT)
-    index = drained(held_by(fleet))
-    fleet.lose(BackendId("a"))
+    inventory = with_slot(PROMPT)
+    index = drained(held_by(inventory))
+    inventory.lose(BackendId("a"))
 
     assert longest(drained(index), PROMPT) == b""
 
@@ -115,12 +115,12 @@ def test_a_backend_that_is_gone_holds_nothing() -> None:
 def test_a_long_conversation_is_kept_in_memory_once() -> None:
     """Each turn is a new object of all tokens: 50 of them would be 10 MB."""
     turns = [pack(range(n)) for n in range(2_000, 102_000, 2_000)]
-    fleet = with_slot(pack([]))
-    fleet.catalog.add(snapshot("s", turns[10], ns=NS), MemoryKind.FULL, 1.0)
-    index = drained(held_by(fleet))
+    inventory = with_slot(pack([]))
+    inventory.catalog.add(snapshot("s", turns[10], ns=NS), MemoryKind.FULL, 1.0)
+    index = drained(held_by(inventory))
     tracemalloc.start()
     while turns:
-        fleet.slots.of(BackendId("a"))[0].hold(
+        inventory.slots.of(BackendId("a"))[0].hold(
             Content(Resident(pack(list(range(len(turns.pop(0)) // 4)))))
         )
         drained(index)
@@ -132,10 +132,10 @@ def test_a_long_conversation_is_kept_in_memory_once() -> None:
 
 
 def test_without_a_directory_there_is_no_news() -> None:
-    fleet = with_slot(PROMPT)
-    index = HeldPrefixes(fleet, b"secret", lambda namespace: namespace, keeps_news=False)
+    inventory = with_slot(PROMPT)
+    index = HeldPrefixes(inventory, b"secret", lambda namespace: namespace, keeps_news=False)
     drained(index)
-    fleet.slots.of(BackendId("a"))[0].hold(Content(Resident(head(PROMPT, BLOCK))))
+    inventory.slots.of(BackendId("a"))[0].hold(Content(Resident(head(PROMPT, BLOCK))))
     drained(index)
 
     assert index.take_news() == ([], [])
@@ -143,33 +143,33 @@ def test_without_a_directory_there_is_no_news() -> None:
 
 def test_a_content_that_goes_on_does_not_end_where_it_did() -> None:
     """Of what ends before the next hash, all is returned; of what goes on, whole hashes."""
-    fleet = with_slot(head(PROMPT, 2 * BLOCK + 10))
-    index = drained(held_by(fleet))
+    inventory = with_slot(head(PROMPT, 2 * BLOCK + 10))
+    index = drained(held_by(inventory))
     other = join([head(PROMPT, 2 * BLOCK + 10), pack([-1] * BLOCK)])
     assert longest(index, other) == head(PROMPT, 2 * BLOCK + 10)
 
-    fleet.slots.of(BackendId("a"))[0].hold(Content(Resident(PROMPT)))
+    inventory.slots.of(BackendId("a"))[0].hold(Content(Resident(PROMPT)))
     drained(index)
     assert longest(index, other) == head(PROMPT, 2 * BLOCK)
 
 
 def test_the_index_agrees_with_one_made_anew() -> None:
     """Slots and snapshots come, go on and go, in random order."""
-    chance, fleet = random.Random(5), with_slot(pack([]))
-    index, kept = held_by(fleet), list[Snapshot]()
+    chance, inventory = random.Random(5), with_slot(pack([]))
+    index, kept = held_by(inventory), list[Snapshot]()
     for number in range(200):
         tokens = head(PROMPT, chance.randrange(0, 2700, 16))
         if chance.random() < 0.5:
             tokens = join([tokens, pack([-number] * chance.randrange(300))])
         if kept and chance.random() < 0.3:
-            fleet.catalog.remove(kept.pop(chance.randrange(len(kept))).id)
+            inventory.catalog.remove(kept.pop(chance.randrange(len(kept))).id)
         elif chance.random() < 0.5:
             kept.append(snapshot(f"s{number}", tokens, ns=NS))
-            fleet.catalog.add(kept[-1], MemoryKind.FULL, 1.0)
+            inventory.catalog.add(kept[-1], MemoryKind.FULL, 1.0)
         else:
-            chance.choice(fleet.slots.of(BackendId("a"))).hold(Content(Resident(tokens)))
+            chance.choice(inventory.slots.of(BackendId("a"))).hold(Content(Resident(tokens)))
         drained(index)
-        anew = made_anew(fleet)
+        anew = made_anew(inventory)
         assert set(index.all()) == set(anew.all())
         found, expected = longest(index, PROMPT), longest(anew, PROMPT)
         assert abs(count(found) - count(expected)) < STEP
@@ -179,10 +179,10 @@ def test_the_index_agrees_with_one_made_anew() -> None:
 def test_another_content_that_ends_there_takes_over() -> None:
     """A slot and its snapshot end alike; the snapshot goes, and the slot has not changed."""
     tokens = head(PROMPT, 2 * BLOCK + 10)
-    fleet = with_slot(tokens)
+    inventory = with_slot(tokens)
     kept = snapshot("s", tokens, ns=NS)
-    fleet.catalog.add(kept, MemoryKind.FULL, 1.0)
-    index = drained(held_by(fleet))
-    fleet.catalog.remove(kept.id)
+    inventory.catalog.add(kept, MemoryKind.FULL, 1.0)
+    index = drained(held_by(inventory))
+    inventory.catalog.remove(kept.id)
 
     assert longest(drained(index), PROMPT) == tokens

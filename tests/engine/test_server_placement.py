@@ -14,7 +14,7 @@ from router.engine.server_placement import LaunchWatch
 from tests.engine.test_slot_watch import Scripted
 from tests.support.scheduler.build import A0, A1, A, R, backend, scheduler, tokens
 from tests.support.scheduler.drive import NOW, arrive, finish, slot
-from tests.support.servers.router_fleet import PATIENCE_S
+from tests.support.servers.running_router import PATIENCE_S
 
 
 def end(_: int | None = None) -> None:
@@ -95,7 +95,7 @@ async def test_a_request_in_a_slot_whose_client_has_just_left(ends_unseen: bool)
 async def test_a_job_that_is_gone_before_it_is_sent() -> None:
     s, dispatch = sent()
     s.handle(ev.BackendDown(A), NOW)
-    s.state.fleet.jobs.clear()
+    s.state.inventory.jobs.clear()
     granted: list[bool] = []
 
     placed = await LaunchWatch(s, {A: Scripted([set()])}).launch(

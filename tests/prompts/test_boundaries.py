@@ -23,7 +23,7 @@ from tests.conftest import StartServer
 from tests.support.models.tiny_models import tiny_model
 from tests.support.paths import TEMPLATES
 from tests.support.servers.fake_wire import render_chat
-from tests.support.servers.router_fleet import Json
+from tests.support.servers.running_router import Json
 
 # Tokens between a boundary and the true divergence: the longest generation prompt of these
 # templates, and the rounding. CLOSE_PLAIN: "<|im_start|>" is tokenized letter by letter.

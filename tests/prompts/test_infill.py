@@ -11,7 +11,7 @@ from router.base.tokens import Tokens, pack, unpack
 from router.llama.replies import InfillAnswer
 from router.llama.wire import INFILL_PROBES, InfillPrompt
 from router.prompts.infill import InfillRule, corrected, infill_tokens, learn_rule
-from tests.support.servers.router_fleet import PATIENCE_S
+from tests.support.servers.running_router import PATIENCE_S
 
 NAMES = {"<PRE>": 1001, "<SUF>": 1002, "<MID>": 1003, "<REP>": 1004, "<SEP>": 1005, "<s>": 1006}
 LONG = "x" * 2000

@@ -23,7 +23,7 @@ from tests.conftest import StartServer
 from tests.support.paths import TEMPLATES
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import render_chat
-from tests.support.servers.router_fleet import Json
+from tests.support.servers.running_router import Json
 
 USER = {"role": "user", "content": "hi"}
 QWEN = TEMPLATES / "Qwen-Qwen3-0.6B.jinja"

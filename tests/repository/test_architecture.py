@@ -40,7 +40,7 @@ ALLOWED = {
 ORDERS = (
     (
         "router.core.model",
-        "router.core.fleet",
+        "router.core.inventory",
         "router.core.planning",
         "router.core.reporting",
         "router.core.execution",

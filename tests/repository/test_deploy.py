@@ -29,7 +29,7 @@ from router.tools.doctor.findings import Level, of_backend
 from tests.support.models.tiny_models import tiny_model
 from tests.support.paths import ROOT
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import configuration, running
+from tests.support.servers.running_router import configuration, running
 
 Json = dict[str, Any]
 KV_DIR = "/kv"
@@ -311,10 +311,10 @@ async def test_health_check(tmp_path: Path) -> None:
         process = await asyncio.create_subprocess_exec(sys.executable, *told, stderr=quiet)
         return await process.wait()
 
-    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as fleet:
-        assert await code(url_address(fleet.url).port) == 0
-    async with running([("a", "http://127.0.0.1:9")], None, wait_for=[]) as fleet:
-        assert await code(url_address(fleet.url).port) == 1
+    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as kvferry:
+        assert await code(url_address(kvferry.url).port) == 0
+    async with running([("a", "http://127.0.0.1:9")], None, wait_for=[]) as kvferry:
+        assert await code(url_address(kvferry.url).port) == 1
     assert await code(9) == 1
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from router.web.admin.page import load_page
 from tests.support.paths import DOCS
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Answer, Fleet, Json, read_answer, running
+from tests.support.servers.running_router import Answer, Json, RunningRouter, read_answer, running
 
 SPEC: Json = yaml.safe_load((DOCS / "openapi.yaml").read_text())
 METHODS = ("get", "post", "put", "delete", "patch", "head", "options")
@@ -42,7 +42,7 @@ OPERATIONS = {f"{method} {path}": (method, path, one) for method, path, one in o
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+async def kvferry(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningRouter]:
     kv_dir = tmp_path_factory.mktemp("kv")
     async with FakeLlama(kv_dir=kv_dir) as fake, running([("a", fake.url)], kv_dir) as router:
         await router.complete("x" * 600)
@@ -51,11 +51,11 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_every_route_and_no_other(fleet: Fleet) -> None:
+async def test_every_route_and_no_other(kvferry: RunningRouter) -> None:
     files = set(load_page())
     routes = {
         (route.method, "/kvferry/{file}" if route.path in files else route.path)
-        for route in fleet.router.app.own.routes
+        for route in kvferry.router.app.own.routes
     }
 
     assert routes == {(method, path) for method, path, _ in OPERATIONS.values()}
@@ -144,14 +144,14 @@ def requests(draw: st.DrawFn, path: str, operation: Json) -> tuple[str, bytes | 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "GET /kvferry/events"])
 @pytest.mark.asyncio(loop_scope="module")
-async def test_requests_made_from_it(fleet: Fleet, name: str) -> None:
+async def test_requests_made_from_it(kvferry: RunningRouter, name: str) -> None:
     method, path, operation = OPERATIONS[name]
     loop = asyncio.get_running_loop()
 
     async def ask(target: str, body: bytes | None) -> None:
         headers = {"Content-Type": "application/json"} if body is not None else {}
-        async with fleet.session.request(
-            method, fleet.url + target, data=body, headers=headers, allow_redirects=False
+        async with kvferry.session.request(
+            method, kvferry.url + target, data=body, headers=headers, allow_redirects=False
         ) as response:
             check_answer(operation, await read_answer(response), f"{method} {target} {body!r}")
 
@@ -161,17 +161,17 @@ async def test_requests_made_from_it(fleet: Fleet, name: str) -> None:
         asyncio.run_coroutine_threadsafe(ask(*made), loop).result(60)
 
     await asyncio.to_thread(run)
-    await fleet.operate("a", "undrain")
+    await kvferry.operate("a", "undrain")
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_good_answers_too(fleet: Fleet) -> None:
+async def test_the_good_answers_too(kvferry: RunningRouter) -> None:
     """Operations are used once each as they are meant, so that not only errors are compared."""
-    await fleet.until_up()
-    await fleet.complete("x" * 600)
-    state = await fleet.until(lambda state: state["snapshots"]["count"] >= 1)
+    await kvferry.until_up()
+    await kvferry.complete("x" * 600)
+    state = await kvferry.until(lambda state: state["snapshots"]["count"] >= 1)
     snapshot = state["snapshots"]["items"][0]["id"]
-    request = (await fleet.get("/kvferry/requests")).json["requests"][0]["id"]
+    request = (await kvferry.get("/kvferry/requests")).json["requests"][0]["id"]
     asked: dict[str, tuple[str, object]] = {
         "GET /metrics": ("/metrics?backends=1", None),
         "GET /kvferry/health": ("/kvferry/health", None),
@@ -192,7 +192,7 @@ async def test_the_good_answers_too(fleet: Fleet) -> None:
     }
     for name, (target, body) in asked.items():
         method, _, operation = OPERATIONS[name]
-        async with fleet.session.request(method, fleet.url + target, json=body) as response:
+        async with kvferry.session.request(method, kvferry.url + target, json=body) as response:
             answer = await read_answer(response)
         assert answer.status == 200, name
         check_answer(operation, answer, name)

@@ -14,7 +14,7 @@ from router.store.files import openness
 from router.store.store import KvStore
 from tests.conftest import StartServer
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import configuration_text, running
+from tests.support.servers.running_router import configuration_text, running
 
 
 def mode_of(path: Path) -> int:
@@ -111,10 +111,10 @@ async def test_files_whatever_the_umask(
 ) -> None:
     """Saved and cut files, records and lock have restricted modes once committed."""
     yaml = f"store: {{group_access: {group_access}}}"
-    async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
-        await fleet.complete("x" * 600)
-        await fleet.until(lambda state: state["snapshots"]["count"] >= 1)
-        await fleet.until_quiet()
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as kvferry:
+        await kvferry.complete("x" * 600)
+        await kvferry.until(lambda state: state["snapshots"]["count"] >= 1)
+        await kvferry.until_quiet()
         modes = {path.name: mode_of(path) for path in list_of(tmp_path)}
 
     states = {name: found for name, found in modes.items() if name.endswith(".kv")}
@@ -140,21 +140,21 @@ async def test_a_reload_is_refused(tmp_path: Path, fake: FakeLlama) -> None:
     path = tmp_path / "kvferry.yaml"
     path.write_text(configuration_text([("a", fake.url)], bad))
     assert parse(path.read_text(), "x").store.group_access is False
-    async with running([("a", fake.url)], good, path=path) as fleet:
-        answer = await fleet.reload()
+    async with running([("a", fake.url)], good, path=path) as kvferry:
+        answer = await kvferry.reload()
         assert answer.status == 422
         assert f"chmod 700 {bad}" in answer.json["error"]["message"]
-        assert fleet.router.config.backends[0].kv_dir == good
+        assert kvferry.router.config.backends[0].kv_dir == good
 
 
 async def test_what_a_real_server_writes(llama_server: StartServer, tmp_path: Path) -> None:
     """A server's files have its umask until committed; the directory keeps others out meanwhile."""
     server = await llama_server()
     kv_dir = tmp_path / "kv"
-    async with running([("a", server.url)], kv_dir, yaml="store: {min_tokens: 1}") as fleet:
-        await fleet.complete("Once upon a time " * 20)
-        await fleet.until(lambda state: state["snapshots"]["count"] >= 1)
-        await fleet.until_quiet()
+    async with running([("a", server.url)], kv_dir, yaml="store: {min_tokens: 1}") as kvferry:
+        await kvferry.complete("Once upon a time " * 20)
+        await kvferry.until(lambda state: state["snapshots"]["count"] >= 1)
+        await kvferry.until_quiet()
         found = {path.name: mode_of(path) for path in list_of(kv_dir)}
 
     assert mode_of(kv_dir) == 0o700

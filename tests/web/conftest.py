@@ -6,7 +6,7 @@ import pytest_asyncio
 
 from tests.support.blocking import blocking_calls_fail as blocking_calls_fail
 from tests.support.servers.recorder import QUIET, Recorder, recording
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -16,6 +16,6 @@ async def backend() -> AsyncIterator[Recorder]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(backend: Recorder) -> AsyncIterator[Fleet]:
+async def kvferry(backend: Recorder) -> AsyncIterator[RunningRouter]:
     async with running([("a", backend.url)], None, yaml=QUIET) as router:
         yield router

@@ -17,7 +17,7 @@ from router.core.admission import server_swaps
 from router.core.execution import prefill_queue
 from router.core.execution.job_steps import is_wanted, next_step
 from router.core.execution.state import State
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.inventory import Inventory
 from router.core.model.effects import SaveReason, StopWork
 from router.core.model.jobs import (
     AtGate,
@@ -46,7 +46,7 @@ from router.core.reporting.miss_reasons import coverage_of
 
 def arrived(state: State, request: Request, now: float) -> None:
     """Queue the request, perhaps for no time; reject it if it fits no backend."""
-    state.fleet.servers.unread.pop(request.id, None)
+    state.inventory.servers.unread.pop(request.id, None)
     if too_long := _too_long(state, request):
         state.reject(request.id, too_long)
     elif state.stopping:
@@ -65,7 +65,7 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
     longest = max(
         (
             info.n_ctx
-            for info in state.fleet.infos()
+            for info in state.inventory.infos()
             if info.answers_to(request.model)
             # A backend without KV is avoided as unfit; others are avoided because they failed.
             if info.generates or info.id not in request.avoid
@@ -110,7 +110,7 @@ def _break_off(state: State, job: RequestJob) -> None:
 
 def _stop_for_nobody(state: State) -> None:
     """Break off abandoned prefills that no queued request waits for any more."""
-    for job in list(state.fleet.jobs.values()):
+    for job in list(state.inventory.jobs.values()):
         if not (isinstance(job, RequestJob) and job.cancelled):
             continue
         if not isinstance(step := job.doing, PrefillStep):
@@ -148,12 +148,12 @@ def wakeup(state: State, now: float) -> float:
     """
     if not state.queue:
         return inf
-    max_wait_s, no_backend_s = state.fleet.policy.max_wait_s, state.queue.limits.no_backend_s
+    max_wait_s, no_backend_s = state.inventory.policy.max_wait_s, state.queue.limits.no_backend_s
     patience = (waiting.since + max_wait_s for waiting in state.queue)
     return min(
         inf if state.resume_scan_at is None else state.resume_scan_at,
         next((end for end in patience if end > now), inf),
-        hope_ends(state.fleet, now),
+        hope_ends(state.inventory, now),
         min((since + no_backend_s for _, since in _unserved(state, now)), default=inf),
     )
 
@@ -177,13 +177,15 @@ def _nobodys(state: State, now: float) -> list[Waiting]:
     return [
         w
         for w in state.queue.oldest(TUNING.checked_for_backend)
-        if not state.fleet.is_served(w.request) and not _will_be_loaded(state, w.request, now)
+        if not state.inventory.is_served(w.request) and not _will_be_loaded(state, w.request, now)
     ]
 
 
 def _will_be_loaded(state: State, request: Request, now: float) -> bool:
-    fleet = state.fleet
-    return fleet.servers.may_serve(request.model, now) and not fleet.is_loaded(request.model)
+    inventory = state.inventory
+    return inventory.servers.may_serve(request.model, now) and not inventory.is_loaded(
+        request.model
+    )
 
 
 def stop(state: State, *, save: bool) -> None:
@@ -207,10 +209,10 @@ def serve_queue(state: State, now: float) -> None:
     5. Enough requests were planned: the rest are planned soon.
     """
     state.resume_scan_at = None
-    if not state.fleet.slots.any_idle():
+    if not state.inventory.slots.any_idle():
         state.scanned.clear()
         return
-    idle = {model for model in state.queue.models if state.fleet.has_idle(model)}
+    idle = {model for model in state.queue.models if state.inventory.has_idle(model)}
     if not idle:
         return
     reserved: set[BackendId] = set()
@@ -223,21 +225,23 @@ def serve_queue(state: State, now: float) -> None:
             return None
         if reserved:
             request = replace(request, avoid=request.avoid | reserved)
-        return None if full and state.fleet.kind(request) in full else request
+        return None if full and state.inventory.kind(request) in full else request
 
     for waiting, request in _some(state, asked, now):
-        decision = decide(state.fleet, request, now, now - waiting.since)
+        decision = decide(state.inventory, request, now, now - waiting.since)
         if decision is not None and decision.plan.chosen.wait_for is None:
             _grant(state, waiting, decision.plan, now, pinnable=decision.request.pinnable)
-        if not state.fleet.slots.any_idle():
+        if not state.inventory.slots.any_idle():
             state.scanned.clear()  # plan all again when a slot comes free
             return
         if decision is None:
-            if not state.fleet.room(request):
-                full.add(state.fleet.kind(request))
+            if not state.inventory.room(request):
+                full.add(state.inventory.kind(request))
             if not request.takes_one_slot:
                 reserved.update(_to_reserve(state, request))
-            reserved.update(state.fleet.lacks_cells(request))  # else shorter ones would starve it
+            reserved.update(
+                state.inventory.lacks_cells(request)
+            )  # else shorter ones would starve it
 
 
 def _some(
@@ -269,13 +273,13 @@ def _some(
 
 def _to_reserve(state: State, request: Request) -> list[BackendId]:
     """Return the backend, if any, that is the first to open to the request."""
-    fleet = state.fleet
+    inventory = state.inventory
     shut = [
         backend
-        for backend in fleet.serving(request)
-        if not fleet.is_open(backend, request)
-        and fleet.claim(backend, request) is not SlotClaim.STEERED  # it takes one slot of any
-        and all(job.is_ours or job.slot.backend != backend.id for job in fleet.jobs.values())
+        for backend in inventory.serving(request)
+        if not inventory.is_open(backend, request)
+        and inventory.claim(backend, request) is not SlotClaim.STEERED  # it takes one slot of any
+        and all(job.is_ours or job.slot.backend != backend.id for job in inventory.jobs.values())
     ]
     return [backend.id for backend in sorted(shut, key=lambda one: one.slots.running)[:1]]
 
@@ -288,14 +292,14 @@ def explain_admitted(state: State) -> None:
     """
     granted, state.unexplained = state.unexplained, []
     for job in granted:
-        fleet, chosen = state.fleet, job.plan.chosen
-        coverage = coverage_of(job.request, job.plan, fleet)
+        inventory, chosen = state.inventory, job.plan.chosen
+        coverage = coverage_of(job.request, job.plan, inventory)
         job.explain(replace(job.plan, coverage=coverage, shared=None))
         kept = chosen.reused_tokens if chosen.source is Source.RESIDENT else 0
-        fleet.note_displaced(fleet.slots[job.slot], kept)
+        inventory.note_displaced(inventory.slots[job.slot], kept)
         if job.claim is SlotClaim.WHOLE_BACKEND:
             for lease in job.others:
-                fleet.note_displaced(fleet.slots[lease.slot])
+                inventory.note_displaced(inventory.slots[lease.slot])
 
 
 def turn_away(state: State) -> None:
@@ -311,11 +315,11 @@ def turn_away(state: State) -> None:
 
 def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnable: bool) -> None:
     """Lease the chosen slot to the request, then start its steps."""
-    fleet, request, chosen = state.fleet, waiting.request, decision.chosen
+    inventory, request, chosen = state.inventory, waiting.request, decision.chosen
     if request.pinnable is not pinnable:
         request = replace(request, pinnable=pinnable)
-    backend, slot = fleet.backend_of(chosen.slot), fleet.slots[chosen.slot]
-    claim = fleet.claim(backend, request)
+    backend, slot = inventory.backend_of(chosen.slot), inventory.slots[chosen.slot]
+    claim = inventory.claim(backend, request)
     needs_s = decision.ttft_s + backend.rates.generation_s(request.max_new_tokens)
     # What the router computes first can be shared. A save or a restore before it does not matter to
     # requests that wait for it.
@@ -335,45 +339,45 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         waited_s=now - waiting.since,
         claim=claim,
     )
-    fleet.jobs[job.id] = job
+    inventory.jobs[job.id] = job
     state.unexplained.append(job)
     state.queue.serve(request.id, needs_s - chosen.price.wait_s)  # the wait is other clients' time
-    crowding = _lease_others(fleet, job, slot)
+    crowding = _lease_others(inventory, job, slot)
     if not backend.info.is_managed:  # the router keeps no tokens there
         for lease in (job.lease, *job.others):
-            used = fleet.slots[lease.slot]
+            used = inventory.slots[lease.slot]
             used.hold(replace(used.content, tenant=request.tenant))
-    fleet.has_tenants = fleet.has_tenants or bool(request.tenant)
+    inventory.has_tenants = inventory.has_tenants or bool(request.tenant)
     if claim in (SlotClaim.SERVER_PLACED, SlotClaim.WHOLE_BACKEND) and backend.info.is_managed:
         backend.gate.take(job.id)
     if chosen.snapshot is not None:
-        fleet.catalog.add_reference(chosen.snapshot, now)
+        inventory.catalog.add_reference(chosen.snapshot, now)
         job.use(chosen.snapshot)
-    fleet.granted += 1
-    if fleet.policy.name is PolicyName.STICKY:
-        fleet.sticky.setdefault(sticky_key(request), chosen.slot)
-        if len(fleet.sticky) > TUNING.sticky_keys:
-            del fleet.sticky[next(iter(fleet.sticky))]
+    inventory.granted += 1
+    if inventory.policy.name is PolicyName.STICKY:
+        inventory.sticky.setdefault(sticky_key(request), chosen.slot)
+        if len(inventory.sticky) > TUNING.sticky_keys:
+            del inventory.sticky[next(iter(inventory.sticky))]
     job.set_steps(_steps_of(state, job, request, decision, crowding))
     next_step(state, job, now)
 
 
-def _lease_others(fleet: Fleet, job: RequestJob, slot: Slot) -> list[Slot]:
+def _lease_others(inventory: Inventory, job: RequestJob, slot: Slot) -> list[Slot]:
     """Lease what the job needs beside its slot; return the slots that are emptied for room."""
-    request, chosen, backend = job.request, job.plan.chosen, fleet.backend_of(slot.id)
+    request, chosen, backend = job.request, job.plan.chosen, inventory.backend_of(slot.id)
     work = Work(request.tenant, busy_until=slot.work.busy_until)
     if job.claim is SlotClaim.WHOLE_BACKEND:
         rest = [other for other in backend.slots if other.id != slot.id]
         job.hold_also([other.lease(job.id, work) for other in rest])
     if chosen.copy_from is not None:
-        job.hold_also([fleet.slots[chosen.copy_from].lease(job.id, work)])
+        job.hold_also([inventory.slots[chosen.copy_from].lease(job.id, work)])
     if job.claim in (SlotClaim.STEERED, SlotClaim.SERVER_PLACED):
-        others = fleet.attracting(backend, request)
+        others = inventory.attracting(backend, request)
         job.hold_also([other.lease(job.id, work) for other in others])
     crowding: list[Slot] = []
     if backend.info.unified and backend.info.is_managed:
-        held = len(fleet.catalog[chosen.snapshot]) if chosen.snapshot is not None else 0
-        crowding = fleet.in_the_way(slot, request, held)
+        held = len(inventory.catalog[chosen.snapshot]) if chosen.snapshot is not None else 0
+        crowding = inventory.in_the_way(slot, request, held)
         job.hold_also([other.lease(job.id, work) for other in crowding])
     return crowding
 
@@ -384,7 +388,7 @@ def _must_be_emptied(state: State, slot: Slot, chosen: Candidate) -> bool:
     Of an opaque state it is not known how far back it is right (a window with `--swa-full`), and
     the server goes back as far as it likes.
     """
-    opaque = state.fleet.backend_of(slot.id).info.memory_kind is MemoryKind.OPAQUE
+    opaque = state.inventory.backend_of(slot.id).info.memory_kind is MemoryKind.OPAQUE
     return opaque and chosen.source is Source.COLD and len(slot.content.resident) > 0
 
 
@@ -393,7 +397,7 @@ def _steps_of(
 ) -> deque[Step]:
     """Return the plan as steps. The `crowding` slots are emptied for room."""
     chosen = decision.chosen
-    held = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
+    held = [state.inventory.slots[lease.slot] for lease in (job.lease, *job.others)]
     foreign = [slot for slot in held if slot.content.tenant != request.tenant or slot in crowding]
     whole = job.claim is SlotClaim.WHOLE_BACKEND
     displaced = held if whole else [s for s in foreign if s.id != chosen.slot]
@@ -403,7 +407,7 @@ def _steps_of(
     steps.extend(
         SaveStep(slot.id, SaveReason.DISPLACED)
         for slot in displaced
-        if saving_pays(state.fleet, slot)[2]
+        if saving_pays(state.inventory, slot)[2]
     )
     steps.extend(EraseStep(slot.id) for slot in foreign)
     own = held[0]

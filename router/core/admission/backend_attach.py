@@ -15,7 +15,7 @@ from router.base.types import (
 )
 from router.core.execution.job_ends import end, watch
 from router.core.execution.state import State
-from router.core.fleet.backend import Backend
+from router.core.inventory.backend import Backend
 from router.core.model import events as ev
 from router.core.model.jobs import ProbeLoan
 from router.core.model.rates import LinearFit, Mean, Rates
@@ -33,10 +33,10 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
     wipe.
     """
     info = event.info
-    backend = state.fleet.take(info, _rates_for(info, state.fleet.learned))
+    backend = state.inventory.take(info, _rates_for(info, state.inventory.learned))
     statuses = {status.index: status for status in event.slots}
     for slot in backend.slots:
-        slot.note_use(state.fleet.uses.get(info.namespace, 0))  # as far as is known
+        slot.note_use(state.inventory.uses.get(info.namespace, 0))  # as far as is known
         status = statuses.get(slot.id.index)
         if status is None or not info.is_managed:
             continue
@@ -44,7 +44,7 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
             watch(state, slot, wipe=status.adapted)
         elif (kept := event.kept.get(slot.id.index)) is not None:
             slot.hold(replace(slot.content, resident=kept.resident, tenant=kept.tenant))
-            state.fleet.has_tenants = state.fleet.has_tenants or bool(kept.tenant)
+            state.inventory.has_tenants = state.inventory.has_tenants or bool(kept.tenant)
         else:
             # Of a slot that never ran the server reports nothing, even restored (section 5.1).
             unread = Resident(unread=status.n_tokens or 0, may_hold_more=status.n_tokens is None)
@@ -64,25 +64,25 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
     is on its way: the server may pick these slots.
     """
     backend, name = event.backend, probe_name(event.backend)
-    leaves = state.stopping or backend in state.fleet.draining
-    if leaves or name in state.fleet.jobs or backend in state.fleet.gated:
+    leaves = state.stopping or backend in state.inventory.draining
+    if leaves or name in state.inventory.jobs or backend in state.inventory.gated:
         return
-    info = state.fleet.info(backend)
+    info = state.inventory.info(backend)
     if info is not None and not info.is_managed:
         return  # the server may place a request in any of its slots
-    idle = [slot for slot in state.fleet.slots.of(backend) if slot.is_idle]
+    idle = [slot for slot in state.inventory.slots.of(backend) if slot.is_idle]
     chosen = sorted(idle, key=lambda slot: len(slot.content.resident))[: TUNING.probe_slots]
     if chosen:
         work = Work(busy_until=now + TUNING.probe_s)
         lease, *others = [slot.lease(name, work) for slot in chosen]
-        state.fleet.jobs[name] = ProbeLoan(id=name, lease=lease, others=others)
+        state.inventory.jobs[name] = ProbeLoan(id=name, lease=lease, others=others)
     for slot in chosen:
         slot.hold(replace(slot.content, tenant=NO_TENANT))
 
 
 def put_off(state: State, event: ev.ProbePutOff, now: float) -> None:
     """Take back the slots of a probe that made way for a request."""
-    job = state.fleet.jobs.get(probe_name(event.backend))
+    job = state.inventory.jobs.get(probe_name(event.backend))
     if job is not None:
         managed = state.backend_of(job).info.is_managed
         end(state, job, now, UNKNOWN if managed else NOTHING)
@@ -95,12 +95,12 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     probe measured speed beside other requests, which is better than nothing.
     """
     info = event.info
-    job = state.fleet.jobs.get(probe_name(info.id))
+    job = state.inventory.jobs.get(probe_name(info.id))
     if job is None:
         return  # it went down meanwhile
-    backend = state.fleet.backends[info.id]
+    backend = state.inventory.backends[info.id]
     backend.come_up(info)
-    _expect(backend.rates, info, state.fleet.learned)
+    _expect(backend.rates, info, state.inventory.learned)
     _value_anew(state, backend)
     for slot in backend.slots:
         slot.hold(replace(slot.content, saved=False))  # nothing could be saved so far
@@ -125,7 +125,7 @@ def _value_anew(state: State, backend: Backend) -> None:
     times their value, and would push out all that are saved from now on.
     """
     if is_known(backend.rates):
-        state.fleet.catalog.value_anew(lambda snapshot: worth_of(state.fleet, snapshot))
+        state.inventory.catalog.value_anew(lambda snapshot: worth_of(state.inventory, snapshot))
 
 
 def _rates_for(info: BackendInfo, learned: Mapping[Namespace, LearnedRates]) -> Rates:

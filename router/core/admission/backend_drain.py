@@ -15,8 +15,8 @@ def begin(state: State, backend: BackendId) -> None:
 
     Its slots are considered for a save once more: now or never.
     """
-    state.fleet.draining.add(backend)
-    for slot in state.fleet.slots.of(backend):
+    state.inventory.draining.add(backend)
+    for slot in state.inventory.slots.of(backend):
         slot.hold(replace(slot.content, saved=False))
 
 
@@ -26,14 +26,14 @@ def detach(state: State, now: float) -> None:
     Called after the idle saves: were one left to do, its job would hold a slot now. To the
     scheduler a detached backend is like one that is down.
     """
-    ours = (job for job in state.fleet.jobs.values() if job.is_ours)  # others may never end
+    ours = (job for job in state.inventory.jobs.values() if job.is_ours)  # others may never end
     leases = (x for job in ours for x in (job.lease, *job.others))
     held = {lease.slot.backend for lease in leases}
-    for backend in sorted(state.fleet.draining - held):
-        state.fleet.draining.remove(backend)
+    for backend in sorted(state.inventory.draining - held):
+        state.inventory.draining.remove(backend)
         lose_backend(state, backend, now)
         state.out.append(Detach(backend))
-        server = state.fleet.servers.get(backend)
+        server = state.inventory.servers.get(backend)
         if server is not None and server.phase is ServerPhase.LEAVING:
             server.stop(now)
             state.out.append(StopServer(backend))
@@ -44,7 +44,7 @@ def configured(state: State, event: ev.Configured) -> None:
 
     What exceeds the limits is evicted little by little.
     """
-    state.fleet.policy = event.policy
+    state.inventory.policy = event.policy
     state.queue.limits = event.queue
-    state.fleet.catalog.limits = event.limits
-    state.delete(state.fleet.catalog.shrink())
+    state.inventory.catalog.limits = event.limits
+    state.delete(state.inventory.catalog.shrink())

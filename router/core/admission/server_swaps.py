@@ -8,7 +8,7 @@ from router.base.types import BackendId, BackendInfo, Request
 from router.core.admission import backend_drain
 from router.core.execution.job_ends import lose_backend
 from router.core.execution.state import State
-from router.core.fleet.servers import Unread
+from router.core.inventory.servers import Unread
 from router.core.model import events as ev
 from router.core.model.effects import ModelReady, StartServer, StopServer
 from router.core.model.jobs import RequestJob
@@ -18,7 +18,7 @@ from router.core.planning.server_swap import plan_swaps
 
 def settle(state: State, now: float) -> None:
     """Start and stop servers as the present requests need."""
-    servers = state.fleet.servers
+    servers = state.inventory.servers
     if not servers or state.stopping:
         return
     demands, hangs_at = _demands(state), inf
@@ -41,20 +41,20 @@ def settle(state: State, now: float) -> None:
 
 def wakeup(state: State) -> float:
     """Return when servers are to be planned again though nothing happens, in clock seconds."""
-    unread = state.fleet.servers.unread.values()
+    unread = state.inventory.servers.unread.values()
     deadlines = (state.queue.limits.deadline(waiting.since) for waiting in unread)
     return min(state.plan_servers_at, *deadlines, inf)
 
 
 def wanted(state: State, event: ev.ModelWanted, now: float) -> None:
     """Note a request that waits for a server to read its prompt, or answer it at once."""
-    servers = state.fleet.servers
+    servers = state.inventory.servers
     if state.stopping:
         state.reject(event.request, NoBackendError("the router is stopping"))
     elif servers.may_serve(event.model, now):
         # One that a peer has refused meanwhile has waited since it came.
         servers.unread.setdefault(event.request, Unread(event.request, event.model, now))
-        if state.fleet.is_loaded(event.model):
+        if state.inventory.is_loaded(event.model):
             state.out.append(ModelReady(event.request))
     else:
         state.reject(event.request, _failed(state, event.model))
@@ -62,7 +62,7 @@ def wanted(state: State, event: ev.ModelWanted, now: float) -> None:
 
 def reject_overdue(state: State, now: float) -> None:
     """Reject the requests for models that were not loaded in time (`queue.deadline`)."""
-    unread, limits = state.fleet.servers.unread, state.queue.limits
+    unread, limits = state.inventory.servers.unread, state.queue.limits
     for waiting in [one for one in unread.values() if limits.deadline(one.since) <= now]:
         del unread[waiting.request]
         told = f"the model was not loaded within {limits.deadline_s:g} s (queue.deadline)"
@@ -71,21 +71,21 @@ def reject_overdue(state: State, now: float) -> None:
 
 def reject_all(state: State, error: NoBackendError) -> None:
     """Reject the requests that wait for a server, because the router stops."""
-    unread = state.fleet.servers.unread
+    unread = state.inventory.servers.unread
     while unread:
         state.reject(unread.popitem()[0], error)
 
 
 def refusal(state: State, request: Request, now: float) -> ServerFailedError | None:
     """Return the error for a request that only servers which failed too often could serve."""
-    servers = state.fleet.servers
+    servers = state.inventory.servers
     if not servers.of(request.model) or servers.may_serve(request.model, now):
         return None
-    return None if state.fleet.is_served(request) else _failed(state, request.model)
+    return None if state.inventory.is_served(request) else _failed(state, request.model)
 
 
 def _failed(state: State, model: str | None) -> ServerFailedError:
-    (server, *_) = state.fleet.servers.of(model)
+    (server, *_) = state.inventory.servers.of(model)
     return ServerFailedError(
         f"the llama-server for the model {server.spec.model!r} does not start or ends by itself"
         f" ({server.failures} times in a row); `kvferry servers log {server.name}` tells an"
@@ -95,26 +95,26 @@ def _failed(state: State, model: str | None) -> ServerFailedError:
 
 def came_up(state: State, info: BackendInfo, now: float) -> None:
     """Note that a server's backend is attached, and tell the requests that wait for its model."""
-    server = state.fleet.servers.get(info.id)
+    server = state.inventory.servers.get(info.id)
     if server is None:
         return
     server.came_up(now, generates=info.generates)
-    for waiting in state.fleet.servers.unread.values():
-        if server in state.fleet.servers.of(waiting.model):
+    for waiting in state.inventory.servers.unread.values():
+        if server in state.inventory.servers.of(waiting.model):
             state.out.append(ModelReady(waiting.request))
 
 
 def ended(state: State, event: ev.ServerEnded, now: float) -> None:
     """Note that a server's process has ended; refuse what only servers given up could serve."""
-    servers = state.fleet.servers
+    servers = state.inventory.servers
     server = servers.get(event.server)
     if server is None:
         return
-    jobs = state.fleet.jobs.values()
+    jobs = state.inventory.jobs.values()
     if any(isinstance(job, RequestJob) and job.slot.backend == event.server for job in jobs):
         server.lost_request(now)
     lose_backend(state, event.server, now)
-    state.fleet.draining.discard(event.server)
+    state.inventory.draining.discard(event.server)
     server.ended(event.problem, now)
     if not server.is_given_up:
         return
@@ -130,7 +130,7 @@ def ended(state: State, event: ev.ServerEnded, now: float) -> None:
 
 def asked(state: State, event: ev.ServerAsked, now: float) -> None:
     """Start, stop or restart a server because an operator wants it."""
-    server = state.fleet.servers.get(event.server)
+    server = state.inventory.servers.get(event.server)
     if server is None:
         return
     if event.start:
@@ -158,7 +158,7 @@ def _leave(state: State, server: Server, now: float) -> None:
 
 def _demands(state: State) -> dict[BackendId, Demand]:
     """Return the requests for each server: queued, unread, and in its slots."""
-    servers = state.fleet.servers
+    servers = state.inventory.servers
     since: defaultdict[str | None, float] = defaultdict(lambda: inf)
     n_waiting: defaultdict[str | None, int] = defaultdict(int)
     for model, n, oldest in state.queue.by_model():
@@ -166,7 +166,9 @@ def _demands(state: State) -> dict[BackendId, Demand]:
     for unread in servers.unread.values():
         n_waiting[unread.model] += 1
         since[unread.model] = min(since[unread.model], unread.since)
-    running = {job.slot.backend for job in state.fleet.jobs.values() if isinstance(job, RequestJob)}
+    running = {
+        job.slot.backend for job in state.inventory.jobs.values() if isinstance(job, RequestJob)
+    }
     found = {name: Demand(runs=True) for name in running}
     for model, n in n_waiting.items():
         for server in servers.of(model):

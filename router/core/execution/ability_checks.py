@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from router.base.tokens import Tokens, common_prefix, count
 from router.base.types import BackendInfo, Reported, Source
 from router.core.execution.state import State
-from router.core.fleet.backend import Backend
+from router.core.inventory.backend import Backend
 from router.core.model.effects import Limited
 from router.core.model.jobs import RequestJob
 from router.core.model.memory_kinds import goes_back
@@ -42,7 +42,7 @@ def compare(
 
     Only for a pinned request: of another, the slot may be another one.
     """
-    backend, cached = state.fleet.up.get(job.slot.backend), reported.cached_tokens
+    backend, cached = state.inventory.up.get(job.slot.backend), reported.cached_tokens
     if backend is None or cached is None or job.claim is not SlotClaim.PINNED:
         return
     info = backend.info

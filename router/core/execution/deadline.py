@@ -50,7 +50,7 @@ def _waiting(state: State) -> list[RequestJob]:
     no request wants its result any more.
     """
     names = list[RequestId]()
-    for backend in state.fleet.up.values():
+    for backend in state.inventory.up.values():
         names += backend.prefills.waiting
         names += backend.gate.waiting
     if not names:

@@ -21,17 +21,17 @@ def save_idle(state: State, now: float) -> None:
     """
     if state.gives_up_content:
         return
-    unsaved = state.fleet.slots.unsaved()
+    unsaved = state.inventory.slots.unsaved()
     if not unsaved:
         return
-    for backend in state.fleet.up:
+    for backend in state.inventory.up:
         if backend not in unsaved:
             continue
-        leaves = state.stopping or backend in state.fleet.draining
-        after_s = 0.0 if leaves else state.fleet.policy.idle_save_after_s
+        leaves = state.stopping or backend in state.inventory.draining
+        after_s = 0.0 if leaves else state.inventory.policy.idle_save_after_s
         if after_s is None or now - unsaved[backend] < after_s:
             continue
-        if backend not in state.fleet.gated:
+        if backend not in state.inventory.gated:
             _save_first(state, backend, now, after_s)
 
 
@@ -40,10 +40,10 @@ def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0
 
     The next slot follows when that save is over.
     """
-    for slot in state.fleet.slots.of(backend):
+    for slot in state.inventory.slots.of(backend):
         if not slot.is_unsaved or now - slot.last_used < after_s:
             continue
-        if saving_pays(state.fleet, slot)[2]:
+        if saving_pays(state.inventory, slot)[2]:
             _save(state, slot, now)
             return
         slot.hold(replace(slot.content, saved=True))  # ruled out, and considered once
@@ -51,7 +51,7 @@ def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0
 
 def end_backoffs(state: State, now: float) -> None:
     """End the write backoffs that are due, and reconsider all slots of their backends."""
-    for backend in state.fleet.backends.values():
+    for backend in state.inventory.backends.values():
         if backend.backoff.is_due(now):
             backend.backoff.end()
             for slot in backend.slots:
@@ -63,11 +63,11 @@ def wakeup(state: State) -> float:
 
     In clock seconds; inf: never.
     """
-    fleet, after_s = state.fleet, state.fleet.policy.idle_save_after_s
-    backoffs = (backend.backoff.until for backend in fleet.backends.values())
+    inventory, after_s = state.inventory, state.inventory.policy.idle_save_after_s
+    backoffs = (backend.backoff.until for backend in inventory.backends.values())
     times = [until for until in backoffs if until is not None]
-    if after_s is not None and not state.stopping and fleet.policy.moves_kv:
-        unsaved, gated = fleet.slots.unsaved(), fleet.gated
+    if after_s is not None and not state.stopping and inventory.policy.moves_kv:
+        unsaved, gated = inventory.slots.unsaved(), inventory.gated
         times += [at + after_s for name, at in unsaved.items() if name not in gated]
     return min(times, default=inf)
 
@@ -75,7 +75,7 @@ def wakeup(state: State) -> float:
 def _save(state: State, slot: Slot, now: float) -> None:
     state.saves += 1
     name = RequestId(f"save-{state.saves}")
-    save_s = state.fleet.backend_of(slot.id).rates.save_s(len(slot.content.resident))
+    save_s = state.inventory.backend_of(slot.id).rates.save_s(len(slot.content.resident))
     lease = slot.lease(name, Work(slot.content.tenant, busy_until=now + save_s))
-    state.fleet.jobs[name] = SaveJob(id=name, lease=lease)
+    state.inventory.jobs[name] = SaveJob(id=name, lease=lease)
     save(state, name, slot, SaveReason.IDLE)

@@ -52,8 +52,8 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
     Requests in preparation are rejected to the web layer, which may try another backend. Requests
     that run end by themselves: the connection breaks.
     """
-    state.fleet.lose(backend)
-    for job in list(state.fleet.jobs.values()):
+    state.inventory.lose(backend)
+    for job in list(state.inventory.jobs.values()):
         if job.slot.backend != backend:
             if isinstance(job, RequestJob):
                 _lose_source(job, backend)
@@ -90,7 +90,7 @@ def _leave_to_itself(state: State, job: RequestJob, backend: BackendId, now: flo
         job.give_back([saving])
     end(state, job, now)
     if saving is not None:
-        state.fleet.jobs[job.id] = SaveJob(id=job.id, lease=saving)
+        state.inventory.jobs[job.id] = SaveJob(id=job.id, lease=saving)
 
 
 def _lose_source(job: RequestJob, backend: BackendId) -> None:
@@ -113,7 +113,7 @@ def _lose_source(job: RequestJob, backend: BackendId) -> None:
 def launched(state: State, request: RequestId, index: int, now: float) -> None:
     """Open the gate of a server-placed request that runs, and note its slot."""
     job = state.request_job(request)
-    if job is None or not job.is_sent or not state.fleet.slots.holds(job.lease):
+    if job is None or not job.is_sent or not state.inventory.slots.holds(job.lease):
         return
     state.backend_of(job).gate.leave(job.id)
     slots = state.backend_of(job).slots
@@ -165,17 +165,17 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
         )
     )
     _learn(state, job, event)
-    server = state.fleet.servers.get(job.slot.backend)
+    server = state.inventory.servers.get(job.slot.backend)
     if server is not None and event.outcome is Outcome.BACKEND_ERROR:
         server.lost_request(now)
     if server is not None and event.outcome is Outcome.OK:
         server.answered()
     if event.outcome is Outcome.OK:
-        state.fleet.note_home(job.request, job.slot.backend)
+        state.inventory.note_home(job.request, job.slot.backend)
     if event.outcome is Outcome.OK and job.request.prompt.is_exact:
         tokens = job.request.prompt.tokens
         compare(state, job, job.resident_at_dispatch, tokens, event.reported, now)
-    if not state.fleet.slots.holds(job.lease):
+    if not state.inventory.slots.holds(job.lease):
         end(state, job, now)  # the backend went down meanwhile
     elif event.outcome is Outcome.OK and not _is_to_be_wiped(state, job, event, now):
         end(state, job, now, _content_after(state, job, event))
@@ -242,7 +242,7 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
         else RequestProgress.SENT
     )
     _let_go(state, job)
-    state.fleet.jobs[job.id] = SlotWatch(
+    state.inventory.jobs[job.id] = SlotWatch(
         id=job.id,
         lease=job.lease,
         request=job.request,
@@ -258,7 +258,7 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
     own.do(replace(own.work, busy_until=busy_until))
     state.out.append(WatchSlot(job.id, job.slot, progress, wipe, flush))
     for lease in job.others:
-        slot = state.fleet.slots[lease.slot]
+        slot = state.inventory.slots[lease.slot]
         held = slot.content.resident if refused else UNKNOWN
         slot.release(lease, replace(slot.content, resident=held, saved=False), now)
     if unseen:
@@ -326,7 +326,7 @@ def _doubt_watched(state: State, job: RequestJob) -> None:
     A watched slot may have been idle already. Nothing will be known of its content, so no request
     waits for it.
     """
-    for other in state.fleet.jobs.values():
+    for other in state.inventory.jobs.values():
         if isinstance(other, SlotWatch) and other.slot.backend == job.slot.backend:
             other.doubt()
             slot = state.slot_of(other)
@@ -353,7 +353,7 @@ def watch(
     name = RequestId(f"stranger-{slot.id}-{slot.generation}")
     lease = slot.lease(name, Work(tenant, busy_until=inf))
     slot.abandon(lease)
-    state.fleet.jobs[name] = SlotWatch(id=name, lease=lease, likely_unchanged=likely_unchanged)
+    state.inventory.jobs[name] = SlotWatch(id=name, lease=lease, likely_unchanged=likely_unchanged)
     state.out.append(WatchSlot(name, slot.id, progress, wipe, flush))
 
 
@@ -364,19 +364,19 @@ def found_busy(state: State, event: ev.FoundBusy) -> None:
     is not managed, any of the router's requests may be in any slot.
     """
     for slot_id, generation in event.slots.items():
-        slot = next((s for s in state.fleet.slots.of(slot_id.backend) if s.id == slot_id), None)
-        if slot is None or slot_id.backend in state.fleet.gated:
+        slot = next((s for s in state.inventory.slots.of(slot_id.backend) if s.id == slot_id), None)
+        if slot is None or slot_id.backend in state.inventory.gated:
             continue
-        if not state.fleet.backend_of(slot_id).info.is_managed:
+        if not state.inventory.backend_of(slot_id).info.is_managed:
             continue
         if slot.is_idle and slot.generation == generation:
-            state.fleet.note_displaced(slot)
+            state.inventory.note_displaced(slot)
             watch(state, slot)
 
 
 def quiet(state: State, event: ev.Quiet, now: float) -> None:
     """Release a watched slot that is idle at last."""
-    watch = state.fleet.jobs.get(event.request)
+    watch = state.inventory.jobs.get(event.request)
     if not isinstance(watch, SlotWatch):
         return
     slot, n_tokens = state.slot_of(watch), event.n_tokens
@@ -384,7 +384,7 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
         end(state, watch, now)
     elif watch.request is None or watch.is_doubtful:
         if watch.likely_unchanged:
-            state.fleet.note_displaced(slot)
+            state.inventory.note_displaced(slot)
         slot.hold(replace(slot.content, tenant=NO_TENANT))  # an unknown client may have used it
         end(state, watch, now, UNKNOWN if n_tokens is None else Resident(unread=n_tokens))
     else:
@@ -394,7 +394,7 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
 
 def answer_read(state: State, event: ev.AnswerRead) -> None:
     """Note the ids of an answer, unless the slot has been leased since."""
-    slots = state.fleet.slots.of(event.slot.backend)
+    slots = state.inventory.slots.of(event.slot.backend)
     if event.slot.index < len(slots):
         slot = slots[event.slot.index]
         if slot.is_idle and slot.generation == event.generation:
@@ -413,9 +413,9 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
     in_background = isinstance(job, SaveJob | ProbeLoan)
     was_sent = isinstance(job, RequestJob) and job.is_sent
     for lease in (job.lease, *job.others):
-        if not state.fleet.slots.holds(lease):
+        if not state.inventory.slots.holds(lease):
             continue  # lost with its backend
-        slot = state.fleet.slots[lease.slot]
+        slot = state.inventory.slots[lease.slot]
         held = slot.content.resident if resident is None else resident
         if job.others and was_sent and held is not NOTHING:
             held = UNKNOWN  # the server chose the slots
@@ -424,7 +424,7 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
         left = replace(slot.content, resident=held, savable=savable, saved=in_background)
         slot.release(lease, left, slot.last_used if in_background else now)
         if lease == job.lease and len(held) > 0 and _has_used_slot(job):
-            state.fleet.note_use(slot)
+            state.inventory.note_use(slot)
 
 
 def _has_used_slot(job: Job) -> bool:
@@ -440,7 +440,7 @@ def _has_used_slot(job: Job) -> bool:
 
 def _let_go(state: State, job: Job) -> None:
     """Take a job out of all that it waits for or keeps, but for its leases."""
-    state.fleet.jobs.pop(job.id, None)
+    state.inventory.jobs.pop(job.id, None)
     if isinstance(job, RequestJob):
         backend = state.backend_of(job)
         backend.prefills.leave(job.id)
@@ -465,11 +465,11 @@ def _teach(state: State, backend: BackendId) -> None:
     All that is known of the others is a short probe, beside whatever ran then. A backend with a
     slow probe would stay unused while another is idle, and states on the other would be displaced.
     """
-    fleet = state.fleet
-    known = fleet.up.get(backend)
+    inventory = state.inventory
+    known = inventory.up.get(backend)
     if known is None:
         return
-    for other in fleet.up.values():
+    for other in inventory.up.values():
         is_like = other.info.namespace == known.info.namespace and _alike(other.info, known.info)
         if not other.rates.prefill.n and is_like:
             other.rates.take_after(known.rates)

@@ -62,7 +62,7 @@ def next_step(state: State, job: RequestJob, now: float) -> None:  # noqa: C901 
     if not job.steps:
         end(state, job, now)
         return
-    if _may_save_branch(state, job) and branch_save_pays(state.fleet, job):
+    if _may_save_branch(state, job) and branch_save_pays(state.inventory, job):
         job.insert(SaveStep(job.slot, SaveReason.BRANCH))
     if placement_gate.needs_gate_now(job):
         if not placement_gate.is_free(state, job):
@@ -73,29 +73,29 @@ def next_step(state: State, job: RequestJob, now: float) -> None:  # noqa: C901 
     match step:
         case SaveStep():
             # A request for this very content can wait for the save.
-            slot = state.fleet.slots[step.slot]
-            save_s = state.fleet.backend_of(step.slot).rates.save_s(len(slot.content.resident))
+            slot = state.inventory.slots[step.slot]
+            save_s = state.inventory.backend_of(step.slot).rates.save_s(len(slot.content.resident))
             prefill_queue.save(state, job, save_s, now)
             save(state, job.id, slot, step.reason)
         case CutStep():
-            if state.fleet.catalog.is_forgotten(step.snapshot):
+            if state.inventory.catalog.is_forgotten(step.snapshot):
                 next_step(state, job, now)  # the restore deals with it
             else:
-                state.out.append(Cut(job.id, state.fleet.catalog[step.snapshot], step.n_tokens))
+                state.out.append(Cut(job.id, state.inventory.catalog[step.snapshot], step.n_tokens))
         case EraseStep():
             state.out.append(Erase(job.id, step.slot))
         case RestoreStep(snapshot=None):
             next_step(state, job, now)  # the copy failed
         case RestoreStep(snapshot=snapshot):
             assert snapshot is not None
-            if state.fleet.catalog.is_forgotten(snapshot):
+            if state.inventory.catalog.is_forgotten(snapshot):
                 state.restore_over(job.id)
                 job.went_cold("the snapshot turned out to be unusable")
                 next_step(state, job, now)
                 return
             held = state.slot_of(job).content.resident
             erase = len(held) > 0 or held.may_hold_more
-            state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot], erase))
+            state.out.append(Restore(job.id, job.slot, state.inventory.catalog[snapshot], erase))
         case PrefillStep():
             if prefill_queue.must_wait(state, job, step.tokens, now):
                 prefill_queue.wait(state, job, step.tokens, now)
@@ -130,7 +130,7 @@ def _may_save_branch(state: State, job: RequestJob) -> bool:
 
 def save(state: State, job: RequestId, slot: Slot, reason: SaveReason) -> None:
     """Begin to save a slot that the job holds."""
-    namespace = namespace_of(state.fleet.backend_of(slot.id).info, slot.content.tenant)
+    namespace = namespace_of(state.inventory.backend_of(slot.id).info, slot.content.tenant)
     slot.do(replace(slot.work, saving=slot.content.resident.tokens))
     state.out.append(Save(job, slot.id, namespace, reason))
 
@@ -138,14 +138,14 @@ def save(state: State, job: RequestId, slot: Slot, reason: SaveReason) -> None:
 def _prefill(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
     """Begin to compute tokens in the job's slot, or a chunk of them."""
     slot = state.slot_of(job)
-    step = PrefillStep(tokens, piece(state.fleet, job.slot, tokens))
+    step = PrefillStep(tokens, piece(state.inventory, job.slot, tokens))
     job.do(step)
     # Other requests may as well wait for the last of several prefills.
     last = [s.tokens for s in job.steps if isinstance(s, PrefillStep)][-1:]
     whole = last[0] if last else tokens
-    whole_s = remaining_prefill_s(state.fleet, slot, whole)
+    whole_s = remaining_prefill_s(state.inventory, slot, whole)
     slot.do(replace(slot.work, pending=whole, sharing=True, busy_until=now + whole_s))
-    piece_s = remaining_prefill_s(state.fleet, slot, step.now)
+    piece_s = remaining_prefill_s(state.inventory, slot, step.now)
     prefill_queue.begin(state, job, piece_s, now)
     state.out.append(Prefill(job.id, job.slot, step.now))
 
@@ -178,7 +178,7 @@ def _dispatch(state: State, job: RequestJob, now: float) -> None:
     slot, backend = state.slot_of(job), state.backend_of(job)
     ends_at = now + backend.rates.generation_s(job.request.max_new_tokens)
     for lease in (job.lease, *job.others):
-        used = state.fleet.slots[lease.slot]
+        used = state.inventory.slots[lease.slot]
         used.start(lease)
         used.do(replace(used.work, busy_until=ends_at))
     slot.do(replace(slot.work, pending=job.request.prompt.tokens, sharing=False))
@@ -194,12 +194,12 @@ def _dispatch(state: State, job: RequestJob, now: float) -> None:
 def saved(state: State, event: ev.Saved, now: float) -> None:
     """Note a new snapshot; its tokens are the truth about the slot."""
     snapshot = event.snapshot
-    info = state.fleet.info(event.slot.backend)
+    info = state.inventory.info(event.slot.backend)
     if info is None or info.namespace != model_of(snapshot.namespace):
         # The backend went away during the save: nothing vouches for the file.
         state.delete([snapshot])
     else:
-        backend = state.fleet.backends[info.id]
+        backend = state.inventory.backends[info.id]
         backend.backoff.succeed()
         state.stalled(info.id, Stall.SAVE, event.seconds)
         backend.rates.observe_save(
@@ -210,9 +210,9 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
             # Shorter than the window, which the probe has not seen to its end: save none so short.
             window = max(info.window, len(snapshot))
             backend.info = replace(info, window=window)
-    job = state.fleet.jobs.get(event.request)
+    job = state.inventory.jobs.get(event.request)
     if job is not None and job.lease_of(event.slot) is not None:
-        slot = state.fleet.slots[event.slot]
+        slot = state.inventory.slots[event.slot]
         read = Resident(snapshot.tokens, 0, slot.content.resident.checkpoints)
         slot.hold(replace(slot.content, resident=read))
     _save_over(state, event, snapshot, now)
@@ -238,7 +238,7 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
             _restore_the_whole(state, job, "the snapshot limits leave no room for the cut prefix")
         else:
             state.restore_over(job.id)  # the long snapshot will not be read
-            state.fleet.catalog.add_reference(usable, now)
+            state.inventory.catalog.add_reference(usable, now)
             job.use(usable)
             job.replace_next(RestoreStep(usable))
     next_step(state, job, now)
@@ -256,7 +256,7 @@ def cut_failed(state: State, event: ev.CutFailed, now: float) -> None:
 def _restore_the_whole(state: State, job: RequestJob, reason: str) -> None:
     """Go on to the restore as it is, or cold if the slot is too short for it."""
     assert job.using is not None
-    if len(state.fleet.catalog[job.using]) > state.backend_of(job).info.n_ctx:
+    if len(state.inventory.catalog[job.using]) > state.backend_of(job).info.n_ctx:
         state.restore_over(job.id)
         job.went_cold(reason)
         job.drop_next()
@@ -266,12 +266,12 @@ def _save_over(
     state: State, event: ev.Saved | ev.SaveFailed, snapshot: Snapshot | None, now: float
 ) -> None:
     """Release a slot held for the save alone; a copy goes on with the snapshot."""
-    job = state.fleet.jobs.get(event.request)
+    job = state.inventory.jobs.get(event.request)
     if job is None:
         return
     lease = job.lease_of(event.slot)  # None: lost with its backend
     if lease is not None:
-        slot = state.fleet.slots[event.slot]
+        slot = state.inventory.slots[event.slot]
         slot.do(replace(slot.work, saving=EMPTY))
     if not isinstance(job, RequestJob):
         end(state, job, now)
@@ -286,7 +286,7 @@ def _copy_over(
 ) -> None:
     """Release the source of a copy, and restore its snapshot next; cold without one."""
     if lease in job.others:
-        source = state.fleet.slots[lease.slot]
+        source = state.inventory.slots[lease.slot]
         job.give_back([lease])
         source.release(lease, replace(source.content, saved=True), source.last_used)
     if job.steps and isinstance(job.steps[0], RestoreStep):
@@ -295,13 +295,13 @@ def _copy_over(
         if usable is None:
             job.went_cold("the copy failed")
         else:
-            state.fleet.catalog.add_reference(usable, now)
+            state.inventory.catalog.add_reference(usable, now)
             job.use(usable)
 
 
 def _find(state: State, snapshot: Snapshot) -> SnapshotId | None:
     """Return the catalog's snapshot with these tokens: this one or an older equal."""
-    for match in state.fleet.catalog.match(snapshot.namespace, snapshot.tokens, limit=4):
+    for match in state.inventory.catalog.match(snapshot.namespace, snapshot.tokens, limit=4):
         if match.common == match.length == len(snapshot):
             return match.item
     return None
@@ -309,12 +309,12 @@ def _find(state: State, snapshot: Snapshot) -> SnapshotId | None:
 
 def restored(state: State, event: ev.Restored, now: float) -> None:
     """Note that the slot holds the snapshot."""
-    state.fleet.catalog.note_restore(event.snapshot, failed=False)
+    state.inventory.catalog.note_restore(event.snapshot, failed=False)
     job = state.request_job(event.request)
     if job is None:
         state.restore_over(event.request)
         return
-    snapshot = state.fleet.catalog[event.snapshot]
+    snapshot = state.inventory.catalog[event.snapshot]
     state.stalled(job.slot.backend, Stall.RESTORE, event.seconds)
     rates = state.backend_of(job).rates
     rates.restore.observe(1.0, snapshot.size_bytes, event.seconds)
@@ -341,9 +341,9 @@ def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
         if job is not None:
             state.write_failed(job.slot.backend, now, event.reason)
     else:
-        failures = state.fleet.catalog.note_restore(event.snapshot, failed=True)
+        failures = state.inventory.catalog.note_restore(event.snapshot, failed=True)
         unusable = event.blame is Blame.FILE or failures >= TUNING.restore_strikes
-        if unusable and (forgotten := state.fleet.catalog.forget(event.snapshot)):
+        if unusable and (forgotten := state.inventory.catalog.forget(event.snapshot)):
             state.out.append(Quarantine(forgotten, event.reason))
     state.restore_over(event.request)
     if job is not None:
@@ -365,12 +365,12 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
     failed, lease = isinstance(event, ev.EraseFailed), job.lease_of(event.slot)
     refuse = failed
     if lease is not None:
-        slot = state.fleet.slots[event.slot]
+        slot = state.inventory.slots[event.slot]
         own = event.slot == job.slot
         # A slot of the same tenant was only to make room.
         refuse = refuse and (own or slot.content.tenant != job.request.tenant)
         if not own:  # noted already for the job's own slot
-            state.fleet.note_displaced(slot)
+            state.inventory.note_displaced(slot)
         if failed:
             slot.hold(replace(slot.content, resident=UNKNOWN, tenant=NO_TENANT))
         else:
@@ -402,7 +402,7 @@ def prefill_broke(state: State, request: RequestId, now: float) -> None:
         prefill_queue.broke_off(state, job)
         if not slot.work.prefill_abandoned:
             slot.do(replace(slot.work, busy_until=inf))
-            if (server := state.fleet.servers.get(slot.id.backend)) is not None:
+            if (server := state.inventory.servers.get(slot.id.backend)) is not None:
                 server.lost_request(now)
 
 
@@ -446,9 +446,9 @@ def is_wanted(state: State, job: RequestJob, held: Tokens) -> bool:
     The shared prefix has to be long enough for a snapshot.
     """
     backend = state.backend_of(job)
-    if not can_save(state.fleet, backend, count(held)):
+    if not can_save(state.inventory, backend, count(held)):
         return False
-    namespace, catalog = namespace_of(backend.info, job.request.tenant), state.fleet.catalog
+    namespace, catalog = namespace_of(backend.info, job.request.tenant), state.inventory.catalog
     # A request that shares no more than a snapshot holds needs no other: few are compared.
     enough = max(catalog.covered(namespace, held) + 1, catalog.limits.min_tokens)
     beginning = head(held, enough)

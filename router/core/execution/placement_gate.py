@@ -32,10 +32,10 @@ def needs_gate_now(job: RequestJob) -> bool:
 
 def is_free(state: State, job: RequestJob) -> bool:
     """Return whether no other job has the gate and the server will take the job's slot."""
-    fleet, backend = state.fleet, state.backend_of(job)
+    inventory, backend = state.inventory, state.backend_of(job)
     if backend.gate.holder not in (None, job.id):
         return False
-    computed = fleet.is_computed(job)
+    computed = inventory.is_computed(job)
     others = (s for s in backend.slots if job.lease_of(s.id) is None)
     return not any(_is_in_the_way(state, job, slot, computed) for slot in others)
 
@@ -56,7 +56,7 @@ def wait(state: State, job: RequestJob, now: float) -> None:
 
 def next_through(state: State) -> RequestJob | None:
     """Return the first waiting job that may be sent. None: all keep waiting."""
-    backends = state.fleet.up.values()
+    backends = state.inventory.up.values()
     jobs = (state.job_of(name) for backend in backends for name in backend.gate.waiting)
     return next((job for job in jobs if is_free(state, job)), None)
 
@@ -69,7 +69,7 @@ def reuses_nothing_foreign(state: State, job: RequestJob) -> bool:
     when their answers end, which may be before the request is there.
     """
     request = job.request
-    leased = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
+    leased = [state.inventory.slots[lease.slot] for lease in (job.lease, *job.others)]
     if any(slot.content.tenant != request.tenant for slot in leased):
         return False
     if job.claim not in (SlotClaim.STEERED, SlotClaim.SERVER_PLACED):
@@ -124,7 +124,7 @@ def _is_in_the_way(state: State, job: RequestJob, slot: Slot, computed: bool) ->
     request = job.request
     if slot.phase in (Phase.IDLE, Phase.LOST, Phase.RUNNING):  # (1), (2)
         return False
-    holder = state.fleet.job_in(slot)
+    holder = state.inventory.job_in(slot)
     if holder is None or not holder.is_ours:  # (3)
         return not computed
     other = waits_in(state, slot)
@@ -149,15 +149,15 @@ def _is_in_the_way(state: State, job: RequestJob, slot: Slot, computed: bool) ->
 
 def _restored(state: State, job: RequestJob) -> list[Tokens]:
     """Return the tokens that are restored into the job's slot, now or in a later step."""
-    fleet = state.fleet
+    inventory = state.inventory
     # The source of a copy is a slot that the job holds, until it is a snapshot.
-    tokens = [fleet.slots[lease.slot].content.resident.tokens for lease in job.others]
-    return tokens if job.using is None else [*tokens, fleet.catalog[job.using].tokens]
+    tokens = [inventory.slots[lease.slot].content.resident.tokens for lease in job.others]
+    return tokens if job.using is None else [*tokens, inventory.catalog[job.using].tokens]
 
 
 def waits_in(state: State, slot: Slot) -> RequestJob | None:
     """Return the job that waits at the gate with this slot. None: there is none."""
-    job = state.fleet.job_in(slot)
+    job = state.inventory.job_in(slot)
     if not (isinstance(job, RequestJob) and isinstance(job.doing, AtGate)):
         return None
     return job if job.slot == slot.id else None

@@ -22,8 +22,8 @@ from msgspec.structs import replace
 from router.base.tokens import Tokens
 from router.base.types import RequestId
 from router.core.execution.state import State
-from router.core.fleet.backend_queues import PrefillQueue
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.backend_queues import PrefillQueue
+from router.core.inventory.inventory import Inventory
 from router.core.model.jobs import InPrefillQueue, RequestJob
 from router.core.model.tuning import TUNING
 from router.core.planning.prefill_wait import (
@@ -42,8 +42,8 @@ def must_wait(state: State, job: RequestJob, tokens: Tokens, now: float) -> bool
     1. The chunk does not take long.
     2. No other job holds the permit, and none waits for it.
     """
-    fleet, queue = state.fleet, _queue(state.fleet, job)
-    if not _is_long(fleet, job, tokens):
+    inventory, queue = state.inventory, _queue(state.inventory, job)
+    if not _is_long(inventory, job, tokens):
         return False
     taken = queue.holder != job.id and now < queue.permit_until
     return taken or bool(queue.waiting)
@@ -51,7 +51,7 @@ def must_wait(state: State, job: RequestJob, tokens: Tokens, now: float) -> bool
 
 def wait(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
     """Let a job wait in the prefill queue; the permit of its last chunk ends."""
-    queue = _queue(state.fleet, job)
+    queue = _queue(state.inventory, job)
     job.begin_chunk(0.0)
     job.do(InPrefillQueue(tokens, now))
     queue.wait(job.id)
@@ -61,7 +61,7 @@ def wait(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
 def take_next(state: State, now: float) -> list[tuple[RequestJob, Tokens]]:
     """Give the permit to the next job where it is free; return these jobs and their tokens."""
     taken: list[tuple[RequestJob, Tokens]] = []
-    for backend in state.fleet.up.values():
+    for backend in state.inventory.up.values():
         queue = backend.prefills
         if queue.waiting and queue.permit_until <= now:
             job = _foretell(state, queue, now)
@@ -72,11 +72,11 @@ def take_next(state: State, now: float) -> list[tuple[RequestJob, Tokens]]:
 
 def enter(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
     """Give the permit to a job that need not wait, if it is free and the whole prompt is long."""
-    queue = _queue(state.fleet, job)
-    if state.fleet.policy.coalesce_above_s is None:
+    queue = _queue(state.inventory, job)
+    if state.inventory.policy.coalesce_above_s is None:
         return
     queue.end_permit(job.id)  # of its last chunk
-    long = job.prefilled is not None or _is_long(state.fleet, job, tokens)
+    long = job.prefilled is not None or _is_long(state.inventory, job, tokens)
     if long and queue.permit_until <= now:
         queue.grant(job.id, now + TUNING.permit_longest_s)
 
@@ -86,7 +86,7 @@ def begin(state: State, job: RequestJob, piece_s: float, now: float) -> None:
 
     Its permit, if it has one, ends then, or a little later.
     """
-    queue = _queue(state.fleet, job)
+    queue = _queue(state.inventory, job)
     job.begin_chunk(now + piece_s)
     if queue.has_permit(job.id, now):
         least_s, most_s = TUNING.chunk_overrun_least_s, TUNING.chunk_overrun_most_s
@@ -96,7 +96,7 @@ def begin(state: State, job: RequestJob, piece_s: float, now: float) -> None:
 
 def save(state: State, job: RequestJob, save_s: float, now: float) -> None:
     """Extend the permit: the slot is saved for others before its request is sent."""
-    queue = _queue(state.fleet, job)
+    queue = _queue(state.inventory, job)
     if queue.has_permit(job.id, now):
         queue.grant(job.id, queue.permit_until + save_s)
 
@@ -106,7 +106,7 @@ def hand_over(state: State, job: RequestJob, now: float) -> None:
 
     Unless it streams, the first token is not seen, so the permit ends now.
     """
-    queue = _queue(state.fleet, job)
+    queue = _queue(state.inventory, job)
     if queue.has_permit(job.id, now):
         queue.grant(job.id, now + TUNING.handed_over_s if job.request.streams else 0.0)
 
@@ -114,26 +114,28 @@ def hand_over(state: State, job: RequestJob, now: float) -> None:
 def begun(state: State, request: RequestId) -> None:
     """End the permit of a request that has its first token."""
     if (job := state.request_job(request)) is not None:
-        _queue(state.fleet, job).end_permit(job.id)
+        _queue(state.inventory, job).end_permit(job.id)
 
 
 def broke_off(state: State, job: RequestJob) -> None:
     """End the permit with the chunk: the server computes no more than all of it."""
-    _queue(state.fleet, job).end_permit(job.id, job.chunk_until)
+    _queue(state.inventory, job).end_permit(job.id, job.chunk_until)
 
 
 def wakeup(state: State) -> float:
     """Return when the next permit that jobs wait for ends, in clock seconds; inf: never."""
-    queues = [backend.prefills for backend in state.fleet.up.values()]
+    queues = [backend.prefills for backend in state.inventory.up.values()]
     return min((queue.permit_until for queue in queues if queue.waiting), default=inf)
 
 
-def _queue(fleet: Fleet, job: RequestJob) -> PrefillQueue:
-    return fleet.backend_of(job.slot).prefills
+def _queue(inventory: Inventory, job: RequestJob) -> PrefillQueue:
+    return inventory.backend_of(job.slot).prefills
 
 
-def _is_long(fleet: Fleet, job: RequestJob, tokens: Tokens) -> bool:
-    return fleet.policy.is_long(remaining_prefill_s(fleet, fleet.slots[job.slot], tokens))
+def _is_long(inventory: Inventory, job: RequestJob, tokens: Tokens) -> bool:
+    return inventory.policy.is_long(
+        remaining_prefill_s(inventory, inventory.slots[job.slot], tokens)
+    )
 
 
 def _foretell(state: State, queue: PrefillQueue, now: float) -> RequestJob:
@@ -141,19 +143,19 @@ def _foretell(state: State, queue: PrefillQueue, now: float) -> RequestJob:
 
     The prediction (`busy_until`) is for requests that want the same prompt, if no other job comes.
     """
-    fleet = state.fleet
+    inventory = state.inventory
     jobs = [state.job_of(name) for name in queue.waiting]
-    entries = [(prefill_ahead(fleet, fleet.slots[job.slot], now), job) for job in jobs]
+    entries = [(prefill_ahead(inventory, inventory.slots[job.slot], now), job) for job in jobs]
     entries.sort(key=lambda entry: entry[0].rank_s)
     others = [
         part
         for slot in state.backend_of(jobs[0]).slots.prefilling
         if slot.holder not in queue.waiting
-        for part in slot_ahead(fleet, slot, now)
+        for part in slot_ahead(inventory, slot, now)
     ]
     total_s = 0.0
     for (rank_s, remaining_s), job in entries:
         total_s += remaining_s
-        slot = fleet.slots[job.slot]
+        slot = inventory.slots[job.slot]
         slot.do(replace(slot.work, busy_until=now + before_s(others, rank_s) + total_s))
     return entries[0][1]

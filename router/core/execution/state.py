@@ -12,8 +12,8 @@ from router.base.types import (
     SnapshotId,
     Stall,
 )
-from router.core.fleet.backend import Backend
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.backend import Backend
+from router.core.inventory.inventory import Inventory
 from router.core.model.effects import Delete, Effect, Reject
 from router.core.model.jobs import Job, RequestJob, RestoreStep
 from router.core.model.request_queue import Queue
@@ -23,9 +23,9 @@ from router.core.planning.snapshot_value import worth_of
 
 @dataclass(slots=True)
 class State:
-    """Fleet and queue; `out` collects the effects of the current event."""
+    """Inventory and queue; `out` collects the effects of the current event."""
 
-    fleet: Fleet = field(default_factory=Fleet)
+    inventory: Inventory = field(default_factory=Inventory)
     queue: Queue = field(default_factory=Queue)
     unexplained: list[RequestJob] = field(default_factory=list)  # admitted by the last event
     # Restores still running after their job ended: each keeps its snapshot reference.
@@ -42,7 +42,7 @@ class State:
 
     def stalled(self, backend: BackendId, stall: Stall, seconds: float) -> None:
         """Add `seconds` of stall for each stream that runs on the backend."""
-        there = self.fleet.backends[backend]
+        there = self.inventory.backends[backend]
         stalled_s = seconds * there.slots.running
         there.stalled_s[stall] = there.stalled_s.get(stall, 0.0) + stalled_s
 
@@ -52,8 +52,8 @@ class State:
 
     def write_failed(self, backend: BackendId, now: float, reason: str) -> None:
         """Count a failed save or rewrite of state files for a backend."""
-        if backend in self.fleet.up:  # else it failed because the backend went down
-            self.fleet.backends[backend].backoff.fail(now, reason)
+        if backend in self.inventory.up:  # else it failed because the backend went down
+            self.inventory.backends[backend].backoff.fail(now, reason)
 
     def delete(self, snapshots: list[Snapshot]) -> None:
         """Delete snapshots that the catalog dropped."""
@@ -61,24 +61,24 @@ class State:
 
     def keep(self, snapshot: Snapshot, kind: MemoryKind) -> None:
         """Offer a new snapshot to the catalog, and delete what the catalog drops for it."""
-        self.delete(self.fleet.catalog.add(snapshot, kind, *worth_of(self.fleet, snapshot)))
+        self.delete(self.inventory.catalog.add(snapshot, kind, *worth_of(self.inventory, snapshot)))
 
     def backend_of(self, job: Job) -> Backend:
         """Return the backend of the job's slot."""
-        return self.fleet.backend_of(job.slot)
+        return self.inventory.backend_of(job.slot)
 
     def slot_of(self, job: Job) -> Slot:
         """Return the job's slot."""
-        return self.fleet.slots[job.slot]
+        return self.inventory.slots[job.slot]
 
     def request_job(self, request: RequestId) -> RequestJob | None:
         """Return the job of a request. None: it has none, or has abandoned its slot."""
-        job = self.fleet.jobs.get(request)
+        job = self.inventory.jobs.get(request)
         return job if isinstance(job, RequestJob) else None
 
     def job_of(self, request: RequestId) -> RequestJob:
         """Return the job of a request that surely has one. Raises KeyError."""
-        job = self.fleet.jobs[request]
+        job = self.inventory.jobs[request]
         assert isinstance(job, RequestJob)
         return job
 
@@ -92,7 +92,7 @@ class State:
         if not job.is_sent and isinstance(job.doing, RestoreStep):
             self.orphaned_restores[job.id] = job.using
         else:
-            self.delete(self.fleet.catalog.drop_reference(job.using))
+            self.delete(self.inventory.catalog.drop_reference(job.using))
         job.use(None)
 
     def restore_over(self, request: RequestId) -> None:
@@ -100,7 +100,7 @@ class State:
         job = self.request_job(request)
         used = self.orphaned_restores.pop(request, None) if job is None else job.using
         if used is not None:
-            self.delete(self.fleet.catalog.drop_reference(used))
+            self.delete(self.inventory.catalog.drop_reference(used))
         if job is not None:
             job.use(None)
 

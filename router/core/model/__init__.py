@@ -1,4 +1,4 @@
 """The data of the core: slots, jobs, queued requests, plans, events, effects.
 
-Each module answers questions about its own data; no module knows the whole fleet.
+Each module answers questions about its own data; no module knows the whole inventory.
 """

@@ -101,7 +101,7 @@ class Bench:
     slots: "list[Slot]" = field(default_factory=list, repr=False)
     phases: Phases = field(default_factory=no_slots)  # slots in each phase
     changes: int = field(default=0, compare=False)
-    # The last results of `Fleet.reach` and their inputs, by slot index.
+    # The last results of `Inventory.reach` and their inputs, by slot index.
     reaches: "dict[int, tuple[Resident, BackendInfo, Tenant, int, int]]" = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -196,7 +196,7 @@ class Slot:
     content: Content = EMPTY_SLOT
     work: Work = NO_WORK
     last_used: float = 0.0
-    used_no: int = 0  # its place among all uses of slots of its model (`Fleet.note_use`)
+    used_no: int = 0  # its place among all uses of slots of its model (`Inventory.note_use`)
 
     def __post_init__(self) -> None:
         self.bench.phases[self.phase] += 1

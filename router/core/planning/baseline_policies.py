@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from router.base.tokens import common_prefix
 from router.base.types import Request, SlotId
-from router.core.fleet.backend import Backend
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.backend import Backend
+from router.core.inventory.inventory import Inventory
 from router.core.model.plan import Plan
 from router.core.model.policy import PolicyName
 from router.core.planning.pricing import PricingContext
@@ -25,38 +25,40 @@ def baseline(context: PricingContext, room: list[Backend]) -> Plan | None:
     2. `round_robin`: the next slot of a fixed cycle.
     3. `least_busy`: the backend with the fewest running, then the slot idle for longest.
     """
-    fleet = context.fleet
+    inventory = context.inventory
     free = [slot for backend in room for slot in backend.free(context.request)]
-    if fleet.policy.name is PolicyName.STICKY:
-        home = _home(fleet, context.request)
+    if inventory.policy.name is PolicyName.STICKY:
+        home = _home(inventory, context.request)
         if home is not None:
             free = [slot for slot in free if slot.id == home]
     if not free:
         return None
-    if fleet.policy.name is PolicyName.ROUND_ROBIN:
-        everyone = [slot.id for slot in fleet.slots]
-        turn = fleet.granted % len(everyone)
+    if inventory.policy.name is PolicyName.ROUND_ROBIN:
+        everyone = [slot.id for slot in inventory.slots]
+        turn = inventory.granted % len(everyone)
         in_turn = everyone[turn:] + everyone[:turn]
         slot = min(free, key=lambda s: in_turn.index(s.id))
     else:
-        slot = min(free, key=lambda s: (context.running(fleet.backend_of(s.id)), s.last_used, s.id))
+        slot = min(
+            free, key=lambda s: (context.running(inventory.backend_of(s.id)), s.last_used, s.id)
+        )
     held, wanted = slot.content.resident.tokens, context.request.prompt.tokens
     foreign = slot.content.tenant != context.request.tenant
     common = 0 if foreign or context.has_no_say else common_prefix(held, wanted)
-    reused = context.fleet.reusable(slot, context.n_prompt, common)
+    reused = context.inventory.reusable(slot, context.n_prompt, common)
     chosen = resident(context, slot, common, reused) if reused else cold(context, slot)
     return Plan(
         chosen=replace(chosen, save_displaced=False),
-        reason=fleet.policy.name,
+        reason=inventory.policy.name,
         shared=None if context.has_no_say else context.shared,
     )
 
 
-def _home(fleet: Fleet, request: Request) -> SlotId | None:
+def _home(inventory: Inventory, request: Request) -> SlotId | None:
     """Return the first slot of the conversation, if it can still serve the request."""
-    home = fleet.sticky.get(sticky_key(request))
-    backend = fleet.up.get(home.backend) if home is not None else None
-    if home is None or backend is None or not fleet.serves(backend, request):
+    home = inventory.sticky.get(sticky_key(request))
+    backend = inventory.up.get(home.backend) if home is not None else None
+    if home is None or backend is None or not inventory.serves(backend, request):
         return None
     slots = backend.slots.slots
     if home.index >= len(slots) or not backend.wants(slots[home.index], request):

@@ -7,8 +7,8 @@ computed twice for it: the cost is the saves.
 
 from router.base.tokens import common_prefix, head
 from router.base.types import Request
-from router.core.fleet.backend import Backend
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.backend import Backend
+from router.core.inventory.inventory import Inventory
 from router.core.model.memory_kinds import can_restore, goes_back
 from router.core.model.plan import Candidate
 from router.core.model.tenancy import namespace_of
@@ -16,7 +16,7 @@ from router.core.planning.displacement import can_save
 
 
 def boundary_saves(
-    fleet: Fleet, request: Request, chosen: Candidate
+    inventory: Inventory, request: Request, chosen: Candidate
 ) -> tuple[tuple[int, ...], float]:
     """Return the lengths to stop at, ascending, and the seconds of their saves.
 
@@ -27,23 +27,23 @@ def boundary_saves(
     2. where the prompt diverges from what a snapshot or a slot holds: another prompt has diverged
        there before.
     """
-    backend, prompt = fleet.backend_of(chosen.slot), request.prompt
+    backend, prompt = inventory.backend_of(chosen.slot), request.prompt
     info, kind = backend.info, backend.info.memory_kind
     if goes_back(kind) or not can_restore(kind) or prompt.n_media or request.whole_backend:
         return (), 0.0
     if not backend.reuses(request):
         return (), 0.0
-    rates, catalog = backend.rates, fleet.catalog
-    chance, running = fleet.policy.reuse_probability, backend.slots.running
+    rates, catalog = backend.rates, inventory.catalog
+    chance, running = inventory.policy.reuse_probability, backend.slots.running
     # Besides the save: one more request before it, and one more check of a file after it.
     handling_s = 2 * rates.handling_s.value
     namespace = namespace_of(info, request.tenant)
-    positions = {*(prompt.boundaries or (len(prompt) - 1,)), _branch(fleet, backend, request)}
+    positions = {*(prompt.boundaries or (len(prompt) - 1,)), _branch(inventory, backend, request)}
     found: list[int] = []
     cost_s = 0.0
     for position in sorted(positions):
         ahead = chosen.reused_tokens < position < len(prompt)
-        if not ahead or not can_save(fleet, backend, position):
+        if not ahead or not can_save(inventory, backend, position):
             continue
         there = catalog.reach(kind, namespace, head(prompt.tokens, position))
         there = max([there, *found])
@@ -56,9 +56,9 @@ def boundary_saves(
     return tuple(found), cost_s
 
 
-def _branch(fleet: Fleet, backend: Backend, request: Request) -> int:
+def _branch(inventory: Inventory, backend: Backend, request: Request) -> int:
     """Return how many tokens the prompt shares with anything known of its tenant."""
     tokens, tenant = request.prompt.tokens, request.tenant
     slots = [slot for slot in backend.slots if slot.content.tenant == tenant]
     shared = [common_prefix(slot.content.resident.tokens, tokens) for slot in slots]
-    return max([fleet.catalog.covered(namespace_of(backend.info, tenant), tokens), *shared])
+    return max([inventory.catalog.covered(namespace_of(backend.info, tenant), tokens), *shared])

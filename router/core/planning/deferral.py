@@ -5,7 +5,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from router.base.types import Request
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.inventory import Inventory
 from router.core.model.jobs import RequestJob
 from router.core.model.plan import Plan
 from router.core.model.slots import Phase, Slot
@@ -20,7 +20,7 @@ class Decision(NamedTuple):
     plan: Plan
 
 
-def decide(fleet: Fleet, request: Request, now: float, waited_s: float) -> Decision | None:
+def decide(inventory: Inventory, request: Request, now: float, waited_s: float) -> Decision | None:
     """Return the best way to serve a request. None: not yet.
 
     A request that the server places better is sent unpinned if no request has to wait for that;
@@ -28,50 +28,52 @@ def decide(fleet: Fleet, request: Request, now: float, waited_s: float) -> Decis
     """
     if request.server_picks:
         unpinned = replace(request, pinnable=False)
-        made = _planned(fleet, unpinned, now, waited_s)
+        made = _planned(inventory, unpinned, now, waited_s)
         if made is not None and made.chosen.wait_for is None:
             return Decision(unpinned, made)
-    made = _planned(fleet, request, now, waited_s)
+    made = _planned(inventory, request, now, waited_s)
     return None if made is None else Decision(request, made)
 
 
-def _planned(fleet: Fleet, request: Request, now: float, waited_s: float) -> Plan | None:
+def _planned(inventory: Inventory, request: Request, now: float, waited_s: float) -> Plan | None:
     """Plan the request elsewhere, or not yet, where it would take the last slot only to wait.
 
     Another request could use that slot while this one waits in the prefill queue.
     """
     while True:
-        made = plan(request, fleet, now, waited_s, losers=0)
+        made = plan(request, inventory, now, waited_s, losers=0)
         if made is None or made.chosen.wait_for is not None:
             return made
         backend = made.chosen.slot.backend
-        if not _would_hold_last_slot_idle(fleet, made, now, waited_s):
+        if not _would_hold_last_slot_idle(inventory, made, now, waited_s):
             return made
         request = replace(request, avoid=request.avoid | {backend})
 
 
-def _would_hold_last_slot_idle(fleet: Fleet, made: Plan, now: float, waited_s: float) -> bool:
+def _would_hold_last_slot_idle(
+    inventory: Inventory, made: Plan, now: float, waited_s: float
+) -> bool:
     """Return True if the request would take the last idle slot and prefill last there.
 
     As in the prefill queue, a longer wait counts as a shorter prefill, so no request starves.
     """
-    slots, own_s = fleet.backend_of(made.chosen.slot).slots, made.chosen.price.prefill_s
-    if not (made.prefill_first and fleet.policy.is_long(own_s)):
+    slots, own_s = inventory.backend_of(made.chosen.slot).slots, made.chosen.price.prefill_s
+    if not (made.prefill_first and inventory.policy.is_long(own_s)):
         return False
     if slots.phases[Phase.IDLE] > 1:
         return False
     others = [
-        (slot, remaining_prefill_s(fleet, slot, slot.work.pending)) for slot in slots.prefilling
+        (slot, remaining_prefill_s(inventory, slot, slot.work.pending)) for slot in slots.prefilling
     ]
     others = [
-        (slot, remaining_s) for slot, remaining_s in others if fleet.policy.is_long(remaining_s)
+        (slot, remaining_s) for slot, remaining_s in others if inventory.policy.is_long(remaining_s)
     ]
     return bool(others) and all(
-        rank(remaining_s, _age_s(fleet, slot, now)) <= rank(own_s, waited_s)
+        rank(remaining_s, _age_s(inventory, slot, now)) <= rank(own_s, waited_s)
         for slot, remaining_s in others
     )
 
 
-def _age_s(fleet: Fleet, slot: Slot, now: float) -> float:
-    job = fleet.job_in(slot)
+def _age_s(inventory: Inventory, slot: Slot, now: float) -> float:
+    job = inventory.job_in(slot)
     return job.waited_s + now - job.since if isinstance(job, RequestJob) else 0.0

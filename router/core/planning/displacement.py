@@ -3,33 +3,35 @@
 from collections.abc import Iterable
 
 from router.base.types import NO_TENANT
-from router.core.fleet.backend import Backend
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.backend import Backend
+from router.core.inventory.inventory import Inventory
 from router.core.model.memory_kinds import can_restore
 from router.core.model.slots import Slot
 
 
-def can_save(fleet: Fleet, backend: Backend, tokens: int) -> bool:
+def can_save(inventory: Inventory, backend: Backend, tokens: int) -> bool:
     """Return True if a state of `tokens` on this backend can become a useful snapshot.
 
     A state shorter than its sliding window cannot be extended (llama-server.md section 4.3).
     """
     info, size_bytes = backend.info, tokens * backend.rates.bytes_per_token.value
     return (
-        fleet.policy.moves_kv
+        inventory.policy.moves_kv
         and info.is_managed
         and info.kv_dir is not None
         and backend.may_write
         and can_restore(info.memory_kind)
         and info.extends
         and tokens > info.window
-        and fleet.catalog.limits.admits(tokens, size_bytes)
+        and inventory.catalog.limits.admits(tokens, size_bytes)
     )
 
 
-def keeps_snapshots(fleet: Fleet, backend: Backend) -> bool:
+def keeps_snapshots(inventory: Inventory, backend: Backend) -> bool:
     """Return True if the slots of a backend that is up can be saved and restored with effect."""
-    return can_save(fleet, backend, max(fleet.catalog.limits.min_tokens, backend.info.window + 1))
+    return can_save(
+        inventory, backend, max(inventory.catalog.limits.min_tokens, backend.info.window + 1)
+    )
 
 
 # Save seconds, expected loss in seconds, and whether to save.
@@ -40,12 +42,12 @@ _NOTHING: Displaced = (0.0, 0.0, False)
 class Displacing:
     """Prices of displacement on one backend at this moment, for many slots at once."""
 
-    __slots__ = ("_apart", "_backend", "_chance", "_fleet", "_stopped")
+    __slots__ = ("_apart", "_backend", "_chance", "_inventory", "_stopped")
 
-    def __init__(self, fleet: Fleet, backend: Backend) -> None:
-        self._fleet, self._backend = fleet, backend
-        self._chance = fleet.policy.reuse_probability
-        self._apart = fleet.policy.keeps_apart
+    def __init__(self, inventory: Inventory, backend: Backend) -> None:
+        self._inventory, self._backend = inventory, backend
+        self._chance = inventory.policy.reuse_probability
+        self._apart = inventory.policy.keeps_apart
         self._stopped = 1 + backend.slots.running
 
     def price(self, slot: Slot, kept: int = 0) -> Displaced:
@@ -70,19 +72,19 @@ class Displacing:
         ):
             return _NOTHING
         rates, stopped = self._backend.rates, self._stopped
-        chance = self._chance / (1 + self._fleet.neglect(slot))
+        chance = self._chance / (1 + self._inventory.neglect(slot))
         if kept and kept >= max(held.checkpoints, default=n_held):
             # The request goes on from the end of the slot's last prompt: it is the next turn, and
             # the client has changed the answer that is left over.
             chance *= 1 - kept / n_held
         size_bytes = round(n_held * rates.bytes_per_token.value)
         back_s = chance * stopped * rates.restore_s(size_bytes)
-        missing = n_held - max(self._fleet.reach(slot), kept)
+        missing = n_held - max(self._inventory.reach(slot), kept)
         if missing <= 0:
             return 0.0, back_s, False
         loss_s = chance * stopped * rates.prefill_s(missing, n_held - missing)
         save_s = rates.save_s(n_held)
-        if save_s * stopped + back_s < loss_s and can_save(self._fleet, self._backend, n_held):
+        if save_s * stopped + back_s < loss_s and can_save(self._inventory, self._backend, n_held):
             return save_s, back_s, True
         return 0.0, loss_s, False
 
@@ -95,6 +97,6 @@ class Displacing:
         return min(ways, key=lambda way: (way[0][0] + way[0][1], way[1].last_used, way[1].id))
 
 
-def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> Displaced:
+def saving_pays(inventory: Inventory, slot: Slot, kept: int = 0) -> Displaced:
     """Return `Displacing.price` of one slot."""
-    return Displacing(fleet, fleet.backend_of(slot.id)).price(slot, kept)
+    return Displacing(inventory, inventory.backend_of(slot.id)).price(slot, kept)

@@ -1,14 +1,14 @@
 """Plan a request: price every way to serve it in seconds, and choose the cheapest.
 
-Pure: the same fleet, request and time always give the same plan. `POST /kvferry/plan` calls the
+Pure: the same inventory, request and time always give the same plan. `POST /kvferry/plan` calls the
 same function as production.
 """
 
 from math import inf
 
 from router.base.types import Request, Source
-from router.core.fleet.backend import Backend
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.backend import Backend
+from router.core.inventory.inventory import Inventory
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
 from router.core.model.server_placement import SlotClaim
@@ -22,21 +22,25 @@ from router.core.planning.wait_candidates import starting_later
 
 
 def plan(
-    request: Request, fleet: Fleet, now: float, waited_s: float = 0.0, losers: int = TUNING.losers
+    request: Request,
+    inventory: Inventory,
+    now: float,
+    waited_s: float = 0.0,
+    losers: int = TUNING.losers,
 ) -> Plan | None:
     """Return the best plan for a request now. None: the request can only wait.
 
     The best `losers` other candidates are sure to be included, and of the rest those that were
-    priced on the way. None of them decides anything, and in a large fleet they take longer than the
+    priced on the way. None of them decides anything, and with many slots they take longer than the
     decision. If `chosen.wait_for` of the plan is set, another slot is free, but waiting is cheaper.
     """
-    context = PricingContext(request, fleet, now)
-    room = fleet.room(request)
-    if not fleet.policy.moves_kv:
+    context = PricingContext(request, inventory, now)
+    room = inventory.room(request)
+    if not inventory.policy.moves_kv:
         return baseline(context, room)
     if not room:
         return None
-    patient = waited_s < fleet.policy.max_wait_s
+    patient = waited_s < inventory.policy.max_wait_s
     if patient and request.max_new_tokens and _waits_for_room(context, room):
         return None
     later = starting_later(context, 1 + losers, patient=patient)
@@ -45,15 +49,15 @@ def plan(
     candidates = starting_now(context, room, 1 + losers, shared) + later
     candidates.sort(key=Candidate.order)
     chosen = candidates[0]
-    if fleet.policy.name is PolicyName.PREFER_OWNER:
+    if inventory.policy.name is PolicyName.PREFER_OWNER:
         chosen = _owner_first(candidates)
     starts = chosen.wait_for is None and not context.has_no_say
-    stops, stops_s = boundary_saves(fleet, request, chosen) if starts else ((), 0.0)
+    stops, stops_s = boundary_saves(inventory, request, chosen) if starts else ((), 0.0)
     return Plan(
         chosen=chosen,
         losers=tuple(way for way in candidates if way is not chosen)[: max(losers, TUNING.losers)],
         reason=_reason(request, chosen),
-        prefill_first=_prefill_first(request, chosen, fleet),
+        prefill_first=_prefill_first(request, chosen, inventory),
         boundary_saves=stops,
         boundary_saves_s=stops_s,
         shared=context.shared if starts else None,
@@ -68,13 +72,13 @@ def _waits_for_room(context: PricingContext, room: list[Backend]) -> bool:
     loss_s = min(context.cut_off_s(backend) for backend in room)
     if not loss_s:
         return False
-    fleet, whole = context.fleet, context.n_prompt + (context.request.max_new_tokens or 0)
+    inventory, whole = context.inventory, context.n_prompt + (context.request.max_new_tokens or 0)
     with_room = {backend.id for backend in room}
     waits_s = (
         slot.work.busy_until - context.now
         if slot.work.busy_until > context.now
         else TUNING.unknown_end_s
-        for backend in fleet.serving(context.request)
+        for backend in inventory.serving(context.request)
         if backend.id not in with_room and backend.info.n_ctx >= whole
         for slot in backend.slots
     )
@@ -96,15 +100,15 @@ def _owner_first(candidates: list[Candidate]) -> Candidate:
     return owner if owner.price.ttft_s <= now_s else other
 
 
-def _prefill_first(request: Request, chosen: Candidate, fleet: Fleet) -> bool:
+def _prefill_first(request: Request, chosen: Candidate, inventory: Inventory) -> bool:
     """Return True if the router computes the prompt by itself before the client's request.
 
     1. The request is server-placed: afterwards the leased slot has by far the longest common
        prefix, so the server picks it (llama-server.md section 2.2).
     2. The prefill takes long: other requests with the same prefix can then share it.
     """
-    prompt, backend = request.prompt, fleet.backend_of(chosen.slot)
-    claim = fleet.claim(backend, request)
+    prompt, backend = request.prompt, inventory.backend_of(chosen.slot)
+    claim = inventory.claim(backend, request)
     if claim in (SlotClaim.UNMANAGED, SlotClaim.WHOLE_BACKEND):
         return False
     if not prompt.is_exact or not request.reuse or not backend.reuses(request):
@@ -113,9 +117,9 @@ def _prefill_first(request: Request, chosen: Candidate, fleet: Fleet) -> bool:
         return False  # only the last token is left, and the client's request computes that
     if claim is not SlotClaim.PINNED:
         return True
-    if not fleet.policy.is_long(chosen.price.prefill_s):
+    if not inventory.policy.is_long(chosen.price.prefill_s):
         return False
-    return can_save(fleet, backend, len(prompt) - 1)
+    return can_save(inventory, backend, len(prompt) - 1)
 
 
 def _reason(request: Request, chosen: Candidate) -> str:

@@ -7,13 +7,13 @@ after each one, and the first token of a computed prompt does not wait for anoth
 
 from router.base.tokens import Tokens, common_prefix, count
 from router.base.types import SlotId
-from router.core.fleet.backend import Backend
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.backend import Backend
+from router.core.inventory.inventory import Inventory
 from router.core.model.memory_kinds import goes_back
 from router.core.model.tuning import TUNING
 
 
-def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
+def piece(inventory: Inventory, slot: SlotId, wanted: Tokens) -> int | None:
     """Return up to which of the `wanted` tokens to compute for now. None: all of them.
 
     1. All for kinds that cannot go back: the server makes a checkpoint in each chunk, and forgets
@@ -21,13 +21,13 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
     2. All where the slot holds a prefix and perhaps more, of unknown length: a chunk would cut that
        off. A slot of which nothing is known was usually never used.
     """
-    limit_s = fleet.policy.prefill_chunk_s
-    backend = fleet.backend_of(slot)
+    limit_s = inventory.policy.prefill_chunk_s
+    backend = inventory.backend_of(slot)
     if limit_s is None or not goes_back(backend.info.memory_kind):
         return None
     if not _beside_others(backend, slot):
         limit_s *= TUNING.chunk_alone
-    resident = fleet.slots[slot].content.resident
+    resident = inventory.slots[slot].content.resident
     held = common_prefix(resident.tokens, wanted)
     if held == count(resident.tokens):
         if resident.may_hold_more and resident.tokens:

@@ -7,8 +7,8 @@ from math import inf
 from typing import NamedTuple
 
 from router.base.tokens import Tokens, common_prefix, count
-from router.core.fleet.backend import Backend
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.backend import Backend
+from router.core.inventory.inventory import Inventory
 from router.core.model.jobs import InPrefillQueue, RequestJob
 from router.core.model.slots import Slot
 from router.core.model.tuning import TUNING
@@ -21,9 +21,9 @@ class Ahead(NamedTuple):
     remaining_s: float
 
 
-def ahead(fleet: Fleet, backend: Backend, now: float) -> list[Ahead]:
+def ahead(inventory: Inventory, backend: Backend, now: float) -> list[Ahead]:
     """Return all prefills of the backend, running or waiting."""
-    return [part for slot in backend.slots.prefilling for part in slot_ahead(fleet, slot, now)]
+    return [part for slot in backend.slots.prefilling for part in slot_ahead(inventory, slot, now)]
 
 
 def rank(needs_s: float, waited_s: float) -> float:
@@ -36,18 +36,18 @@ def before_s(parts: list[Ahead], rank_s: float) -> float:
     return sum(part.remaining_s for part in parts if part.rank_s <= rank_s)
 
 
-def remaining_prefill_s(fleet: Fleet, slot: Slot, tokens: Tokens) -> float:
+def remaining_prefill_s(inventory: Inventory, slot: Slot, tokens: Tokens) -> float:
     """Return the seconds that computing `tokens` adds to what the slot holds."""
     n, common = count(tokens), common_prefix(slot.content.resident.tokens, tokens)
-    there = fleet.reusable(slot, n, common)
-    return fleet.backend_of(slot.id).rates.prefill_s(n - there, there)
+    there = inventory.reusable(slot, n, common)
+    return inventory.backend_of(slot.id).rates.prefill_s(n - there, there)
 
 
-def slot_ahead(fleet: Fleet, slot: Slot, now: float) -> list[Ahead]:
+def slot_ahead(inventory: Inventory, slot: Slot, now: float) -> list[Ahead]:
     """Return what a slot has to compute: the chunk under way, ahead of all; the rest."""
-    job = fleet.job_in(slot)
+    job = inventory.job_in(slot)
     if not (isinstance(job, RequestJob) and job.chunk_until):
-        return [prefill_ahead(fleet, slot, now)]
+        return [prefill_ahead(inventory, slot, now)]
     piece_s, remaining_s = job.chunk_until - now, max(slot.work.busy_until - job.chunk_until, 0.0)
     return [
         Ahead(-inf, max(piece_s, 0.0)),
@@ -55,9 +55,12 @@ def slot_ahead(fleet: Fleet, slot: Slot, now: float) -> list[Ahead]:
     ]
 
 
-def prefill_ahead(fleet: Fleet, slot: Slot, now: float) -> Ahead:
+def prefill_ahead(inventory: Inventory, slot: Slot, now: float) -> Ahead:
     """Return the entry of a prompt of which nothing is being computed now."""
-    remaining_s, job = remaining_prefill_s(fleet, slot, slot.work.pending), fleet.job_in(slot)
+    remaining_s, job = (
+        remaining_prefill_s(inventory, slot, slot.work.pending),
+        inventory.job_in(slot),
+    )
     if not isinstance(job, RequestJob):
         return Ahead(rank(remaining_s, 0.0), remaining_s)
     if not isinstance(job.doing, InPrefillQueue):  # a restore brings it as far as was planned

@@ -15,8 +15,8 @@ from router.base.types import (
     Snapshot,
     Source,
 )
-from router.core.fleet.backend import Backend
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.backend import Backend
+from router.core.inventory.inventory import Inventory
 from router.core.model.plan import Candidate, Price
 from router.core.model.tuning import TUNING
 from router.core.planning.displacement import Displaced
@@ -43,13 +43,13 @@ class Files(NamedTuple):
 
 @dataclass(slots=True)
 class PricingContext:
-    """A request put to a fleet at one moment; caches what many candidates need.
+    """A request put to the inventory at one moment; caches what many candidates need.
 
     `computing`: how much of the prompt a busy slot is computing, to share it.
     """
 
     request: Request
-    fleet: Fleet
+    inventory: Inventory
     now: float
     n_prompt: int = field(init=False)
     computing: int = 0
@@ -71,12 +71,12 @@ class PricingContext:
     def shared(self) -> dict[SlotId, int]:
         """Return how many prompt tokens each slot holds, or will hold after its lease."""
         if self._shared is None:
-            fleet = self.fleet
+            inventory = self.inventory
             request = self.request
             # Without tenants, no slot's tenant has to be compared.
-            matters = request.tenant or fleet.has_tenants
+            matters = request.tenant or inventory.has_tenants
             tenant = request.tenant if matters else None
-            self._shared = fleet.holdings.shared(fleet.slots, request.prompt.tokens, tenant)
+            self._shared = inventory.holdings.shared(inventory.slots, request.prompt.tokens, tenant)
         return self._shared
 
     def running(self, backend: Backend) -> int:
@@ -88,11 +88,11 @@ class PricingContext:
 
     def prefill_queue_s(self, backend: Backend, prefill_s: float) -> float:
         """Return the wait for the prefill permit; 0 for a short prefill, which needs none."""
-        if not self.fleet.policy.is_long(prefill_s):
+        if not self.inventory.policy.is_long(prefill_s):
             return 0.0
         known = self._ahead.get(backend.id)
         if known is None:
-            known = self._ahead[backend.id] = ahead(self.fleet, backend, self.now)
+            known = self._ahead[backend.id] = ahead(self.inventory, backend, self.now)
         return before_s(known, prefill_s)
 
     def cut_off_s(self, backend: Backend) -> float:
@@ -148,13 +148,13 @@ class PricingContext:
         request itself may lose nothing by it. All others lose those seconds of that server, if they
         need it.
         """
-        backend = self.fleet.backend_of(slot)
+        backend = self.inventory.backend_of(slot)
         rates = backend.rates
         displaced_s, loss_s, save = displaced
         prefill_s = rates.prefill_s(self.n_prompt - reused, reused)
         if reused < self.computing:
             twice_s = rates.prefill_s(self.computing - reused, reused)
-            loss_s += self.fleet.policy.reuse_probability * twice_s
+            loss_s += self.inventory.policy.reuse_probability * twice_s
         loss_s += self.cut_off_s(backend)
         stopped_s = displaced_s + restore_s + prefill_s
         return Candidate(

@@ -7,7 +7,7 @@ that quotes of several hosts can be compared.
 from math import inf
 
 from router.base.types import BackendId, Request, Source
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.inventory import Inventory
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Quote
 from router.core.model.request_queue import Queue
@@ -18,18 +18,18 @@ from router.core.model.tuning import TUNING
 from router.core.planning.planner import plan
 
 
-def quote(request: Request, fleet: Fleet, queue: Queue, now: float) -> Quote | None:
+def quote(request: Request, inventory: Inventory, queue: Queue, now: float) -> Quote | None:
     """Return what serving the request would take. None: nothing here can serve it."""
-    if not fleet.is_served(request):
-        return _once_loaded(request, fleet, now)
-    made = plan(request, fleet, now, losers=0) if not len(queue) else None
+    if not inventory.is_served(request):
+        return _once_loaded(request, inventory, now)
+    made = plan(request, inventory, now, losers=0) if not len(queue) else None
     if made is None:
-        return _once_free(request, fleet, queue, now)
+        return _once_free(request, inventory, queue, now)
     price = made.chosen.price
     return Quote(price.total_s, price.wait_s, made.chosen.reused_tokens, made.chosen.source)
 
 
-def is_surely_cheap(request: Request, fleet: Fleet, queue: Queue, limit_s: float) -> bool:
+def is_surely_cheap(request: Request, inventory: Inventory, queue: Queue, limit_s: float) -> bool:
     """Return whether a request costs less than `limit_s` even if nothing of it is held.
 
     A fraction of the work of a quote: most requests of a chat are short.
@@ -39,11 +39,11 @@ def is_surely_cheap(request: Request, fleet: Fleet, queue: Queue, limit_s: float
     n_prompt = len(request.prompt)
     return any(
         backend.rates.prefill_s(n_prompt) * (1 + backend.slots.held_up) < limit_s
-        for backend in fleet.room(request)
+        for backend in inventory.room(request)
     )
 
 
-def _once_free(request: Request, fleet: Fleet, queue: Queue, now: float) -> Quote | None:
+def _once_free(request: Request, inventory: Inventory, queue: Queue, now: float) -> Quote | None:
     """Return the quote of a request that waits for a slot, behind those that wait already.
 
     Each slot serves its share of the queue. The content that the slots will have then is not known:
@@ -51,19 +51,21 @@ def _once_free(request: Request, fleet: Fleet, queue: Queue, now: float) -> Quot
     """
     ends_s: list[float] = []
     best: Quote | None = None
-    shared = fleet.holdings.shared(fleet.slots, request.prompt.tokens, request.tenant or None)
-    for backend in fleet.serving(request):
+    shared = inventory.holdings.shared(
+        inventory.slots, request.prompt.tokens, request.tenant or None
+    )
+    for backend in inventory.serving(request):
         info, rates, n_prompt = backend.info, backend.rates, len(request.prompt)
         reused = 0
         for slot in backend.slots:
-            ends_s.append(0.0 if slot.phase is Phase.IDLE else _until_free_s(fleet, slot, now))
+            ends_s.append(0.0 if slot.phase is Phase.IDLE else _until_free_s(inventory, slot, now))
             held = max(len(slot.content.resident), shared.get(slot.id, 0))
             common = shared.get(slot.id, 0)
             reused = max(reused, reusable_tokens(info.memory_kind, n_prompt, common, held))
         if info.kv_dir is not None:
             namespace = namespace_of(info, request.tenant)
             tokens = request.prompt.tokens
-            reused = max(reused, fleet.catalog.reach(info.memory_kind, namespace, tokens))
+            reused = max(reused, inventory.catalog.reach(info.memory_kind, namespace, tokens))
         reused = min(reused, max(n_prompt - 1, 0)) if request.reuse else 0
         prefill_s = rates.prefill_s(n_prompt - reused, reused)
         if best is None or prefill_s < best.price_s:
@@ -83,11 +85,11 @@ def _wait_s(ends_s: list[float], n_ahead: int) -> float:
     return ends_s[at] + rounds * max(sum(ends_s) / len(ends_s), TUNING.equal_s)
 
 
-def _once_loaded(request: Request, fleet: Fleet, now: float) -> Quote | None:
+def _once_loaded(request: Request, inventory: Inventory, now: float) -> Quote | None:
     """Return the quote of a request for a model that has to be loaded first. None: it cannot be."""
     waits_s = [
-        server.load_s.value + _until_room_s(fleet, server, now)
-        for server in fleet.servers.of(request.model)
+        server.load_s.value + _until_room_s(inventory, server, now)
+        for server in inventory.servers.of(request.model)
         if server.may_serve(now)
     ]
     wait_s = min(waits_s, default=inf)
@@ -96,39 +98,43 @@ def _once_loaded(request: Request, fleet: Fleet, now: float) -> Quote | None:
     return Quote(wait_s, wait_s)
 
 
-def must_make_room(fleet: Fleet, model: str | None, now: float) -> bool:
+def must_make_room(inventory: Inventory, model: str | None, now: float) -> bool:
     """Return whether each server of a model waits for another one to be stopped."""
-    return all(_until_room_s(fleet, server, now) > 0 for server in fleet.servers.of(model))
+    return all(_until_room_s(inventory, server, now) > 0 for server in inventory.servers.of(model))
 
 
-def _until_room_s(fleet: Fleet, server: Server, now: float) -> float:
+def _until_room_s(inventory: Inventory, server: Server, now: float) -> float:
     """Return the seconds until other models have made room for a server.
 
     0: there is room. inf: they are all to be kept.
     """
     waits_s = [0.0]
-    for limit in fleet.servers.limits:
-        loaded = fleet.servers.loaded(limit)
+    for limit in inventory.servers.limits:
+        loaded = inventory.servers.loaded(limit)
         if not limit.keeps_out(server.spec.model, loaded, len(loaded)):
             continue
-        others = [s for s in fleet.servers if s.spec.model in loaded and not s.spec.keep]
-        ends_s = (_until_idle_s(fleet, other.name, now) + other.stop_s.value for other in others)
+        others = [s for s in inventory.servers if s.spec.model in loaded and not s.spec.keep]
+        ends_s = (
+            _until_idle_s(inventory, other.name, now) + other.stop_s.value for other in others
+        )
         waits_s.append(min(ends_s, default=inf))
     return max(waits_s)
 
 
-def _until_idle_s(fleet: Fleet, backend: BackendId, now: float) -> float:
-    busy = [slot for slot in fleet.slots.of(backend) if slot.phase not in (Phase.IDLE, Phase.LOST)]
+def _until_idle_s(inventory: Inventory, backend: BackendId, now: float) -> float:
+    busy = [
+        slot for slot in inventory.slots.of(backend) if slot.phase not in (Phase.IDLE, Phase.LOST)
+    ]
     if not busy:
         return 0.0
-    return max(_until_free_s(fleet, slot, now) for slot in busy)
+    return max(_until_free_s(inventory, slot, now) for slot in busy)
 
 
-def _until_free_s(fleet: Fleet, slot: Slot, now: float) -> float:
+def _until_free_s(inventory: Inventory, slot: Slot, now: float) -> float:
     """Return the seconds until a busy slot is free.
 
     An answer that is longer than predicted is taken to need as long again as it is late.
     """
     left_s = slot.work.busy_until - now
-    late_s = TUNING.late_share * fleet.backend_of(slot.id).rates.generation_s(None)
+    late_s = TUNING.late_share * inventory.backend_of(slot.id).rates.generation_s(None)
     return min(max(left_s, -left_s, late_s), TUNING.unknown_end_s)

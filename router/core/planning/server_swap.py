@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from router.base.types import BackendId
-from router.core.fleet.servers import Servers
+from router.core.inventory.servers import Servers
 from router.core.model.servers import Demand, Server, ServerLimit, ServerPhase
 from router.core.model.tuning import TUNING
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from router.base.types import BackendId, BackendInfo, SlotId, Source, StateShape
-from router.core.fleet.backend import Backend
+from router.core.inventory.backend import Backend
 from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
 from router.core.model.plan import Candidate
 from router.core.model.slots import Phase, Resident, Slot
@@ -29,7 +29,7 @@ def starting_now(
 ) -> list[Candidate]:
     """Return ways to start at once on a backend with room: resident, snapshot, copy, cold.
 
-    The `n` cheapest of these and of the `known` are among them. In a large fleet few slots are good
+    The `n` cheapest of these and of the `known` are among them. Of many slots few are good
     for the request. Those that cannot be, by the tokens that they share and what runs beside them,
     are not priced.
     """
@@ -56,32 +56,32 @@ def _residents(context: PricingContext, room: list[Backend], found: Cheapest) ->
 
     Return the slot that holds most of the prompt, if it can be copied.
     """
-    fleet, position = context.fleet, {backend.id: at for at, backend in enumerate(room)}
+    inventory, position = context.inventory, {backend.id: at for at, backend in enumerate(room)}
     leads: list[tuple[float, SlotId, int, int]] = []
     owners: list[tuple[int, int, SlotId]] = []
     hinted = context.request.slot_hint is not None
     for name, common in context.shared.items():
-        slot = fleet.slots[name]
+        slot = inventory.slots[name]
         if slot.phase is not Phase.IDLE or name.backend not in position:
             continue
-        backend = fleet.backend_of(name)
+        backend = inventory.backend_of(name)
         if not backend.info.is_managed or not backend.reuses(context.request):
             continue
         if hinted and not backend.wants(slot, context.request):
             continue
-        if reused := fleet.reusable(slot, context.n_prompt, common):
+        if reused := inventory.reusable(slot, context.n_prompt, common):
             leads.append((context.least_s(backend, reused), name, common, reused))
             if slot.content.savable:
                 owners.append((-reused, position[name.backend], name))
     for least_s, name, common, reused in sorted(leads):
         if found.beat(least_s):
             break
-        found.add(resident(context, fleet.slots[name], common, reused))
+        found.add(resident(context, inventory.slots[name], common, reused))
     if not owners:
         return None
     owner = min(owners)[2]
-    backend, held = fleet.backend_of(owner), fleet.slots[owner].content.resident
-    if not can_save(fleet, backend, len(held)):
+    backend, held = inventory.backend_of(owner), inventory.slots[owner].content.resident
+    if not can_save(inventory, backend, len(held)):
         return None
     size_bytes = round(len(held) * backend.rates.bytes_per_token.value)
     return _Owner(owner, held, context.shared[owner], size_bytes)
@@ -89,13 +89,13 @@ def _residents(context: PricingContext, room: list[Backend], found: Cheapest) ->
 
 def resident(context: PricingContext, slot: Slot, common: int, reused: int) -> Candidate:
     """Return the way that goes on from what an idle slot holds."""
-    displaced = saving_pays(context.fleet, slot, kept=common)
+    displaced = saving_pays(context.inventory, slot, kept=common)
     return context.candidate(slot.id, Source.RESIDENT, displaced, reused=reused)
 
 
 def cold(context: PricingContext, slot: Slot) -> Candidate:
     """Return the way that starts from nothing."""
-    return _from_nothing(context, slot, saving_pays(context.fleet, slot))
+    return _from_nothing(context, slot, saving_pays(context.inventory, slot))
 
 
 def _in_its_cache(context: PricingContext, backend: Backend) -> Candidate:
@@ -124,7 +124,7 @@ def _where_served(context: PricingContext, room: list[Backend]) -> list[Backend]
     preferred while it runs something and another backend is quiet.
     """
     session = context.request.session
-    home = None if session is None else context.fleet.homes.get(session.id)
+    home = None if session is None else context.inventory.homes.get(session.id)
     found = [backend for backend in room if backend.id == home]
     if found and context.running(found[0]) and not all(context.running(one) for one in room):
         return room
@@ -137,7 +137,7 @@ def _from_nothing(context: PricingContext, slot: Slot, displaced: Displaced) -> 
 
 
 def _target(context: PricingContext, backend: Backend) -> tuple[Displaced, Slot]:
-    return Displacing(context.fleet, backend).cheapest(backend.free(context.request))
+    return Displacing(context.inventory, backend).cheapest(backend.free(context.request))
 
 
 def _elsewhere(
@@ -186,7 +186,7 @@ def _files(context: PricingContext, info: BackendInfo, owner: _Owner | None) -> 
 
 
 def _find_files(context: PricingContext, info: BackendInfo) -> list[RestoreOption]:
-    catalog, prompt = context.fleet.catalog, context.request.prompt
+    catalog, prompt = context.inventory.catalog, context.request.prompt
     namespace = namespace_of(info, context.request.tenant)
     useful = catalog.useful(
         info.memory_kind, namespace, prompt.tokens, context.n_prompt, TUNING.snapshots_priced
@@ -242,7 +242,7 @@ def _copy(
 ) -> Candidate | None:
     """Return the way that saves the slot of `owner` and restores it into a slot elsewhere."""
     here, n_held = backend.info, len(owner.held)
-    source = context.fleet.backend_of(owner.slot)
+    source = context.inventory.backend_of(owner.slot)
     there = source.info
     reused = reusable_tokens(here.memory_kind, context.n_prompt, owner.common, n_held)
     fits = here.kv_dir is not None and can_restore(here.memory_kind) and here.n_ctx >= n_held

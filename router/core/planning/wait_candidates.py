@@ -5,7 +5,7 @@ from math import inf
 
 from router.base.tokens import common_prefix, count
 from router.base.types import Source
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.inventory import Inventory
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Candidate, Price
 from router.core.model.slots import Phase, Slot
@@ -33,9 +33,9 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
     """
     if context.has_no_say:
         return []
-    fleet, shared = context.fleet, context.shared
-    may_wait = fleet.policy.may_wait and patient
-    at_least = max(fleet.catalog.limits.min_tokens, 1)
+    inventory, shared = context.inventory, context.shared
+    may_wait = inventory.policy.may_wait and patient
+    at_least = max(inventory.catalog.limits.min_tokens, 1)
     saved, owners = Cheapest(n), Cheapest(n)
     for slot in _busy(context):
         if (
@@ -57,7 +57,7 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
         common = shared.get(slot.id, 0)
         if common < at_least:
             continue  # so little is not saved for others
-        backend = fleet.backend_of(slot.id)
+        backend = inventory.backend_of(slot.id)
         info, rates = backend.info, backend.rates
         held = count(slot.work.pending)
         reused = reusable_tokens(info.memory_kind, context.n_prompt, common, held)
@@ -65,14 +65,14 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
             continue
         wait_s = max(slot.work.busy_until - context.now, 0.0)
         remaining_s = rates.prefill_s(context.n_prompt - reused, reused)
-        if sharing and can_save(fleet, backend, held):
+        if sharing and can_save(inventory, backend, held):
             context.computing = max(context.computing, reused)
             if not saved.beat(wait_s + remaining_s):
                 saved.add(_from_file(context, slot, held, reused, wait_s))
         elif (
             hoped
             # A prefill that was broken off ends sooner than predicted.
-            and (slot.work.prefill_abandoned or wait_s <= fleet.policy.max_wait_s)
+            and (slot.work.prefill_abandoned or wait_s <= inventory.policy.max_wait_s)
             and _is_to_be_had(context, slot)
         ):
             cut_off_s = context.cut_off_s(backend)
@@ -83,8 +83,8 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
 
 def _homes(context: PricingContext, at_least: int) -> Iterator[Candidate]:
     """Yield ways that wait for any slot of a backend that may have the prefix in its own cache."""
-    fleet, request = context.fleet, context.request
-    for backend in fleet.serving(request):
+    inventory, request = context.inventory, context.request
+    for backend in inventory.serving(request):
         if not backend.sent or backend.slots.has_idle:
             continue
         reused = backend.sent_before(request)
@@ -97,7 +97,7 @@ def _homes(context: PricingContext, at_least: int) -> Iterator[Candidate]:
         yield Candidate(slot.id, Source.NONE, reused, price, wait_for=slot.id)
 
 
-def hope_ends(fleet: Fleet, now: float) -> float:
+def hope_ends(inventory: Inventory, now: float) -> float:
     """Return when the next abandoned slot or shared prefill is no longer waited for.
 
     In clock seconds; inf: there is none.
@@ -105,7 +105,7 @@ def hope_ends(fleet: Fleet, now: float) -> float:
     ends = (
         slot.work.busy_until
         + (TUNING.abandoned_trusted_s if slot.is_abandoned else TUNING.shared_prefill_late_s)
-        for _, bench in fleet.slots.benches()
+        for _, bench in inventory.slots.benches()
         if bench.phases[Phase.ABANDONED] or bench.phases[Phase.PREPARING]
         for slot in bench
         if slot.is_abandoned or slot.work.sharing
@@ -115,9 +115,9 @@ def hope_ends(fleet: Fleet, now: float) -> float:
 
 def _busy(context: PricingContext) -> Iterator[Slot]:
     """Yield slots that could be waited for; on a draining backend, for their files."""
-    fleet = context.fleet
-    wanted = _MAY_WAIT if fleet.policy.may_wait else _SOON
-    for backend in fleet.up.values():
+    inventory = context.inventory
+    wanted = _MAY_WAIT if inventory.policy.may_wait else _SOON
+    for backend in inventory.up.values():
         phases = backend.slots.phases
         if not any(phases[phase] for phase in wanted):
             continue
@@ -130,9 +130,9 @@ def _busy(context: PricingContext) -> Iterator[Slot]:
 
 def _is_to_be_had(context: PricingContext, slot: Slot) -> bool:
     """Return True if the request may have the slot itself when it is idle."""
-    fleet, request = context.fleet, context.request
-    backend = fleet.backend_of(slot.id)
-    return fleet.serves(backend, request) and backend.wants(slot, request)
+    inventory, request = context.inventory, context.request
+    backend = inventory.backend_of(slot.id)
+    return inventory.serves(backend, request) and backend.wants(slot, request)
 
 
 def _once_saved(context: PricingContext, slot: Slot, at_least: int) -> Candidate | None:
@@ -141,10 +141,10 @@ def _once_saved(context: PricingContext, slot: Slot, at_least: int) -> Candidate
     Until the save is over no request can have that content. If the slot is another request's
     already, the content is nowhere else.
     """
-    backend, held = context.fleet.backend_of(slot.id), len(slot.content.resident)
+    backend, held = context.inventory.backend_of(slot.id), len(slot.content.resident)
     common = common_prefix(slot.work.saving, context.request.prompt.tokens)
     reused = reusable_tokens(backend.info.memory_kind, context.n_prompt, common, held)
-    if reused < at_least or not can_save(context.fleet, backend, held):
+    if reused < at_least or not can_save(context.inventory, backend, held):
         return None
     context.computing = max(context.computing, reused)
     return _from_file(context, slot, held, reused, 0.0)
@@ -154,7 +154,7 @@ def _from_file(
     context: PricingContext, slot: Slot, held: int, reused: int, wait_s: float
 ) -> Candidate:
     """Return the way that waits until the slot's content is saved, and restores it."""
-    backend = context.fleet.backend_of(slot.id)
+    backend = context.inventory.backend_of(slot.id)
     rates = backend.rates
     back_s = rates.save_s(held) + rates.restore_s(round(held * rates.bytes_per_token.value))
     remaining_s = rates.prefill_s(context.n_prompt - reused, reused)

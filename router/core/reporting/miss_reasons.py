@@ -17,8 +17,8 @@ from router.base.types import (
     SlotId,
     SnapshotId,
 )
-from router.core.fleet.catalog import Catalog
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.catalog import Catalog
+from router.core.inventory.inventory import Inventory
 from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
 from router.core.model.plan import Coverage, Plan
 from router.core.model.tenancy import namespace_of
@@ -26,7 +26,7 @@ from router.core.model.tenancy import namespace_of
 _AROUND = 10  # tokens on either side of the point of divergence
 
 
-def coverage_of(request: Request, made: Plan, fleet: Fleet) -> Coverage | None:
+def coverage_of(request: Request, made: Plan, inventory: Inventory) -> Coverage | None:
     """Return what was held of a prompt when plan `made` was made. None: the router has no say.
 
     Nothing may have changed since, except that the slot is leased. Only content in the namespace
@@ -35,14 +35,16 @@ def coverage_of(request: Request, made: Plan, fleet: Fleet) -> Coverage | None:
     if made.shared is None:
         return None
     chosen, tokens = made.chosen, request.prompt.tokens
-    info = fleet.backends[chosen.slot.backend].info
+    info = inventory.backends[chosen.slot.backend].info
     most = _Most()
-    usable, waiting = _in_slots(fleet, made.shared, chosen.slot, info, len(request.prompt), most)
-    if fleet.policy.moves_kv and can_restore(info.memory_kind):
-        usable = max(usable, _in_snapshots(fleet.catalog, request, info, most))
+    usable, waiting = _in_slots(
+        inventory, made.shared, chosen.slot, info, len(request.prompt), most
+    )
+    if inventory.policy.moves_kv and can_restore(info.memory_kind):
+        usable = max(usable, _in_snapshots(inventory.catalog, request, info, most))
     namespace = namespace_of(info, request.tenant)
-    evicted = fleet.catalog.gone.nearest(namespace, tokens)
-    displaced = fleet.displaced.nearest(namespace, tokens)
+    evicted = inventory.catalog.gone.nearest(namespace, tokens)
+    displaced = inventory.displaced.nearest(namespace, tokens)
     return Coverage(
         planned=chosen.reused_tokens,
         usable=usable,
@@ -51,7 +53,7 @@ def coverage_of(request: Request, made: Plan, fleet: Fleet) -> Coverage | None:
         evicted=evicted[0],
         displaced=displaced[0],
         goes_on=max((most.common, most.goes_on), evicted, displaced)[1],
-        worth=max(fleet.catalog.limits.min_tokens, 1),
+        worth=max(inventory.catalog.limits.min_tokens, 1),
         nearest=most.nearest(tokens),
     )
 
@@ -100,7 +102,7 @@ def _part(tokens: Tokens, start: int, end: int) -> Tokens:
 
 
 def _in_slots(
-    fleet: Fleet,
+    inventory: Inventory,
     shared: Mapping[SlotId, int],
     taken: SlotId,
     info: BackendInfo,
@@ -115,10 +117,10 @@ def _in_slots(
     for name, common in shared.items():
         if common < usable or (common == usable and most.goes_on):
             continue  # it would change nothing
-        there = fleet.info(name.backend)
+        there = inventory.info(name.backend)
         if there is None or there.namespace != info.namespace:
             continue
-        slot = fleet.slots[name]
+        slot = inventory.slots[name]
         if slot.is_idle or name == taken:
             held = slot.content.resident
             most.see(common, held.tokens, slot=name)

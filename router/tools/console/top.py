@@ -1,4 +1,4 @@
-"""`kvferry top`: the state of the fleet, refreshed every second."""
+"""`kvferry top`: backends, slots and queue, refreshed every second."""
 
 import asyncio
 from collections import deque
@@ -44,7 +44,7 @@ class History:
 
 
 async def top(url: str, *, once: bool) -> int:
-    """Show the fleet until Ctrl-C; once without a terminal. Raises CallError at the start."""
+    """Show the state until Ctrl-C; once without a terminal. Raises CallError at the start."""
     console = output()
     async with connected(url) as client:
         history = History()
@@ -57,7 +57,7 @@ async def top(url: str, *, once: bool) -> int:
 
 
 async def _live(console: Console, client: RouterClient, history: History, view: View) -> None:
-    """Show the fleet every second. Without a router show the last picture, and try again."""
+    """Show the state every second. Without a router show the last picture, and try again."""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         trouble: str | None = None
         while True:

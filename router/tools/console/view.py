@@ -1,4 +1,4 @@
-"""The fleet in a terminal: `/kvferry/state`, recent figures and decisions as tables.
+"""The state in a terminal: `/kvferry/state`, recent figures and decisions as tables.
 
 Pure functions from JSON to renderables of rich. The tables fit 80 columns and use more if there
 are more. Colours and bars are repeated as numbers.

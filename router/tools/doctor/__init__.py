@@ -1,1 +1,1 @@
-"""`kvferry doctor` and `kvferry check`: find problems of a fleet or a file, and the remedy."""
+"""`kvferry doctor` and `kvferry check`: find problems of servers or a file, and the remedy."""

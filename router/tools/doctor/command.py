@@ -1,6 +1,6 @@
 """`kvferry doctor`: examine every backend, try save and restore, say what to change.
 
-`facts.py` gathers facts, `findings.py` and `fleet.py` turn them into findings, and this module
+`facts.py` gathers facts, `findings.py` and `together.py` turn them into findings, and this module
 prints the findings. The doctor may run beside a router with the same servers and directories.
 """
 
@@ -16,8 +16,8 @@ from router.llama.server_client import Connections
 from router.tools.doctor.certificates import of_certificates
 from router.tools.doctor.facts import Facts, gather
 from router.tools.doctor.findings import Finding, Level, of_backend
-from router.tools.doctor.fleet import of_fleet, verdict
 from router.tools.doctor.hosts import of_hosts
+from router.tools.doctor.together import of_several, verdict
 from router.tools.terminal import Progress, no_log_lines, output
 
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "red"}
@@ -27,17 +27,17 @@ _INDENT = 10  # columns for the level
 
 async def doctor(config: Config) -> int:
     """Print the findings. Returns the exit code of `verdict`: 0 if ready, else 1."""
-    fleet = await examine(config)
+    all_facts = await examine(config)
     console = output()
-    for facts in fleet:
+    for facts in all_facts:
         _print(console, f"{facts.name}  {facts.backend.url}", of_backend(facts))
-    if together := of_fleet(fleet, config):
+    if together := of_several(all_facts, config):
         _print(console, "together", together)
     if certificates := await of_certificates(config):
         _print(console, "certificates", certificates)
-    if others := await of_hosts(config, fleet):
+    if others := await of_hosts(config, all_facts):
         _print(console, "other hosts", others)
-    code, text = verdict(fleet, config)
+    code, text = verdict(all_facts, config)
     console.print(Text(text, style="bold green" if code == 0 else "bold red"))
     return code
 
@@ -47,17 +47,17 @@ async def examine(config: Config) -> list[Facts]:
 
     In parallel, servers on one machine would slow each other down and distort the timings.
     """
-    fleet: list[Facts] = []
+    all_facts: list[Facts] = []
     known: set[Namespace] = set()
     with no_log_lines(), Progress() as progress:
         async with Connections() as connections:
             for backend in config.backends:
                 progress(f"trying {backend.name} ({backend.url})")
                 facts = await gather(backend, config, connections, known)
-                fleet.append(facts)
+                all_facts.append(facts)
                 if facts.attached is not None and not facts.untried:
                     known.add(facts.attached.info.namespace)
-    return fleet
+    return all_facts
 
 
 def _print(console: Console, title: str, findings: Sequence[Finding]) -> None:

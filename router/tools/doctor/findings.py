@@ -1,6 +1,6 @@
 """Turn the facts about one backend into findings with the exact flag to change. Pure.
 
-Findings about several backends together are in `fleet.py`.
+Findings about several backends together are in `together.py`.
 """
 
 import os

@@ -21,7 +21,7 @@ _OLDEST_REDIS = 7
 _WITHIN_S = 5.0
 
 
-async def of_hosts(config: Config, fleet: list[Facts]) -> list[Finding]:
+async def of_hosts(config: Config, all_facts: list[Facts]) -> list[Finding]:
     """Return the findings about other hosts; none without the section `fleet`."""
     section = config.fleet
     if not section.is_used:
@@ -33,7 +33,7 @@ async def of_hosts(config: Config, fleet: list[Facts]) -> list[Finding]:
     found = [finding for url in section.peers for finding in await _peer(url, credentials, config)]
     hellos = [hello for finding, hello in found if hello is not None]
     findings = [finding for finding, _ in found]
-    findings += _models(hellos, fleet)
+    findings += _models(hellos, all_facts)
     if section.redis is not None:
         findings.append(await _directory(section.redis))
     return findings
@@ -79,10 +79,10 @@ async def _examined(
     return Finding(Level.OK, told), hello
 
 
-def _models(hellos: list[Hello], fleet: list[Facts]) -> list[Finding]:
+def _models(hellos: list[Hello], all_facts: list[Facts]) -> list[Finding]:
     """Return a finding for each model that other hosts have in another form."""
     found = []
-    for facts in fleet:
+    for facts in all_facts:
         if facts.attached is None:
             continue
         info = facts.attached.info

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from router.base.tokens import Tokens, common_prefix, count
 from router.base.types import RequestId, RequestRecord, SlotId, Source
 from router.core.execution.state import State
-from router.core.fleet.prefix_index import PrefixIndex
+from router.core.inventory.prefix_index import PrefixIndex
 from router.core.model import effects as ef
 from router.core.model.plan import Candidate
 from router.core.model.slots import Phase
@@ -47,26 +47,28 @@ class Losses:
         job = state.request_job(effect.request)
         if job is None or job.id in self._known:
             return
-        fleet, prompt = state.fleet, job.request.prompt.tokens
+        inventory, prompt = state.inventory, job.request.prompt.tokens
         own = job.plan.chosen.slot
         idle = busy = 0
-        for slot in fleet.slots:
+        for slot in inventory.slots:
             common = common_prefix(slot.content.resident.tokens, prompt)
             if slot.id == own or slot.phase is Phase.IDLE or _is_source(job.plan.chosen, slot.id):
                 idle = max(idle, common)
             else:
                 busy = max(busy, common, common_prefix(slot.work.pending, prompt))
-        info = fleet.backends[own.backend].info
-        kept = fleet.catalog.covered(info.namespace, prompt)
+        info = inventory.backends[own.backend].info
+        kept = inventory.catalog.covered(info.namespace, prompt)
         self._known[job.id] = (idle, kept, busy, self._ever.longest(prompt))
         self._note_displaced(job.plan.chosen, state)
 
     def _note_displaced(self, chosen: Candidate, state: State) -> None:
         """Count the tokens that the request displaces from its slot."""
-        slot = state.fleet.slots[chosen.slot]
+        slot = state.inventory.slots[chosen.slot]
         kept = 0 if chosen.source is not Source.RESIDENT else chosen.reused_tokens
-        backend = state.fleet.backend_of(chosen.slot)
-        covered = state.fleet.catalog.covered(backend.info.namespace, slot.content.resident.tokens)
+        backend = state.inventory.backend_of(chosen.slot)
+        covered = state.inventory.catalog.covered(
+            backend.info.namespace, slot.content.resident.tokens
+        )
         lost = len(slot.content.resident) - max(kept, covered)
         if lost > 0:
             running = backend.slots.running

@@ -11,8 +11,8 @@ from heapq import heapify, heappop, heappush
 
 from router.base.tokens import Tokens, count
 from router.base.types import KvDir, MemoryKind, Namespace, Snapshot, SnapshotId
-from router.core.fleet.catalog import Catalog
-from router.core.fleet.prefix_index import PrefixIndex
+from router.core.inventory.catalog import Catalog
+from router.core.inventory.prefix_index import PrefixIndex
 from router.core.model.snapshot_limits import UNLIMITED, SnapshotLimits
 from router.tools.simulate.hardware import Hardware
 

@@ -12,7 +12,7 @@ from router.base.types import Request
 from router.core.model.tenancy import namespace_of
 from router.core.planning.quote import quote
 from router.core.scheduler import Scheduler
-from router.engine.fleet_view import FleetView
+from router.engine.scheduler_view import SchedulerView
 from router.hosts.choice import Offer, in_order, is_worth_asking, to_ask
 from router.tools.simulate.server import SimulatedServer
 
@@ -27,22 +27,22 @@ class SimulatedHost:
     name: str
     scheduler: Scheduler
     servers: list[SimulatedServer]
-    view: FleetView = field(init=False)
+    view: SchedulerView = field(init=False)
     tick: float | None = None
 
     def __post_init__(self) -> None:
-        self.view = FleetView(self.scheduler.state)
+        self.view = SchedulerView(self.scheduler.state)
 
     def holds(self, request: Request) -> int:
         """Return how many tokens of a prompt a slot or a snapshot of this host holds."""
-        fleet, tokens = self.scheduler.state.fleet, request.prompt.tokens
-        most = max(fleet.holdings.shared(fleet.slots, tokens).values(), default=0)
-        namespaces = {namespace_of(info, request.tenant) for info in fleet.infos()}
-        return max([most, *(fleet.catalog.covered(name, tokens) for name in namespaces)])
+        inventory, tokens = self.scheduler.state.inventory, request.prompt.tokens
+        most = max(inventory.holdings.shared(inventory.slots, tokens).values(), default=0)
+        namespaces = {namespace_of(info, request.tenant) for info in inventory.infos()}
+        return max([most, *(inventory.catalog.covered(name, tokens) for name in namespaces)])
 
     def busy(self) -> float:
         """Return the requests for each slot."""
-        slots = list(self.scheduler.state.fleet.slots)
+        slots = list(self.scheduler.state.inventory.slots)
         busy = sum(not slot.is_idle for slot in slots) + len(self.scheduler.state.queue)
         return busy / max(len(slots), 1)
 
@@ -63,7 +63,7 @@ class Doors:
         if len(self._order) == 1:
             return here, 0.0
         state = here.scheduler.state
-        own = quote(request, state.fleet, state.queue, now)
+        own = quote(request, state.inventory, state.queue, now)
         if not is_worth_asking(own, len(request.prompt), _ASK_S + _WAY_S):
             return here, 0.0
         others = [name for name in self._hosts if name != here.name]
@@ -73,7 +73,7 @@ class Doors:
         offers = []
         for name in to_ask(others, holders, busy, first):
             theirs = self._hosts[name].scheduler.state
-            told = quote(request, theirs.fleet, theirs.queue, now)
+            told = quote(request, theirs.inventory, theirs.queue, now)
             if told is not None:
                 offers.append(Offer(name, told, told.price_s))
         order = in_order(own, offers, _WAY_S, self._hosts, first)

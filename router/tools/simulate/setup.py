@@ -1,11 +1,11 @@
-"""A simulated fleet for one run: servers and the production scheduler."""
+"""What is simulated in one run: servers and the production scheduler."""
 
 from dataclasses import dataclass, field
 
 from router.base.types import BackendId, BackendInfo, MemoryKind, Namespace
 from router.core.execution.state import State
-from router.core.fleet.catalog import Catalog
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.catalog import Catalog
+from router.core.inventory.inventory import Inventory
 from router.core.model.policy import Policy
 from router.core.model.request_queue import Queue, QueueLimits
 from router.core.model.snapshot_limits import UNLIMITED, SnapshotLimits
@@ -86,5 +86,5 @@ class Setup:
         limits = SnapshotLimits(
             max_bytes=self.budget_bytes, min_tokens=max(self.min_tokens // self.scale, 1)
         )
-        fleet = Fleet(policy=self.policy, catalog=Catalog(limits))
-        return Scheduler(State(fleet=fleet, queue=Queue(self.queue)))
+        inventory = Inventory(policy=self.policy, catalog=Catalog(limits))
+        return Scheduler(State(inventory=inventory, queue=Queue(self.queue)))

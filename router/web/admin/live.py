@@ -177,7 +177,7 @@ class Live:
     def _refresh(self) -> None:
         """Read the engine's state, and send what changed, if anything."""
         picture = self._subject.picture()
-        picture["fleet"]["snapshots"] = self._survey
+        picture["host"]["snapshots"] = self._survey
         told: dict[str, object] = {**changes(self._picture, picture)}
         if decisions := self._new_decisions():
             told["decisions"] = decisions

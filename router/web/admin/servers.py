@@ -11,7 +11,7 @@ from router.base.types import BackendId
 from router.core.model import events as ev
 from router.core.model.servers import ServerPhase
 from router.engine.engine import Engine
-from router.engine.fleet_view import ServerView
+from router.engine.scheduler_view import ServerView
 from router.web.admin.guard import Guard
 from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS, json_response

@@ -1,4 +1,4 @@
-"""The fleet as rows of JSON, for `/kvferry/state` and the live page, and the changes of rows.
+"""The state as rows of JSON, for `/kvferry/state` and the live page, and the changes of rows.
 
 Rows hold no prompt text and no key. This module has no state and does not change the scheduler's.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from router.base.types import BackendId, Snapshot
 from router.core.model.tenancy import tenant_of
 from router.engine.engine import Engine
-from router.engine.fleet_view import SlotView, StoreView, WaitingView
+from router.engine.scheduler_view import SlotView, StoreView, WaitingView
 from router.llama.attach.monitor import EMPTIES_SLOTS, NO_RAM_CACHE
 from router.web.admin.hosts import HostsView, hosts_brief
 from router.web.api.backend_selection import BackendSelection
@@ -18,7 +18,7 @@ from router.web.api.backend_selection import BackendSelection
 Row = dict[str, object]
 Rows = dict[str, Row]
 Picture = dict[str, Rows]
-"""Section, key, row. Sections: `fleet`, `backends` (by name) and `slots` (by `name/index`)."""
+"""Section, key, row. Sections: `host`, `backends` (by name) and `slots` (by `name/index`)."""
 
 Changes = dict[str, dict[str, Row | None]]
 """The rows of a picture that are new or differ; None for a removed row."""
@@ -125,7 +125,7 @@ def picture_of(
     """Return all but the snapshots, which `survey` sums up. `now` is the engine's clock."""
     view = engine.view
     return {
-        "fleet": {
+        "host": {
             "router": {"policy": view.policy, "stopping": view.is_stopping},
             "queue": _queue_row(view.queue(), selection.waiting, now),
             "store": store_row(view.store),

@@ -23,7 +23,7 @@ from router.base.types import (
 )
 from router.core.model import events as ev
 from router.engine.engine import Engine
-from router.engine.fleet_view import ServerView
+from router.engine.scheduler_view import ServerView
 from router.llama.attach.monitor import Monitor
 from router.llama.client import LlamaClient
 from router.llama.wire import ParsedRequest

@@ -140,7 +140,7 @@ class Passing:
     async def models(self, call: Call) -> web.StreamResponse:
         """Return the models of all backends. Raises RouterError.
 
-        A fleet with one model gives its server's own answer. A model is left out if none of its
+        With one model it gives its server's own answer. A model is left out if none of its
         servers answers.
         """
         models = self._selection.for_each_model()

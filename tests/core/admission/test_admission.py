@@ -82,7 +82,7 @@ def test_a_request_goes_at_once_where_a_slot_is_free() -> None:
     assert dispatch.lease == Lease(A0, 1, R)
     assert dispatch.waited_s == 0.0
     assert slot(s, A0).phase is Phase.RUNNING
-    assert s.state.fleet.granted == 1
+    assert s.state.inventory.granted == 1
 
 
 def test_what_fits_nowhere_is_refused_with_the_longest_context() -> None:
@@ -130,7 +130,7 @@ def test_a_client_with_many_prompts_waits_for_itself() -> None:
     arrive(s, "b", client="b")
 
     s.handle(ev.Finished(RequestId("a0"), Outcome.OK, Reported()), NOW + 5)
-    assert list(s.state.fleet.jobs) == ["b"]
+    assert list(s.state.inventory.jobs) == ["b"]
 
 
 MANY = 3 * TUNING.scanned_at_once
@@ -173,7 +173,7 @@ def test_unread_prompts_do_not_block_others_with_tenants() -> None:
         arrive(s, f"r{number}", model="m", tenant="x", **UNREAD)
 
     arrive(s, "mine", model="other", tenant="x")
-    assert "mine" in s.state.fleet.jobs
+    assert "mine" in s.state.inventory.jobs
 
 
 def test_a_backend_that_comes_up_is_filled_step_by_step() -> None:
@@ -248,7 +248,7 @@ def test_wait_for_a_slot_does_not_shorten_that_for_a_backend() -> None:
     assert s.next_wakeup(NOW + 50.0) == NOW + 60.0
     assert s.handle(ev.Tick(), NOW + 59.0) == []
     s.handle(ev.BackendUp(ONE), NOW + 59.5)
-    assert RequestId("waits") in s.state.fleet.jobs
+    assert RequestId("waits") in s.state.inventory.jobs
 
 
 def test_others_time_is_not_charged_for() -> None:
@@ -281,7 +281,7 @@ def test_a_router_that_stops_lets_nobody_in() -> None:
 
     assert rejected(s.handle(ev.Stopping(save=False), NOW)) is NoBackendError
     assert rejected(arrive(s, "r3")) is NoBackendError
-    assert s.state.fleet.jobs.keys() == {R}
+    assert s.state.inventory.jobs.keys() == {R}
 
 
 # -- disconnects ---------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_cancel_twice_or_after_the_send_does_nothing() -> None:
 
     assert cancel(s) == []
     assert cancel(s, "never seen") == []
-    assert s.state.fleet.jobs.keys() == {R}
+    assert s.state.inventory.jobs.keys() == {R}
 
 
 def test_a_prefill_that_others_wait_for_goes_on() -> None:
@@ -381,7 +381,7 @@ def test_others_pass_who_waits_for_a_busy_slot() -> None:
 def test_whole_backend_request_is_not_starved() -> None:
     s = scheduler(backend("a", 2), backend("b", 2))
     arrive(s, "x", [1])
-    s.state.fleet.slots[B0].lease(RequestId("y"), NO_WORK)
+    s.state.inventory.slots[B0].lease(RequestId("y"), NO_WORK)
     assert arrive(s, "r", whole_backend=True) == []
 
     (dispatch,) = arrive(s, "r2", [2])
@@ -413,7 +413,7 @@ def test_a_whole_backend_is_leased_whole() -> None:
     arrive(s, whole_backend=True)
 
     assert [lease.slot for lease in s.state.job_of(R).others] == [A1, A2]
-    assert s.state.fleet.gated == {A}
+    assert s.state.inventory.gated == {A}
 
 
 def test_a_snapshot_is_in_use_from_the_grant_on() -> None:
@@ -422,7 +422,7 @@ def test_a_snapshot_is_in_use_from_the_grant_on() -> None:
 
     assert arrive(s, ids=LONG) == [Save(R, A0, NS, SaveReason.DISPLACED)]
     assert s.state.job_of(R).using == used.id
-    assert s.state.fleet.catalog.snapshots() == [(used, 2, 1)]
+    assert s.state.inventory.catalog.snapshots() == [(used, 2, 1)]
 
 
 def test_only_so_many_homes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,13 +431,13 @@ def test_only_so_many_homes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> N
     for n in range(3):
         arrive(s, f"r{n}", [n], session=f"s{n}")
 
-    assert list(s.state.fleet.sticky.values()) == [SlotId(A, 1), SlotId(A, 2)]
+    assert list(s.state.inventory.sticky.values()) == [SlotId(A, 1), SlotId(A, 2)]
 
 
 def test_homes_are_of_no_interest_to_other_policies() -> None:
     s = scheduler(backend("a", 3))
     arrive(s, "r", [1], session="s")
-    assert not s.state.fleet.sticky
+    assert not s.state.inventory.sticky
 
 
 def test_a_request_that_failed_elsewhere_avoids_that_backend() -> None:
@@ -446,7 +446,7 @@ def test_a_request_that_failed_elsewhere_avoids_that_backend() -> None:
 
     assert restore == Restore(R, B0, snapshot("s", run_of(900)))
     assert replace(s.state.job_of(R).lease, generation=0) == Lease(B0, 0, R)
-    assert B in s.state.fleet.up
+    assert B in s.state.inventory.up
 
 
 # -- a model without KV --------------------------------------------------------------------------
@@ -466,7 +466,7 @@ def test_where_slots_hold_nothing_embeddings_go_side_by_side() -> None:
     assert (dispatch.request, dispatch.lease.slot) == (R3, A0)
     finish(s, "r3")
     assert slot(s, A0).content.resident == NOTHING
-    assert not s.state.fleet.gated
+    assert not s.state.inventory.gated
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CLIENT_GONE, Outcome.REFUSED, Outcome.BACKEND_ERROR])
@@ -479,7 +479,7 @@ def test_where_slots_hold_nothing_nobody_waits_for_what_was_left(
     arrive(s, **UNREAD, adapted=adapted)
     assert names(finish(s, outcome=outcome)) == ["Account"]
     assert slot(s, A0).phase is Phase.IDLE
-    assert not s.state.fleet.jobs
+    assert not s.state.inventory.jobs
 
 
 def test_where_slots_hold_nothing_ours_may_run_in_any() -> None:
@@ -562,4 +562,4 @@ def test_slot_free_before_the_tick_serves_a_late_request() -> None:
 
     s.handle(ev.Finished(RequestId("r"), Outcome.OK, Reported()), NOW + 5.001)
 
-    assert "r2" in s.state.fleet.jobs
+    assert "r2" in s.state.inventory.jobs

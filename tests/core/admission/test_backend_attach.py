@@ -48,7 +48,7 @@ def test_what_a_slot_holds_is_known_in_number_only() -> None:
     s = scheduler()
     s.handle(ev.BackendUp(backend("b", 3), (status(0), status(1, n=None))), NOW)
 
-    assert [x.content.resident for x in s.state.fleet.slots.of(B)] == [
+    assert [x.content.resident for x in s.state.inventory.slots.of(B)] == [
         Resident(unread=5),
         Resident(may_hold_more=True),
         Resident(),
@@ -92,20 +92,20 @@ def test_priors_come_from_the_probe_and_outlive_a_restart() -> None:
     s = scheduler()
     info = backend("b", 1, prefill_s_per_token=0.5, bytes_per_token=7.0)
     s.handle(ev.BackendUp(info), NOW)
-    rates = s.state.fleet.backends[B].rates
+    rates = s.state.inventory.backends[B].rates
     assert rates.bytes_per_token.value == 7.0
     assert rates.prefill_s(10) > 5.0
 
     s.handle(ev.BackendUp(backend("b", 2)), NOW)
-    assert s.state.fleet.backends[B].rates is rates
-    assert len(s.state.fleet.slots.of(B)) == 2
+    assert s.state.inventory.backends[B].rates is rates
+    assert len(s.state.inventory.slots.of(B)) == 2
 
 
 def test_a_backend_that_tells_nothing_gets_priors_all_the_same() -> None:
     s = scheduler()
     s.handle(ev.BackendUp(backend("b", 1)), NOW)
 
-    assert s.state.fleet.backends[B].rates.prefill_s(10) > 0
+    assert s.state.inventory.backends[B].rates.prefill_s(10) > 0
 
 
 # -- a backend that is probed later ----------------------------------------------------------------
@@ -117,7 +117,7 @@ UNTRIED = backend("a", 3, kv_dir=None, memory_kind=MemoryKind.UNKNOWN)
 def lent(s: Scheduler, backend_id: BackendId = A) -> list[SlotId]:
     """Return the slots that are lent to the backend's probe."""
     name = probe_name(backend_id)
-    return [slot.id for slot in s.state.fleet.slots.of(backend_id) if slot.holder == name]
+    return [slot.id for slot in s.state.inventory.slots.of(backend_id) if slot.holder == name]
 
 
 def test_two_emptiest_slots_are_lent_and_return_unknown() -> None:
@@ -129,13 +129,13 @@ def test_two_emptiest_slots_are_lent_and_return_unknown() -> None:
 
     effects = s.handle(ev.Probed(TRIED), NOW)
     assert lent(s) == []
-    assert s.state.fleet.backends[A].info == TRIED
-    assert s.state.fleet.backends[A].rates.bytes_per_token.value == 7.0
+    assert s.state.inventory.backends[A].info == TRIED
+    assert s.state.inventory.backends[A].rates.bytes_per_token.value == 7.0
     assert [slot(s, x).content.resident for x in (A1, A2)] == [UNKNOWN, UNKNOWN]
     assert slot(s, A0).content.resident == Resident(unread=50)
     # Content that could not be saved so far is saved now.
     assert names(effects) == ["Save"]
-    assert not [job for job in s.state.fleet.jobs if job == probe_name(A)]
+    assert not [job for job in s.state.inventory.jobs if job == probe_name(A)]
 
 
 def test_put_off_probe_gives_its_slots_to_the_request() -> None:
@@ -147,7 +147,7 @@ def test_put_off_probe_gives_its_slots_to_the_request() -> None:
 
     assert "Dispatch" in names(s.handle(ev.ProbePutOff(A), NOW))
     assert lent(s) == []
-    assert s.state.fleet.backends[A].info == UNTRIED
+    assert s.state.inventory.backends[A].info == UNTRIED
     s.handle(ev.ProbePutOff(A), NOW)  # of a backend that went down meanwhile: nothing to do
 
 
@@ -157,7 +157,7 @@ def test_slots_in_use_are_not_lent_and_go_on() -> None:
         arrive(s, name)
     s.handle(ev.ProbeDue(A), NOW)
     assert lent(s) == []
-    assert list(s.state.fleet.jobs) == ["r", "r2", "r3"]
+    assert list(s.state.inventory.jobs) == ["r", "r2", "r3"]
 
     finish(s, "r3")
     s.handle(ev.ProbeDue(A), NOW)
@@ -165,7 +165,7 @@ def test_slots_in_use_are_not_lent_and_go_on() -> None:
     waits = arrive(s, "r4")
     assert waits == []
     assert names(s.handle(ev.Probed(TRIED), NOW)) == ["Dispatch"]
-    assert {job.id for job in s.state.fleet.jobs.values()} == {"r", "r2", "r4"}
+    assert {job.id for job in s.state.inventory.jobs.values()} == {"r", "r2", "r4"}
 
 
 def test_a_request_that_the_server_places_and_a_probe_keep_apart() -> None:
@@ -173,10 +173,10 @@ def test_a_request_that_the_server_places_and_a_probe_keep_apart() -> None:
     s = scheduler(UNTRIED)
     s.handle(ev.ProbeDue(A), NOW)
     arrive(s, "r", pinnable=False)
-    assert s.state.fleet.gated == set()
+    assert s.state.inventory.gated == set()
     prefilled(s)
     assert names(s.handle(ev.Probed(TRIED), NOW)) == ["Dispatch"]
-    assert s.state.fleet.gated == {A}
+    assert s.state.inventory.gated == {A}
     s.handle(ev.ProbeDue(A), NOW)
     assert lent(s) == []
 
@@ -196,11 +196,11 @@ def test_lost_backend_ends_the_loan_of_its_probe() -> None:
     s = scheduler(UNTRIED)
     s.handle(ev.ProbeDue(A), NOW)
     s.handle(ev.BackendDown(A), NOW)
-    assert s.state.fleet.jobs == {}
+    assert s.state.inventory.jobs == {}
     s.handle(ev.Probed(TRIED), NOW)
-    assert A not in s.state.fleet.up
+    assert A not in s.state.inventory.up
     s.handle(ev.ProbeDue(A), NOW)
-    assert s.state.fleet.jobs == {}
+    assert s.state.inventory.jobs == {}
 
 
 def test_files_on_disk_are_all_offered() -> None:
@@ -208,7 +208,7 @@ def test_files_on_disk_are_all_offered() -> None:
     found = (snapshot("s1", tokens(1)), snapshot("s2", tokens(1, 1)), snapshot("s3", tokens(1)))
 
     assert s.handle(ev.SnapshotsFound(found), NOW) == [Delete(found[2])]
-    assert [one for one, _, _ in s.state.fleet.catalog.snapshots()] == list(found[:2])
+    assert [one for one, _, _ in s.state.inventory.catalog.snapshots()] == list(found[:2])
 
 
 def test_without_a_backend_a_snapshot_is_kept() -> None:
@@ -216,7 +216,7 @@ def test_without_a_backend_a_snapshot_is_kept() -> None:
     s.handle(ev.BackendDown(A), NOW)
     s.handle(ev.SnapshotsFound((snapshot("s", run_of(100)),)), NOW)
 
-    assert len(s.state.fleet.catalog) == 1
+    assert len(s.state.inventory.catalog) == 1
     assert {slot(s, x).phase for x in (A0, A1)} == {Phase.LOST}
 
 
@@ -245,7 +245,7 @@ def tick(s: Scheduler) -> None:
 
 def values(s: Scheduler) -> dict[str, float]:
     """Return the value of each snapshot in seconds."""
-    return {name: entry.value_s for name, entry in s.state.fleet.catalog._entries.items()}
+    return {name: entry.value_s for name, entry in s.state.inventory.catalog._entries.items()}
 
 
 def seconds(n: int, s_per_token: float = 1e-4) -> float:
@@ -289,12 +289,12 @@ def test_where_all_were_busy_it_is_valued_when_one_was_tried_out() -> None:
 
 def test_what_was_learned_from_traffic_is_not_given_for_a_probe() -> None:
     s = scheduler(UNTRIED)
-    s.state.fleet.backends[A].rates.observe_prefill(1000, 0, 3.0)
-    learned = s.state.fleet.backends[A].rates.prefill_s(1000)
+    s.state.inventory.backends[A].rates.observe_prefill(1000, 0, 3.0)
+    learned = s.state.inventory.backends[A].rates.prefill_s(1000)
     s.handle(ev.ProbeDue(A), NOW)
     s.handle(ev.Probed(replace(TRIED, **GPU)), NOW)
 
-    assert s.state.fleet.backends[A].rates.prefill_s(1000) == learned
+    assert s.state.inventory.backends[A].rates.prefill_s(1000) == learned
 
 
 def test_snapshot_without_a_backend_is_valued_by_the_fastest() -> None:
@@ -316,7 +316,7 @@ def test_what_is_found_later_is_valued_at_once() -> None:
     s = scheduler(backend("a", 1))
     s.handle(ev.SnapshotsFound((snapshot("s", run_of(100)),)), NOW)
 
-    assert values(s) == {"s": s.state.fleet.backends[A].rates.prefill_s(100)}
+    assert values(s) == {"s": s.state.inventory.backends[A].rates.prefill_s(100)}
     s.handle(ev.BackendUp(backend("b", 1, **GPU)), NOW)
     assert s.next_wakeup(NOW) is None
 

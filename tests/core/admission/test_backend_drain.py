@@ -38,9 +38,9 @@ def test_an_idle_backend_is_let_go_of_at_once() -> None:
     s = scheduler(backend("a"), backend("b"))
 
     assert s.handle(DRAINING, NOW) == [Detach(A)]
-    assert A not in s.state.fleet.up
+    assert A not in s.state.inventory.up
     assert slot(s, A0).phase is Phase.LOST
-    assert s.state.fleet.draining == set()
+    assert s.state.inventory.draining == set()
 
 
 def test_so_is_one_that_nobody_has_seen_yet() -> None:
@@ -70,7 +70,7 @@ def test_what_is_worth_it_is_saved_before() -> None:
     (second,) = s.handle(ev.Saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
     assert isinstance(second, Save)
     assert s.handle(ev.SaveFailed(second.request, A1, "disk full"), NOW) == [Detach(A)]
-    assert SnapshotId("s") in s.state.fleet.catalog
+    assert SnapshotId("s") in s.state.inventory.catalog
 
 
 def test_what_was_saved_there_is_restored_elsewhere() -> None:
@@ -87,10 +87,10 @@ def test_nobody_waits_for_a_slot_of_a_draining_backend() -> None:
     """Holds even for a policy that prefers the owner of a prefix."""
     policy = PolicyName.PREFER_OWNER
     s = scheduler(backend("a", 1), backend("b", 1), policy=policy, limits=LARGE, max_wait_s=999.0)
-    s.state.fleet.policy = replace(s.state.fleet.policy, coalesce_above_s=None)
+    s.state.inventory.policy = replace(s.state.inventory.policy, coalesce_above_s=None)
     first = arrive(s, "r", LONG, max_new_tokens=1)
     assert plan_of(first).chosen.slot == A0
-    if_it_stayed = plan(request("r2", LONG), s.state.fleet, NOW)
+    if_it_stayed = plan(request("r2", LONG), s.state.inventory, NOW)
     assert if_it_stayed is not None
     assert if_it_stayed.chosen.wait_for == A0
     s.handle(DRAINING, NOW)
@@ -114,7 +114,7 @@ def test_strangers_who_use_it_are_not_waited_for() -> None:
     assert slot(s, A0).phase is Phase.ABANDONED
 
     assert Detach(A) in s.handle(ev.Draining(A), NOW)
-    assert not s.state.fleet.jobs
+    assert not s.state.inventory.jobs
 
 
 def test_it_may_go_down_before_it_is_done() -> None:
@@ -170,22 +170,22 @@ def test_it_is_not_tried_out_any_more() -> None:
 
 def test_of_one_that_is_removed_nothing_is_kept() -> None:
     s = scheduler(backend("a", 1), backend("b", 1), holding={A0: LONG, B0: run_of(9, 7)})
-    s.state.fleet.policy = Policy(PolicyName.STICKY)
+    s.state.inventory.policy = Policy(PolicyName.STICKY)
     arrive(s, session="x")
     finish(s, prompt_tokens=3, generated_tokens=1)
     arrive(s, "r2", [7] * 9)
     finish(s, "r2", prompt_tokens=9, generated_tokens=1)
-    s.state.fleet.reach(slot(s, A0))
+    s.state.inventory.reach(slot(s, A0))
     generation = slot(s, A0).generation
-    s.state.fleet.holdings.shared(s.state.fleet.slots, LONG)
+    s.state.inventory.holdings.shared(s.state.inventory.slots, LONG)
     s.handle(DRAINING, NOW)
     assert s.handle(ev.Removed(A), NOW) == []
 
-    fleet = s.state.fleet
-    assert [one.id for one in fleet.slots] == [B0]
-    assert A not in fleet.backends
-    assert set(fleet.sticky.values()) <= {B0}
-    assert fleet.holdings.shared(fleet.slots, LONG) == {}
+    inventory = s.state.inventory
+    assert [one.id for one in inventory.slots] == [B0]
+    assert A not in inventory.backends
+    assert set(inventory.sticky.values()) <= {B0}
+    assert inventory.holdings.shared(inventory.slots, LONG) == {}
 
     # Late events of the old backend do not match slots of the new one.
     s.handle(ev.BackendUp(backend("a", 1)), NOW)
@@ -202,7 +202,7 @@ def test_what_is_over_the_new_limits_goes(limits: SnapshotLimits, left: int) -> 
 
     effects = s.handle(ev.Configured(Policy(), limits, QueueLimits()), NOW)
     assert [type(effect) for effect in effects] == [Delete] * (2 - left)
-    assert len(s.state.fleet.catalog) == left
+    assert len(s.state.inventory.catalog) == left
 
 
 def test_another_policy_and_another_queue_are_in_force_at_once() -> None:
@@ -213,8 +213,8 @@ def test_another_policy_and_another_queue_are_in_force_at_once() -> None:
 
     (reject,) = s.handle(ev.Configured(policy, SnapshotLimits(), QueueLimits(max_requests=1)), NOW)
     assert isinstance(reject.error, QueueFullError)  # type: ignore[union-attr]
-    assert s.state.fleet.policy is policy
-    assert B not in s.state.fleet.up
+    assert s.state.inventory.policy is policy
+    assert B not in s.state.inventory.up
 
 
 def test_what_is_far_over_the_new_limits_goes_little_by_little() -> None:
@@ -226,4 +226,4 @@ def test_what_is_far_over_the_new_limits_goes_little_by_little() -> None:
 
     assert [len(effects) for effects in steps] == [32, 32, 6]
     assert {type(effect) for effects in steps for effect in effects} == {Delete}
-    assert s.state.fleet.catalog.total_bytes == 300
+    assert s.state.inventory.catalog.total_bytes == 300

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from router.base.errors import DeadlineError, ServerFailedError
 from router.base.types import BackendId, RequestId
-from router.core.fleet.servers import Servers
+from router.core.inventory.servers import Servers
 from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.model.servers import ServerLimit, ServerPhase, ServerSpec
@@ -205,7 +205,7 @@ def test_a_server_that_answers_between_its_ends_is_not_given_up() -> None:
         w.run(w.now + 15.0)
         assert w.answered[str(turn)][1] == "a"
         w.feed(ev.ServerEnded(BackendId("a"), "signal 11"))
-    (found,) = w.s.state.fleet.servers
+    (found,) = w.s.state.inventory.servers
     assert found.failures == 1
 
 
@@ -253,7 +253,7 @@ def test_an_abandoned_request_is_no_demand() -> None:
     w.answers_s = 100.0
     w.ask("2", "a")
     w.ask("3", "b")
-    w.feed(ev.ModelUnwanted(w.s.state.fleet.servers.unread.popitem()[0]))
+    w.feed(ev.ModelUnwanted(w.s.state.inventory.servers.unread.popitem()[0]))
     w.run(300.0)
     assert w.stops == []
 
@@ -302,7 +302,7 @@ def test_crowd_swaps_a_third_as_often_as_in_arrival_order(seed: int) -> None:
     w, order = _crowd(seed)
     assert len(w.answered) == 200
     assert w.rejected == {}
-    assert w.s.state.fleet.servers.swaps <= _swaps_in_order(order) / 3
+    assert w.s.state.inventory.servers.swaps <= _swaps_in_order(order) / 3
     assert max(w.waited_s.values()) <= 60.0 + w.answers_s
 
 
@@ -329,7 +329,7 @@ def test_a_process_that_lives_and_does_not_answer_is_ended() -> None:
     w.run(10.0 + TUNING.server_hangs_s + 20)
     assert [name for _, name in w.stops] == w.hanging == ["a"]
     assert "2" in w.answered
-    found = w.s.state.fleet.servers.get(BackendId("a"))
+    found = w.s.state.inventory.servers.get(BackendId("a"))
     assert found is not None
     assert (found.failures, found.problem) == (1, "it did not answer for 60 s")
 
@@ -379,7 +379,7 @@ def test_backend_attached_after_the_stop_is_not_used() -> None:
     w.run(2.0)
     w.feed(ev.ServerAsked(BackendId("a"), stop=True))
     w.feed(ev.BackendUp(backend("a", models=frozenset("a"))))
-    assert not w.s.state.fleet.up
+    assert not w.s.state.inventory.up
 
 
 def test_a_start_that_is_asked_for_while_it_stops_is_not_lost() -> None:

@@ -34,7 +34,7 @@ def limits(effects: list[Effect]) -> list[Limited]:
 
 
 def info(s: Scheduler) -> BackendInfo:
-    return s.state.fleet.backends[A].info
+    return s.state.inventory.backends[A].info
 
 
 def computed_ahead(s: Scheduler, cached: int) -> list[Effect]:
@@ -51,7 +51,7 @@ def test_a_prompt_computed_twice_is_not_computed_ahead_again() -> None:
     effects = computed_ahead(s, cached=0)
 
     assert limits(effects) == [Limited(A, NO_EXTENSION)]
-    assert s.state.fleet.backends[A].limited == NO_EXTENSION
+    assert s.state.inventory.backends[A].limited == NO_EXTENSION
     again = arrive(s, "r2", run_of(700, 3))
     assert not [e for e in again if isinstance(e, Prefill)]
     assert [type(e) for e in again if isinstance(e, Dispatch)] == [Dispatch]
@@ -62,15 +62,15 @@ def test_a_prompt_is_computed_ahead_again_after_a_while() -> None:
     s = scheduler(backend(n_slots=1))
     computed_ahead(s, cached=0)
     for losses, wait_s in ((1, TUNING.extends_again_s), (2, 2 * TUNING.extends_again_s)):
-        assert s.state.fleet.backends[A].lost_prefills == losses
-        assert s.state.fleet.backends[A].extends_again_at == NOW + wait_s
-        s.state.fleet.backends[A].extends_again_at = NOW
+        assert s.state.inventory.backends[A].lost_prefills == losses
+        assert s.state.inventory.backends[A].extends_again_at == NOW + wait_s
+        s.state.inventory.backends[A].extends_again_at = NOW
         arrive(s, "r2", run_of(700, 3))
         finish(s, "r2", cached_tokens=0, prompt_tokens=700, generated_tokens=1)
         assert info(s).extends
-        assert s.state.fleet.backends[A].limited == ""
+        assert s.state.inventory.backends[A].limited == ""
 
-        s.state.fleet.slots[A0].hold(Content(Resident()))
+        s.state.inventory.slots[A0].hold(Content(Resident()))
         computed_ahead(s, cached=0)
         assert not info(s).extends
 
@@ -100,15 +100,15 @@ def test_a_prompt_that_is_reused_changes_nothing(cached: int) -> None:
 
 def test_a_slot_that_extends_after_all_is_believed_again() -> None:
     s = scheduler(backend(n_slots=1, extends=False))
-    s.state.fleet.slots[A0].hold(Content(Resident(LONG)))
-    s.state.fleet.backends[A].limited = NO_EXTENSION
+    s.state.inventory.slots[A0].hold(Content(Resident(LONG)))
+    s.state.inventory.backends[A].limited = NO_EXTENSION
 
     plan = plan_of(arrive(s, ids=NEXT))
     finish(s, cached_tokens=600, prompt_tokens=660, generated_tokens=1)
 
     assert (plan.chosen.source, plan.prefill_first) == (Source.COLD, False)
     assert info(s).extends
-    assert s.state.fleet.backends[A].limited == ""
+    assert s.state.inventory.backends[A].limited == ""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Back:
 )
 def test_a_checkpoint_that_is_not_there(back: Back) -> None:
     s = scheduler(backend(n_slots=1, memory_kind=HYBRID, kv_dir=None))
-    s.state.fleet.slots[A0].hold(Content(Resident(LONG, checkpoints=(296, 596))))
+    s.state.inventory.slots[A0].hold(Content(Resident(LONG, checkpoints=(296, 596))))
     other = join([head(LONG, back.shared), run_of(20, 5)]) if back.shared < 600 else LONG
 
     arrive(s, ids=other)
@@ -154,7 +154,7 @@ def test_restored_states_that_are_not_used() -> None:
         assert arrive(s, name, NEXT)
         restored(s, 600, name)
         effects = finish(s, name, cached_tokens=0, prompt_tokens=660, generated_tokens=0)
-        s.state.fleet.slots[A0].hold(Content(Resident(tokens(9))))
+        s.state.inventory.slots[A0].hold(Content(Resident(tokens(9))))
 
     assert limits(effects) == [Limited(A, NO_USE_OF_STATES)]
     assert info(s).kv_dir is None

@@ -52,7 +52,7 @@ def declined(*infos: Any, ids: Any = LONG, **more: Any) -> Scheduler:
     """Return a scheduler with an uncached prompt in a/0 that would be worth a snapshot."""
     s = scheduler(*(infos or (ONE,)), **({"coalesce_above_s": None} | more))
     arrive(s, ids=ids, reuse=False)
-    if not s.state.fleet.backends[A].info.keeps_idle_slots:
+    if not s.state.inventory.backends[A].info.keeps_idle_slots:
         launched(s, 0)
     effects = finish(s, prompt_tokens=1000, cached_tokens=0, **ANSWER)
     assert names(effects) == ["Account"]
@@ -98,7 +98,7 @@ def test_nor_when_the_router_stops_or_lets_go_of_the_backend() -> None:
 
 def test_nor_for_a_copy_elsewhere() -> None:
     s = declined(ONE, backend("b", 1), idle_save_after_s=None)
-    s.state.fleet.backends[A].rates = rates(prefill_s=1.0)
+    s.state.inventory.backends[A].rates = rates(prefill_s=1.0)
 
     effects = arrive(s, "r2", LONGER)
     assert plan_of(effects).chosen.copy_from is None
@@ -108,7 +108,7 @@ def test_nor_for_a_copy_elsewhere() -> None:
 def test_another_that_holds_the_same_can_be_copied() -> None:
     s = declined(backend("a", 2), backend("b", 1), idle_save_after_s=None)
     slot(s, A1).hold(Content(slot(s, A0).content.resident))
-    s.state.fleet.backends[A].rates = rates(prefill_s=1.0)
+    s.state.inventory.backends[A].rates = rates(prefill_s=1.0)
 
     assert arrive(s, "r2", LONGER)[0] == Save(RequestId("r2"), A1, NS, SaveReason.COPY)
     assert slot(s, B0).holder == RequestId("r2")
@@ -133,7 +133,7 @@ def test_whoever_goes_on_from_it_is_saved_again() -> None:
 
 def test_prefill_for_an_uncached_request_is_saved_for_waiters() -> None:
     s = declined(idle_save_after_s=None)
-    s.state.fleet.policy = scheduler(coalesce_above_s=0.0).state.fleet.policy
+    s.state.inventory.policy = scheduler(coalesce_above_s=0.0).state.inventory.policy
     assert names(arrive(s, "r2", ELSE)) == ["Prefill"]
     arrive(s, "r3", run_of(1500, 7))
 
@@ -213,7 +213,7 @@ def test_a_connection_that_was_lost_leaves_it_where_it_was(pinnable: bool) -> No
 
     s.handle(ev.BackendDown(A), NOW)
     s.handle(ev.BackendUp(backend("a", 3)), NOW)
-    assert [one.content.savable for one in s.state.fleet.slots] == [False, pinnable, True]
+    assert [one.content.savable for one in s.state.inventory.slots] == [False, pinnable, True]
 
 
 def test_slots_that_come_back_are_still_declined() -> None:
@@ -230,11 +230,11 @@ def test_a_doubted_watch_keeps_no_other_slot_from_being_saved() -> None:
     s = scheduler(backend("a", 3), coalesce_above_s=None)
     arrive(s, reuse=False)
     s.handle(ev.Finished(R, Outcome.CLIENT_GONE, Reported()), NOW)
-    watch = s.state.fleet.jobs[R]
+    watch = s.state.inventory.jobs[R]
     assert isinstance(watch, SlotWatch)
     watch.doubt()
     own = watch.slot
 
     s.handle(ev.BackendDown(A), NOW)
 
-    assert [found.id for found in s.state.fleet.slots if not found.content.savable] == [own]
+    assert [found.id for found in s.state.inventory.slots if not found.content.savable] == [own]

@@ -48,19 +48,19 @@ def test_one_after_the_other_on_a_backend_and_each_once() -> None:
     assert s.handle(done, NOW) == [Save(SAVE_2, A1, NS, IDLE)]
     assert s.handle(ev.SaveFailed(SAVE_2, A1, "disk full"), NOW) == []
     assert s.handle(ev.Tick(), NOW + 1000) == []
-    assert SnapshotId("s") in s.state.fleet.catalog
+    assert SnapshotId("s") in s.state.inventory.catalog
 
 
 def test_a_save_is_no_use_of_a_slot_and_a_request_is() -> None:
     s = scheduler(backend("a", 2), holding={A0: LONG})
-    fleet, slots = s.state.fleet, s.state.fleet.slots
+    inventory, slots = s.state.inventory, s.state.inventory.slots
     s.handle(ev.Tick(), NOW)
     s.handle(ev.Saved(SAVE_1, A0, snapshot("s", LONG), 0.001), NOW)
-    assert (fleet.neglect(slots[A0]), fleet.neglect(slots[A1])) == (0, 0)
+    assert (inventory.neglect(slots[A0]), inventory.neglect(slots[A1])) == (0, 0)
 
     assert names(arrive(s, "r", [9, 9, 9], slot_hint=1)) == ["Dispatch"]
     assert "WatchSlot" not in names(finish(s, "r", prompt_tokens=3, generated_tokens=1))
-    assert (fleet.neglect(slots[A0]), fleet.neglect(slots[A1])) == (0.5, 0)
+    assert (inventory.neglect(slots[A0]), inventory.neglect(slots[A1])) == (0.5, 0)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_leaves_nothing_to_come_back_for_is_no_use(more: dict[str, Any]) ->
     for _ in range(3):
         arrive(s, "r", [9, 9, 9], **more)
         finish(s, "r", prompt_tokens=3, generated_tokens=1)
-    assert s.state.fleet.neglect(slot(s, A0)) == 0
+    assert s.state.inventory.neglect(slot(s, A0)) == 0
 
 
 def test_request_gone_before_its_prefill_is_not_saved() -> None:
@@ -82,8 +82,8 @@ def test_request_gone_before_its_prefill_is_not_saved() -> None:
     arrive(s, "r", run_of(300, 3))
     cancel(s, "r")
     prefill_failed(s, "r")
-    assert not s.state.fleet.jobs
-    assert s.state.fleet.neglect(slot(s, A0)) == 0
+    assert not s.state.inventory.jobs
+    assert s.state.inventory.neglect(slot(s, A0)) == 0
 
 
 def test_other_models_make_nobody_older() -> None:
@@ -95,7 +95,7 @@ def test_other_models_make_nobody_older() -> None:
     )
     arrive(s, "r", [9, 9, 9], model="m")
     finish(s, "r", prompt_tokens=3, generated_tokens=1)
-    assert s.state.fleet.neglect(slot(s, A0)) == 0
+    assert s.state.inventory.neglect(slot(s, A0)) == 0
 
 
 def test_what_a_backend_that_comes_back_holds_is_not_old() -> None:
@@ -106,7 +106,7 @@ def test_what_a_backend_that_comes_back_holds_is_not_old() -> None:
         finish(s, "r", prompt_tokens=3, generated_tokens=1)
     s.handle(ev.BackendDown(B), NOW)
     s.handle(ev.BackendUp(backend("b", 1), (SlotStatus(0, False, 5000, 10_000),)), NOW)
-    assert s.state.fleet.neglect(slot(s, B0)) == 0
+    assert s.state.inventory.neglect(slot(s, B0)) == 0
 
 
 def test_what_is_not_worth_it_is_looked_at_once() -> None:

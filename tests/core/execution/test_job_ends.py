@@ -78,12 +78,12 @@ def test_a_good_end_is_accounted_for_and_frees_the_slot() -> None:
     assert account == Account(request_, A0, plan, Outcome.OK, said, 0.0, 0.0, None)
     assert held(s, A0) == tokens(1, 2, 3, 7)
     assert slot(s, A0).phase is Phase.IDLE
-    assert (s.state.fleet.jobs, slot(s, A0).last_used) == ({}, NOW)
+    assert (s.state.inventory.jobs, slot(s, A0).last_used) == ({}, NOW)
 
 
 def test_an_end_teaches_prefill_and_generation() -> None:
     s = running(ids=run_of(20))
-    rates = s.state.fleet.backends[A].rates
+    rates = s.state.inventory.backends[A].rates
     finish(
         s,
         prompt_tokens=20,
@@ -125,7 +125,7 @@ def test_a_slot_that_was_left_in_the_middle_is_watched(outcome: Outcome) -> None
     assert slot(s, A0).phase is Phase.ABANDONED
     assert quiet(s, n=2) == []
     assert slot(s, A0).content.resident == Resident(tokens(1, 2))
-    assert s.state.fleet.jobs == {}
+    assert s.state.inventory.jobs == {}
 
 
 @pytest.mark.parametrize("pinnable", [True, False])
@@ -147,7 +147,7 @@ def test_who_comes_back_at_once_waits_for_the_slot_that_was_left(
     Computing 200 tokens again takes as long.
     """
     s = scheduler(backend("a", 2), **PLAIN)
-    s.state.fleet.backends[A].rates = Rates(prefill=LinearFit(2e-3, 0.0))
+    s.state.inventory.backends[A].rates = Rates(prefill=LinearFit(2e-3, 0.0))
     arrive(s, ids=run_of(n))
     finish(s, "r", GONE, begun=begun)
 
@@ -188,7 +188,7 @@ def test_what_is_to_be_wiped_is_not_waited_for() -> None:
 def test_the_rest_of_a_long_prefill_is_not_too_long_to_wait_for() -> None:
     """Abandoned prefills end early, and most of the prompt is computed by then."""
     s = scheduler(backend("a", 2, n_ctx=40_000), idle_save_after_s=None)
-    s.state.fleet.backends[A].rates = Rates(prefill=LinearFit(2e-3, 0.0))
+    s.state.inventory.backends[A].rates = Rates(prefill=LinearFit(2e-3, 0.0))
     arrive(s, ids=run_of(30_000))
     cancel(s)
     back = request("r2", run_of(30_000) + tokens(7))
@@ -294,7 +294,7 @@ def test_the_gate_opens_when_a_request_is_known_to_run() -> None:
     assert arrive(s, "r2", [5]) == []
 
     assert names(launched(s, 0)) == ["Dispatch"]
-    assert s.state.fleet.gated == set()
+    assert s.state.inventory.gated == set()
     assert s.state.job_of(R).lease.slot == A0
 
 
@@ -420,7 +420,7 @@ def test_after_a_batch_nothing_is_known_of_any_slot() -> None:
     launched(s, 1)
     finish(s, prompt_tokens=3)
 
-    assert [x.content.resident for x in s.state.fleet.slots] == [UNKNOWN, UNKNOWN]
+    assert [x.content.resident for x in s.state.inventory.slots] == [UNKNOWN, UNKNOWN]
 
 
 def test_a_batch_on_a_backend_of_one_slot_is_a_batch() -> None:
@@ -436,7 +436,7 @@ def test_after_a_batch_that_was_left_all_slots_are_watched() -> None:
     s = running(backend("a", 3), whole_backend=True, prompt=Prompt(unknown="batch"))
     effects = finish(s, "r", GONE)
 
-    strangers = [s.state.fleet.slots[x].holder for x in (A1, A2)]
+    strangers = [s.state.inventory.slots[x].holder for x in (A1, A2)]
     assert effects[1:] == [
         WatchSlot(R, A0, RequestProgress.SENT),
         WatchSlot(stranger(A1, 1), A1),

@@ -44,7 +44,7 @@ def test_who_is_being_prepared_is_told_when_the_backend_goes() -> None:
     assert isinstance(reject, Reject)
     assert isinstance(reject.error, BackendError)  # so it is retried
     assert stop == StopWork(R)  # otherwise a hung server would continue it for no client
-    assert s.state.fleet.jobs == {}
+    assert s.state.inventory.jobs == {}
 
 
 def test_who_left_already_is_told_nothing() -> None:
@@ -61,14 +61,14 @@ def test_what_is_running_ends_by_itself() -> None:
 
     assert names(finish(s, "r", Outcome.BACKEND_ERROR)) == ["Account"]
     assert slot(s, A0).phase is Phase.LOST
-    assert s.state.fleet.jobs == {}
+    assert s.state.inventory.jobs == {}
 
 
 def test_what_runs_elsewhere_goes_on() -> None:
     s = running(TWO, backend("b", 1))
     s.handle(ev.BackendDown(B), NOW)
 
-    assert s.state.fleet.jobs.keys() == {R}
+    assert s.state.inventory.jobs.keys() == {R}
     assert names(finish(s)) == ["Account"]
 
 
@@ -79,8 +79,8 @@ def test_old_end_does_not_open_the_gate_after_a_restart() -> None:
     arrive(s, "r2", [5], pinnable=False)
     finish(s, "r", Outcome.BACKEND_ERROR)
 
-    assert s.state.fleet.gated == {A}
-    assert s.state.fleet.jobs.keys() == {R2}
+    assert s.state.inventory.gated == {A}
+    assert s.state.inventory.jobs.keys() == {R2}
 
 
 def test_news_of_where_it_ran_from_before_a_restart_is_ignored() -> None:
@@ -108,7 +108,7 @@ def test_unrestored_snapshot_is_released_with_its_job() -> None:
     used = snapshot("s", run_of(900))
     s = scheduler(backend("a", 1), snapshots=[used], holding={A0: run_of(1000, 7)})
     assert arrive(s, ids=run_of(1000)) == [Save(R, A0, NS, SaveReason.DISPLACED)]
-    s.state.fleet.catalog.remove(used.id)
+    s.state.inventory.catalog.remove(used.id)
 
     assert s.handle(ev.BackendDown(A), NOW)[1:] == [Delete(used)]
     assert restored(s) == []

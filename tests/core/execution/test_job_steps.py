@@ -63,7 +63,7 @@ def test_what_is_displaced_is_saved_before_the_request_runs() -> None:
 
     assert arrive(s, ids=LONG) == [Save(R, A0, NS, Why.DISPLACED)]
     assert names(saved(s, snapshot("x", ELSE))) == ["Dispatch"]
-    assert SnapshotId("x") in s.state.fleet.catalog
+    assert SnapshotId("x") in s.state.inventory.catalog
     assert slot(s, A0).phase is Phase.RUNNING
 
 
@@ -157,7 +157,7 @@ def test_a_late_save_is_a_snapshot_all_the_same() -> None:
     s.handle(ev.BackendUp(ONE), NOW)
 
     assert saved(s, snapshot("x", ELSE)) == []
-    assert SnapshotId("x") in s.state.fleet.catalog
+    assert SnapshotId("x") in s.state.inventory.catalog
     assert held(s, A0) == b""
 
 
@@ -168,11 +168,11 @@ def test_what_is_purged_is_deleted_unless_it_is_restored_from() -> None:
     """Purged during a restore, a snapshot is offered no more, and deleted afterwards."""
     other = snapshot("o", run_of(900, 5))
     s = restoring()
-    s.state.fleet.catalog.add(other, MemoryKind.FULL, 1.0)
+    s.state.inventory.catalog.add(other, MemoryKind.FULL, 1.0)
     purged = ev.Purged((SnapshotId("s"), SnapshotId("o"), SnapshotId("unknown")))
 
     assert s.handle(purged, NOW) == [Delete(other)]
-    assert s.state.fleet.catalog.snapshots() == []
+    assert s.state.inventory.catalog.snapshots() == []
     effects = restored(s)
     assert effects[0] == Delete(SNAP)
     assert plan_of(effects).chosen.source is Source.SNAPSHOT
@@ -185,7 +185,7 @@ def test_a_restored_slot_holds_the_snapshot() -> None:
 
     assert plan_of(effects).chosen.source is Source.SNAPSHOT
     assert held(s, A0) == SNAP.tokens
-    assert s.state.fleet.catalog.snapshots() == [(SNAP, 2, 0)]
+    assert s.state.inventory.catalog.snapshots() == [(SNAP, 2, 0)]
 
 
 def test_a_restore_of_another_length_is_not_believed() -> None:
@@ -202,7 +202,7 @@ def test_a_restore_that_fails_is_a_cold_start_on_the_same_lease() -> None:
     chosen = plan_of(effects).chosen
     assert (chosen.source, chosen.slot, chosen.reused_tokens) == (Source.COLD, A0, 0)
     assert plan_of(effects).reason == "restore failed: why"
-    assert SnapshotId("s") in s.state.fleet.catalog  # one failure is forgiven
+    assert SnapshotId("s") in s.state.inventory.catalog  # one failure is forgiven
 
 
 def test_a_bad_file_is_put_aside_at_once() -> None:
@@ -211,8 +211,8 @@ def test_a_bad_file_is_put_aside_at_once() -> None:
 
     assert effects[0] == Quarantine(SNAP, "why")
     assert names(effects) == ["Quarantine", "Dispatch"]
-    assert SnapshotId("s") not in s.state.fleet.catalog
-    assert len(s.state.fleet.catalog) == 0
+    assert SnapshotId("s") not in s.state.inventory.catalog
+    assert len(s.state.inventory.catalog) == 0
 
 
 def test_two_failed_restores_quarantine_a_success_forgives() -> None:
@@ -236,7 +236,7 @@ def test_a_quarantined_file_is_never_deleted_nor_put_aside_twice() -> None:
     restore_failed(s, bad=True, name="r")
 
     assert names(restore_failed(s, bad=True, name="r2")) == ["Dispatch"]
-    assert len(s.state.fleet.catalog) == 0
+    assert len(s.state.inventory.catalog) == 0
 
 
 def test_quarantined_file_is_not_restored_by_waiting_jobs() -> None:
@@ -257,8 +257,8 @@ def test_restore_outlives_its_job_and_keeps_the_file() -> None:
     """Regression: a file was deleted during a restore on a backend that was declared down."""
     s = restoring()
     s.handle(ev.BackendDown(A), NOW)
-    assert s.state.fleet.jobs == {}
-    assert s.state.fleet.catalog.remove(SNAP.id) == []
+    assert s.state.inventory.jobs == {}
+    assert s.state.inventory.catalog.remove(SNAP.id) == []
 
     assert restored(s) == [Delete(SNAP)]
     assert s.state.orphaned_restores == {}
@@ -290,14 +290,14 @@ def test_a_prefill_leaves_one_token_to_the_request() -> None:
 
     assert names(effects) == ["Dispatch"]
     assert held(s, A0) == run_of(999)
-    assert s.state.fleet.backends[A].rates.prefill.n == 1
+    assert s.state.inventory.backends[A].rates.prefill.n == 1
 
 
 def test_a_prefill_that_says_nothing_teaches_nothing() -> None:
     s = prefilling()
     prefilled(s)
 
-    assert s.state.fleet.backends[A].rates.prefill.n == 0
+    assert s.state.inventory.backends[A].rates.prefill.n == 0
 
 
 def test_after_a_failed_prefill_nothing_is_claimed() -> None:
@@ -358,7 +358,7 @@ def test_a_prefill_for_those_who_wait_can_fail_too() -> None:
     cancel(s)
 
     assert names(prefill_failed(s)) == ["Prefill"]  # now for r2
-    assert s.state.fleet.jobs.keys() == {R2}
+    assert s.state.inventory.jobs.keys() == {R2}
 
 
 # -- dispatch ------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_a_request_is_pinned_unless_its_route_drops_the_pin() -> None:
     assert isinstance(other, Dispatch)
     assert (first.pin, first.confirm) == (True, False)
     assert (other.pin, other.confirm) == (False, True)
-    assert s.state.fleet.gated == {other.lease.slot.backend}
+    assert s.state.inventory.gated == {other.lease.slot.backend}
 
 
 def test_whole_backend_request_takes_all_and_saves_first() -> None:
@@ -384,4 +384,4 @@ def test_whole_backend_request_takes_all_and_saves_first() -> None:
     (dispatch,) = save_failed(s, at=A1)
     assert isinstance(dispatch, Dispatch)
     assert not dispatch.pin
-    assert {x.phase for x in s.state.fleet.slots} == {Phase.RUNNING}
+    assert {x.phase for x in s.state.inventory.slots} == {Phase.RUNNING}

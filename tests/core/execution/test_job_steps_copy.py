@@ -43,7 +43,7 @@ ONE = backend("a", 1)
 def copying() -> Scheduler:
     """Return a scheduler that saves a/0 for R, which will run on b/0."""
     s = scheduler(ONE, backend("b", 1), holding={A0: run_of(500)}, coalesce_above_s=None)
-    s.state.fleet.backends[A].rates = rates(prefill_s=1.0)
+    s.state.inventory.backends[A].rates = rates(prefill_s=1.0)
     assert arrive(s, ids=LONG) == [Save(R, A0, NS, Why.COPY)]
     return s
 
@@ -71,7 +71,7 @@ def test_a_copy_that_the_limits_do_not_allow_is_a_cold_start() -> None:
     s = copying()
     s.handle(ev.SnapshotsFound((snapshot("s", run_of(9)),)), NOW)
     made = snapshot("c", run_of(500), size=10**15)
-    s.state.fleet.catalog.limits = type(s.state.fleet.catalog.limits)(max_bytes=10**14)
+    s.state.inventory.catalog.limits = type(s.state.inventory.catalog.limits)(max_bytes=10**14)
 
     effects = saved(s, made)
     assert names(effects) == ["Delete", "Dispatch"]
@@ -90,7 +90,7 @@ def test_a_copy_whose_client_left_gives_everything_back() -> None:
     cancel(s)
 
     assert saved(s, snapshot("c", run_of(500))) == []
-    assert {x.phase for x in s.state.fleet.slots} == {Phase.IDLE}
+    assert {x.phase for x in s.state.inventory.slots} == {Phase.IDLE}
 
 
 @pytest.mark.parametrize("ok", [True, False])
@@ -113,13 +113,13 @@ def test_copy_to_a_lost_target_keeps_its_source_until_saved(ok: bool) -> None:
     assert arrive(s, "r2", [5]) == []
     effects = saved(s, snapshot("c", run_of(500))) if ok else save_failed(s)
     assert names(effects) == (["Dispatch"] if ok else ["Save"])
-    assert (SnapshotId("c") in s.state.fleet.catalog) is ok
-    assert s.state.fleet.jobs.keys() == {R2}
+    assert (SnapshotId("c") in s.state.inventory.catalog) is ok
+    assert s.state.inventory.jobs.keys() == {R2}
 
 
 def test_copy_from_a_lost_source_is_a_cold_start() -> None:
     s = scheduler(ONE, backend("b", 1), holding={A0: run_of(500), B0: ELSE}, coalesce_above_s=None)
-    s.state.fleet.backends[A].rates = rates(prefill_s=1.0)
+    s.state.inventory.backends[A].rates = rates(prefill_s=1.0)
     assert arrive(s, ids=LONG) == [Save(R, B0, NS, Why.DISPLACED)]
     s.handle(ev.BackendDown(A), NOW)
 

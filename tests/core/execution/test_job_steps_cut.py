@@ -22,7 +22,7 @@ from tests.support.scheduler.build import (
     A,
     R,
     backend,
-    fleet,
+    inventory,
     rates,
     request,
     run_of,
@@ -44,8 +44,8 @@ def by_size() -> LinearFit:
 
 def cutting(info: Any = CUTS, **more: Any) -> Scheduler:
     s = scheduler(info, snapshots=[LONG], coalesce_above_s=None, **more)
-    s.state.fleet.backends[A].rates.restore = LinearFit(1e-3, 1e-8)
-    s.state.fleet.backends[A].rates.rewrite = by_size()
+    s.state.inventory.backends[A].rates.restore = LinearFit(1e-3, 1e-8)
+    s.state.inventory.backends[A].rates.rewrite = by_size()
     return s
 
 
@@ -63,9 +63,9 @@ def test_only_what_is_shared_is_restored() -> None:
     assert (done.chosen.source, done.chosen.reused_tokens) == (Source.SNAPSHOT, 500)
     assert done.chosen.price.rewrite_s == pytest.approx(1e-3 + 500_000e-9)
     assert held(s, A0) == run_of(500)
-    assert SnapshotId("s") in s.state.fleet.catalog  # the source stays
-    assert SnapshotId("t") in s.state.fleet.catalog
-    assert all(n == 0 for _, _, n in s.state.fleet.catalog.snapshots())
+    assert SnapshotId("s") in s.state.inventory.catalog  # the source stays
+    assert SnapshotId("t") in s.state.inventory.catalog
+    assert all(n == 0 for _, _, n in s.state.inventory.catalog.snapshots())
 
 
 def test_the_trunk_serves_the_next_without_a_cut() -> None:
@@ -79,10 +79,10 @@ def test_the_trunk_serves_the_next_without_a_cut() -> None:
 
 def test_what_was_learned_prices_the_next_cut() -> None:
     s = begun()
-    before = s.state.fleet.backends[A].rates.rewrite_s(500_000)
+    before = s.state.inventory.backends[A].rates.rewrite_s(500_000)
     s.handle(ev.WasCut(R, TRUNK, 5.0), NOW)
 
-    assert s.state.fleet.backends[A].rates.rewrite_s(500_000) > before
+    assert s.state.inventory.backends[A].rates.rewrite_s(500_000) > before
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_what_was_learned_prices_the_next_cut() -> None:
 )
 def test_else_the_whole_is_restored(info: Any, rewrite: LinearFit) -> None:
     s = cutting(info)
-    s.state.fleet.backends[A].rates.rewrite = rewrite
+    s.state.inventory.backends[A].rates.rewrite = rewrite
 
     assert arrive(s, ids=SHORT) == [Restore(R, A0, LONG)]
 
@@ -101,15 +101,15 @@ def test_a_state_with_media_is_restored_whole() -> None:
     """Regression: a cut was tried each time, and always failed."""
     seen = replace(LONG, shape=StateShape(media=True))
     s = scheduler(CUTS, snapshots=[seen], coalesce_above_s=None)
-    s.state.fleet.backends[A].rates.restore = LinearFit(1e-3, 1e-8)
-    s.state.fleet.backends[A].rates.rewrite = by_size()
+    s.state.inventory.backends[A].rates.restore = LinearFit(1e-3, 1e-8)
+    s.state.inventory.backends[A].rates.rewrite = by_size()
 
     assert arrive(s, ids=SHORT) == [Restore(R, A0, seen)]
 
 
 def test_what_is_not_worth_a_file_is_not_worth_reading_one() -> None:
     s = cutting()
-    s.state.fleet.catalog.limits = SnapshotLimits(min_tokens=501)
+    s.state.inventory.catalog.limits = SnapshotLimits(min_tokens=501)
 
     assert plan_of(arrive(s, ids=SHORT)).chosen.source is Source.COLD
 
@@ -137,7 +137,7 @@ def test_a_trunk_that_the_catalog_has_already_or_will_not_have() -> None:
     assert s.handle(ev.WasCut(R, TRUNK, 0.1), NOW) == [Delete(TRUNK), Restore(R, A0, same)]
 
     s = begun()
-    s.state.fleet.catalog.limits = SnapshotLimits(max_bytes=400_000)
+    s.state.inventory.catalog.limits = SnapshotLimits(max_bytes=400_000)
     effects = s.handle(ev.WasCut(R, TRUNK, 0.1), NOW)
     assert names(effects) == ["Delete", "Restore"]
     assert isinstance(effects[1], Restore)
@@ -147,7 +147,7 @@ def test_a_trunk_that_the_catalog_has_already_or_will_not_have() -> None:
 def test_trunk_without_room_and_too_long_a_whole_start_cold() -> None:
     s = cutting(backend(cuts=True, n_ctx=1000))
     arrive(s, ids=SHORT)
-    s.state.fleet.catalog.limits = SnapshotLimits(max_bytes=400_000)
+    s.state.inventory.catalog.limits = SnapshotLimits(max_bytes=400_000)
 
     effects = s.handle(ev.WasCut(R, TRUNK, 0.1), NOW)
     assert names(effects) == ["Delete", "Dispatch"]
@@ -159,9 +159,9 @@ def test_a_client_that_leaves_meanwhile_leaves_the_trunk_behind() -> None:
     cancel(s)
 
     assert s.handle(ev.WasCut(R, TRUNK, 0.1), NOW) == []
-    assert R not in s.state.fleet.jobs
-    assert SnapshotId("t") in s.state.fleet.catalog
-    assert all(n == 0 for _, _, n in s.state.fleet.catalog.snapshots())
+    assert R not in s.state.inventory.jobs
+    assert SnapshotId("t") in s.state.inventory.catalog
+    assert all(n == 0 for _, _, n in s.state.inventory.catalog.snapshots())
 
 
 def test_a_client_that_leaves_and_a_cut_that_fails() -> None:
@@ -169,8 +169,8 @@ def test_a_client_that_leaves_and_a_cut_that_fails() -> None:
     cancel(s)
 
     assert s.handle(ev.CutFailed(R, "no"), NOW) == []
-    assert s.state.fleet.jobs == {}
-    assert all(n == 0 for _, _, n in s.state.fleet.catalog.snapshots())
+    assert s.state.inventory.jobs == {}
+    assert all(n == 0 for _, _, n in s.state.inventory.catalog.snapshots())
 
 
 def test_a_backend_that_goes_meanwhile() -> None:
@@ -178,7 +178,7 @@ def test_a_backend_that_goes_meanwhile() -> None:
     s.handle(ev.BackendDown(A), NOW)
 
     assert s.handle(ev.WasCut(R, TRUNK, 0.1), NOW) == []
-    assert SnapshotId("t") in s.state.fleet.catalog
+    assert SnapshotId("t") in s.state.inventory.catalog
     s = begun()
     s.handle(ev.BackendDown(A), NOW)
     assert s.handle(ev.CutFailed(R, "no"), NOW) == []
@@ -197,7 +197,7 @@ def test_a_snapshot_that_is_lost_before_its_turn_is_not_cut() -> None:
 
 
 def test_kinds_that_cannot_go_back_are_not_cut() -> None:
-    made = fleet(backend(cuts=True, memory_kind=MemoryKind.HYBRID), snapshots=[LONG])
+    made = inventory(backend(cuts=True, memory_kind=MemoryKind.HYBRID), snapshots=[LONG])
     found = plan(request(ids=SHORT), made, NOW)
 
     assert found is not None
@@ -207,16 +207,16 @@ def test_kinds_that_cannot_go_back_are_not_cut() -> None:
 def test_what_rewriting_for_a_restore_took_is_learned() -> None:
     s = cutting(backend())
     arrive(s, ids=SHORT)
-    before = s.state.fleet.backends[A].rates.rewrite_s(8_000_000)
+    before = s.state.inventory.backends[A].rates.rewrite_s(8_000_000)
     s.handle(ev.Restored(R, LONG.id, 8000, 0.001, rewrite_s=5.0), NOW)
 
-    assert s.state.fleet.backends[A].rates.rewrite_s(8_000_000) > before
+    assert s.state.inventory.backends[A].rates.rewrite_s(8_000_000) > before
 
 
 def test_a_file_with_other_streams_is_priced_for_its_rewriting() -> None:
     two = snapshot("s", run_of(900))
     two = type(two)(two.id, two.namespace, two.kv_dir, two.tokens, two.size_bytes, StateShape(2))
-    made = fleet(backend(), snapshots=[two])
+    made = inventory(backend(), snapshots=[two])
     made.backends[A].rates = rates()
     made.backends[A].rates.rewrite = LinearFit(0.5, 0.0)
     found = plan(request(ids=run_of(1000)), made, NOW)

@@ -119,7 +119,7 @@ def test_one_after_the_other_is_sent() -> None:
     assert of(prefilled(s, "m2")) == []
     assert waits(s, "m2")
     assert of(launched(s, 0, "m")) == ["Dispatch m2"]
-    assert s.state.fleet.backends[A].gate.waiting == []
+    assert s.state.inventory.backends[A].gate.waiting == []
 
 
 def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
@@ -132,7 +132,7 @@ def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
     job = dataclasses.replace(
         s.state.job_of(RequestId("m")), id=RequestId("r"), lease=lease, steps=deque()
     )
-    s.state.fleet.jobs[job.id] = job
+    s.state.inventory.jobs[job.id] = job
     assert of(prefilled(s, "m")) == []
     assert waits(s)
     assert of(arrive(s, "r3", SHORT)) == ["Dispatch r3"], "nobody else is kept out"
@@ -144,10 +144,10 @@ def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
 
 def test_what_is_restored_beside_it_may_be_its_prompt() -> None:
     s = fresh(coalesce_above_s=None, snapshots=[snapshot("s", run_of(900))])
-    s.state.fleet.backends[A].rates = rates(prefill_s=1.0)
+    s.state.inventory.backends[A].rates = rates(prefill_s=1.0)
     longer = run_of(800)
     assert of(arrive(s, "r", longer)) == ["Restore r"]
-    s.state.fleet.catalog.remove(s.state.fleet.catalog.snapshots()[0][0].id)
+    s.state.inventory.catalog.remove(s.state.inventory.catalog.snapshots()[0][0].id)
     assert message(s) == ["Prefill m"]
     # as if they diverged after the restored tokens
     slot(s, A0).do(replace(slot(s, A0).work, pending=SHORT))
@@ -180,7 +180,7 @@ def test_two_of_one_prompt_change_places() -> None:
     finish(s, "m", prompt_tokens=300, generated_tokens=1)
     launched(s, own.index, "m2")
     finish(s, "m2", prompt_tokens=300, generated_tokens=1)
-    assert all(one.is_idle for one in s.state.fleet.slots)
+    assert all(one.is_idle for one in s.state.inventory.slots)
 
 
 def test_where_the_prefill_failed_nothing_may_be_in_preparation() -> None:
@@ -209,14 +209,14 @@ def test_who_leaves_at_the_gate_gives_back_the_slot() -> None:
     assert cancel(s, "m2") == []
     assert slot(s, A1).is_idle
     assert slot(s, A1).content.resident.tokens == head(OTHER, 199)
-    assert s.state.fleet.gated == {A}
+    assert s.state.inventory.gated == {A}
     assert of(launched(s, 0, "m")) == []
 
 
 def test_waiter_at_the_gate_is_told_of_a_lost_backend() -> None:
     s = at_gate()
     assert of(s.handle(ev.BackendDown(A), NOW)) == ["Reject m2"]
-    assert s.state.fleet.backends[A].gate.waiting == []
+    assert s.state.inventory.backends[A].gate.waiting == []
     assert s.next_wakeup(NOW) is None
 
 
@@ -257,7 +257,7 @@ def test_what_is_not_known_takes_the_gate_at_the_grant(unknown: bool) -> None:
     s = fresh()
     more = {"prompt": Prompt(unknown="media")} if unknown else {"ids": [1]}
     arrive(s, "r", pinnable=False, **more)
-    assert s.state.fleet.gated == {A}
+    assert s.state.inventory.gated == {A}
     assert arrive(s, "r2", SHORT) == []
 
 

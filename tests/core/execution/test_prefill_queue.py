@@ -9,7 +9,7 @@ from router.base.errors import DeadlineError
 from router.base.tokens import count, pack
 from router.base.types import MemoryKind, Outcome, Prompt, Reported, RequestId
 from router.core.execution import prefill_queue
-from router.core.fleet.backend_queues import PrefillQueue
+from router.core.inventory.backend_queues import PrefillQueue
 from router.core.model import events as ev
 from router.core.model.effects import Account, Dispatch, Effect, Prefill, Reject
 from router.core.model.jobs import InPrefillQueue
@@ -60,7 +60,7 @@ def two(n_slots: int = 3, **more: Any) -> Scheduler:
 
 
 def queue(s: Scheduler) -> PrefillQueue:
-    return s.state.fleet.backends[A0.backend].prefills
+    return s.state.inventory.backends[A0.backend].prefills
 
 
 def of(effects: list[Effect]) -> list[str]:
@@ -258,7 +258,7 @@ def test_who_waits_for_one_that_leaves_the_line_takes_its_place() -> None:
     assert slot(s, A2).is_idle
     cancel(s, "r2")
 
-    assert set(s.state.fleet.jobs) == {"r", "r3"}
+    assert set(s.state.inventory.jobs) == {"r", "r3"}
     prefilled(s, "r")
     assert of(begun(s, "r")) == ["Prefill r3"]
 
@@ -360,7 +360,7 @@ def test_what_cannot_be_reused_is_computed() -> None:
 def test_no_prefill_begins_during_a_shared_save() -> None:
     s = two(4)
     arrive(s, "r3", LONG)
-    s.state.fleet.backends[A0.backend].rates = rates(transfer_s=8.0)
+    s.state.inventory.backends[A0.backend].rates = rates(transfer_s=8.0)
     before = queue(s).permit_until
     assert names(prefilled(s, "r")) == ["Save"]
 
@@ -403,7 +403,7 @@ def test_overtaking_prefill_is_charged_one_piece_only() -> None:
     arrive(s, "r2", run_of(1501, 2))
 
     def charged(tokens: int, after_s: float = 0.0) -> float:
-        decision = plan(request("r3", run_of(tokens, 3)), s.state.fleet, NOW + after_s)
+        decision = plan(request("r3", run_of(tokens, 3)), s.state.inventory, NOW + after_s)
         assert decision is not None
         return decision.chosen.price.wait_s
 
@@ -423,7 +423,7 @@ def test_prefill_that_waited_goes_on_sooner_after_its_piece() -> None:
     s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 6)
     assert of(s.handle(ev.Begun(RequestId("r")), NOW + 6)) == ["Prefill r2"]
 
-    line = ahead(s.state.fleet, s.state.fleet.backend_of(A0), NOW + 6)
+    line = ahead(s.state.inventory, s.state.inventory.backend_of(A0), NOW + 6)
     assert before_s(line, 1.8) == pytest.approx(5.12)
     assert before_s(line, 1.9) == pytest.approx(5.12 + 4.88)  # r2 has waited for 6 s
 
@@ -433,7 +433,7 @@ def test_one_whose_state_is_read_is_before_those_who_need_more() -> None:
     s = scheduler(backend("a", 2), snapshots=[snap], idle_save_after_s=None, coalesce_above_s=0.5)
     assert names(arrive(s, "r", run_of(1001, 8))) == ["Restore"]
 
-    (rest,) = ahead(s.state.fleet, s.state.fleet.backend_of(A0), NOW)
+    (rest,) = ahead(s.state.inventory, s.state.inventory.backend_of(A0), NOW)
     assert rest.remaining_s == pytest.approx(1.01, abs=0.01)
     assert before_s([rest], 2.0) == rest.remaining_s
     assert before_s([rest], 0.6) == 0
@@ -481,7 +481,9 @@ class Played:
                 self.computed.append((effect.request, self.now - NOW))
             elif isinstance(effect, Dispatch):
                 self._done.append((self.now, ev.Begun(effect.request)))
-        told = [x.work.busy_until for x in self.s.state.fleet.slots if x.phase is Phase.PREPARING]
+        told = [
+            x.work.busy_until for x in self.s.state.inventory.slots if x.phase is Phase.PREPARING
+        ]
         self.latest_s = max([self.latest_s, *(at - NOW for at in told)])
 
     def go_on(self) -> bool:
@@ -567,8 +569,8 @@ def test_a_short_rest_of_a_prompt_takes_the_permit_if_it_is_free() -> None:
 
 def test_permit_ends_with_its_chunk_if_the_queue_is_off() -> None:
     s = two()
-    off = replace(s.state.fleet.policy, coalesce_above_s=None)
-    s.handle(ev.Configured(off, s.state.fleet.catalog.limits, s.state.queue.limits), NOW)
+    off = replace(s.state.inventory.policy, coalesce_above_s=None)
+    s.handle(ev.Configured(off, s.state.inventory.catalog.limits, s.state.queue.limits), NOW)
     prefilled(s, "r")
 
     assert of(begun(s, "r")) == ["Prefill r2"]

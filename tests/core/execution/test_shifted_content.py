@@ -106,7 +106,7 @@ def test_abandoned_answer_that_may_have_shifted_is_wiped(
 ) -> None:
     """Nothing tells how long it was, but its time."""
     s = scheduler(backend("a", 1, n_ctx=100), reuse_probability=0.0, **SENT_AS_IT_IS)
-    s.state.fleet.backends[A].rates.output_s_per_token = Mean(0.05)
+    s.state.inventory.backends[A].rates.output_s_per_token = Mean(0.05)
     arrive(s, **more)
 
     gone = ev.Finished(R, Outcome.CLIENT_GONE, Reported(), None, begun=True)

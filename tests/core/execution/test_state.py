@@ -30,7 +30,7 @@ def with_two_streams(**more: Any) -> Scheduler:
     """Return a scheduler with two streams on a, and a free third slot."""
     s = scheduler(THREE, idle_save_after_s=None, reuse_probability=0.0, **more)
     for index in (1, 2):
-        busy(s.state.fleet, SlotId(A, index))
+        busy(s.state.inventory, SlotId(A, index))
     return s
 
 
@@ -39,7 +39,7 @@ def test_a_restore_stops_every_running_stream_of_its_backend() -> None:
     arrive(s, ids=run_of(1000))
     s.handle(ev.Restored(R, SnapshotId("s"), 900, 0.25), NOW)
 
-    assert s.state.fleet.backends[A].stalled_s == {Stall.RESTORE: 0.5}
+    assert s.state.inventory.backends[A].stalled_s == {Stall.RESTORE: 0.5}
 
 
 def test_a_save_stops_them_too_whoever_wanted_it() -> None:
@@ -47,7 +47,7 @@ def test_a_save_stops_them_too_whoever_wanted_it() -> None:
     for _ in range(2):
         s.handle(ev.Saved(RequestId("nobody"), A0, SNAP, 0.25), NOW)
 
-    assert s.state.fleet.backends[A].stalled_s == {Stall.SAVE: 1.0}
+    assert s.state.inventory.backends[A].stalled_s == {Stall.SAVE: 1.0}
 
 
 @pytest.mark.parametrize(("prompt_s", "expected"), [(3.0, 6.0), (None, 0.0)])
@@ -58,13 +58,13 @@ def test_prefill_counts_as_far_as_its_time_is_known(
     arrive(s, ids=run_of(1000))
     s.handle(ev.Prefilled(R, Reported(999, 0, prompt_s)), NOW)
 
-    assert s.state.fleet.backends[A].stalled_s == {Stall.PREFILL: expected}
+    assert s.state.inventory.backends[A].stalled_s == {Stall.PREFILL: expected}
 
 
 def test_streams_of_other_backends_and_idle_slots_lose_nothing() -> None:
     s = scheduler(THREE, backend("b", 1), idle_save_after_s=None)
-    busy(s.state.fleet, B0)
-    s.state.fleet.slots[A1].hold(Content(Resident(run_of(5))))
+    busy(s.state.inventory, B0)
+    s.state.inventory.slots[A1].hold(Content(Resident(run_of(5))))
     s.handle(ev.Saved(RequestId("nobody"), A0, SNAP, 0.25), NOW)
 
-    assert s.state.fleet.backends[A].stalled_s == {Stall.SAVE: 0.0}
+    assert s.state.inventory.backends[A].stalled_s == {Stall.SAVE: 0.0}

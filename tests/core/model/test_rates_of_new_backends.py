@@ -36,7 +36,9 @@ def test_of_another_kind_it_costs_what_its_probe_says(b: dict[str, Any]) -> None
     s = after_one_on_a(**{"prefill_s_per_token": 0.015} | b)
 
     expected = b.get("prefill_s_per_token", 0.015)
-    assert s.state.fleet.backends[B].rates.prefill_s(20) == pytest.approx(20 * expected, rel=0.01)
+    assert s.state.inventory.backends[B].rates.prefill_s(20) == pytest.approx(
+        20 * expected, rel=0.01
+    )
 
 
 def test_once_used_it_costs_what_it_has_cost() -> None:
@@ -46,4 +48,4 @@ def test_once_used_it_costs_what_it_has_cost() -> None:
     arrive(s, "r3", run_of(20, 3))
     over(s, "r3", 0.2)
 
-    assert s.state.fleet.backends[B].rates.prefill_s(20) == pytest.approx(0.6, rel=0.01)
+    assert s.state.inventory.backends[B].rates.prefill_s(20) == pytest.approx(0.6, rel=0.01)

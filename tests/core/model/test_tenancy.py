@@ -144,7 +144,7 @@ def test_a_client_that_left_meanwhile_is_told_nothing() -> None:
     arrive(s, ids=LONG, tenant=Y)
     s.handle(ev.Cancelled(R), NOW)
     assert erase_failed(s) == []
-    assert s.state.fleet.jobs == {}
+    assert s.state.inventory.jobs == {}
 
 
 def test_news_of_a_job_that_is_over_is_ignored() -> None:
@@ -169,7 +169,7 @@ def test_no_copy_is_made_of_anothers() -> None:
     s = apart(backend("a", 1), backend("b", 1))
     holds(s, A0, X)
     slot(s, B0).hold(Content(tenant=Y))
-    made = plan(request(ids=LONG, tenant=Y), s.state.fleet, NOW)
+    made = plan(request(ids=LONG, tenant=Y), s.state.inventory, NOW)
     assert made is not None
     assert {way.source for way in (made.chosen, *made.losers)} == {Source.COLD}
 
@@ -179,7 +179,7 @@ def test_nobody_waits_for_what_another_computes() -> None:
     for second, waits in ((X, True), (Y, False)):
         s = apart(backend("a", 3), coalesce_above_s=0.0)
         for index, whose in enumerate((X, second, second)):
-            s.state.fleet.slots[SlotId(BackendId("a"), index)].hold(Content(tenant=whose))
+            s.state.inventory.slots[SlotId(BackendId("a"), index)].hold(Content(tenant=whose))
         assert names(arrive(s, ids=LONG, tenant=X)) == ["Prefill"]
         arrive(s, "r2", ids=LONG, tenant=second)
         assert slot(s, A1).is_idle is waits
@@ -202,7 +202,7 @@ def test_nobody_waits_for_what_is_being_saved_of_another() -> None:
         # The slot is leased to another prompt, and its displaced content is being saved.
         effects = arrive(s, ids=[7, 8, 9], tenant=X, avoid=frozenset({B0.backend}))
         assert names(effects) == ["Save"]
-        made = plan(request("r2", LONG, tenant=second), s.state.fleet, NOW)
+        made = plan(request("r2", LONG, tenant=second), s.state.inventory, NOW)
         assert made is not None
         assert (made.chosen.wait_for is not None) == waits
 
@@ -249,7 +249,7 @@ def test_slots_in_doubt_keep_their_tenant() -> None:
     arrive(s, "r2", ids=tokens(3, 4), tenant=X, pinnable=False)
     finish(s, "r", Outcome.CLIENT_GONE)
 
-    assert [one.offered_tenant for one in s.state.fleet.slots] == [X, X, X]
+    assert [one.offered_tenant for one in s.state.inventory.slots] == [X, X, X]
     assert "Reject" not in names(prefilled(s, "r2"))
 
 
@@ -369,7 +369,7 @@ def test_unprefilled_is_not_sent_where_another_has_more() -> None:
     unpinned(s)
     (reject,) = prefill_failed(s)
     assert isinstance(reject, Reject)
-    assert all(one.is_idle for one in s.state.fleet.slots)
+    assert all(one.is_idle for one in s.state.inventory.slots)
 
 
 def test_unprefilled_is_not_sent_where_another_may_have_more() -> None:
@@ -424,7 +424,7 @@ def test_a_slot_that_may_have_been_used_by_another_is_nobodys() -> None:
     launched_at = slot(s, A0).phase
     assert launched_at == "running"
     s.state.job_of(R).slot_confirmed = False
-    s.state.fleet.backends[A0.backend].gate.leave(R)
+    s.state.inventory.backends[A0.backend].gate.leave(R)
     arrive(s, "r2", ids=[1, 2, 3], tenant=X)
     finish(s, "r2", outcome=Outcome.CLIENT_GONE)
     finish(s, "r", prompt_tokens=3, generated_tokens=1)
@@ -462,9 +462,9 @@ def test_sight_is_of_ones_own() -> None:
     holds(s, A0, X)
     slot(s, A1).hold(replace(slot(s, A1).content, tenant=Y))
     asked = request(ids=LONG, tenant=Y)
-    made = plan(asked, s.state.fleet, NOW)
+    made = plan(asked, s.state.inventory, NOW)
     assert made is not None
-    sight = coverage_of(asked, made, s.state.fleet)
+    sight = coverage_of(asked, made, s.state.inventory)
     assert sight is not None
     assert (sight.held, sight.nearest) == (0, None)
 
@@ -475,7 +475,7 @@ def test_tenants_content_stays_theirs_after_sharing_begins() -> None:
     slot(s, A0).hold(replace(slot(s, A0).content, tenant=X))
     arrive(s, ids=LONG, tenant=X)
     finish(s, prompt_tokens=900, generated_tokens=1)
-    s.state.fleet.policy = replace(s.state.fleet.policy, keeps_apart=False)
-    made = plan(request("r2", LONG), s.state.fleet, NOW)
+    s.state.inventory.policy = replace(s.state.inventory.policy, keeps_apart=False)
+    made = plan(request("r2", LONG), s.state.inventory, NOW)
     assert made is not None
     assert made.chosen.source is Source.COLD

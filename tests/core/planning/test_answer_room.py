@@ -16,7 +16,7 @@ PROMPT = run_of(600)
 def test_an_idle_slot_with_room_for_the_whole_answer_is_taken() -> None:
     """Even if another slot holds the prompt."""
     s = scheduler(SMALL, LARGE, coalesce_above_s=None)
-    s.state.fleet.slots[A0].hold(Content(Resident(PROMPT)))
+    s.state.inventory.slots[A0].hold(Content(Resident(PROMPT)))
 
     plan = plan_of(arrive(s, ids=PROMPT, max_new_tokens=700, streams=False))
 
@@ -25,7 +25,7 @@ def test_an_idle_slot_with_room_for_the_whole_answer_is_taken() -> None:
 
 def test_a_short_answer_goes_to_what_is_cheapest() -> None:
     s = scheduler(SMALL, LARGE, coalesce_above_s=None)
-    s.state.fleet.slots[A0].hold(Content(Resident(PROMPT)))
+    s.state.inventory.slots[A0].hold(Content(Resident(PROMPT)))
 
     plan = plan_of(arrive(s, ids=PROMPT, max_new_tokens=100))
 
@@ -35,8 +35,8 @@ def test_a_short_answer_goes_to_what_is_cheapest() -> None:
 @pytest.mark.parametrize(("until_s", "waits"), [(1.0, True), (1000.0, False)])
 def test_a_busy_slot_with_room_has_a_price(until_s: float, waits: bool) -> None:
     s = scheduler(SMALL, LARGE, coalesce_above_s=None)
-    busy(s.state.fleet, B0, until=NOW + until_s)
-    s.state.fleet.backends[A].rates.output_tokens = Mean(1000.0)
+    busy(s.state.inventory, B0, until=NOW + until_s)
+    s.state.inventory.backends[A].rates.output_tokens = Mean(1000.0)
 
     effects = arrive(s, ids=PROMPT, max_new_tokens=700)
 
@@ -50,8 +50,8 @@ def test_unlimited_answer_prefers_the_larger_slot() -> None:
 
 
 def test_a_slot_that_is_long_enough_costs_nothing() -> None:
-    fleet = scheduler(SMALL, LARGE).state.fleet
-    context = PricingContext(request("r", PROMPT), fleet, NOW)
+    inventory = scheduler(SMALL, LARGE).state.inventory
+    context = PricingContext(request("r", PROMPT), inventory, NOW)
 
-    assert context.cut_off_s(fleet.backends[B]) == 0.0
-    assert context.cut_off_s(fleet.backends[A]) > 0.0
+    assert context.cut_off_s(inventory.backends[B]) == 0.0
+    assert context.cut_off_s(inventory.backends[A]) > 0.0

@@ -31,7 +31,7 @@ from tests.support.scheduler.build import (
     R,
     backend,
     busy,
-    fleet,
+    inventory,
     rates,
     request,
     run_of,
@@ -71,7 +71,7 @@ def planned(made: Any, prompt: Prompt = CHAT, **more: Any) -> Plan:
     "kind", [MemoryKind.SLIDING_WINDOW, MemoryKind.HYBRID, MemoryKind.RECURRENT]
 )
 def test_a_kind_that_cannot_go_back_pauses_at_the_boundaries(kind: MemoryKind) -> None:
-    found = planned(fleet(backend(memory_kind=kind)))
+    found = planned(inventory(backend(memory_kind=kind)))
 
     assert found.boundary_saves == (600, 900)
     assert found.boundary_saves_s == pytest.approx(0.002)
@@ -92,40 +92,40 @@ def test_a_kind_that_cannot_go_back_pauses_at_the_boundaries(kind: MemoryKind) -
     ],
 )
 def test_nothing_is_saved_that_would_be_of_no_use(info: Any, more: dict[str, Any]) -> None:
-    assert planned(fleet(info), **({"prompt": CHAT} | more)).boundary_saves == ()
+    assert planned(inventory(info), **({"prompt": CHAT} | more)).boundary_saves == ()
 
 
 def test_without_boundaries_the_last_token_but_one() -> None:
-    assert planned(fleet(HYBRID), Prompt(run_of(905))).boundary_saves == (904,)
+    assert planned(inventory(HYBRID), Prompt(run_of(905))).boundary_saves == (904,)
 
 
 def test_reused_and_saved_boundaries_are_not_saved_again() -> None:
-    made = fleet(HYBRID, snapshots=[snapshot("s", run_of(600))])
+    made = inventory(HYBRID, snapshots=[snapshot("s", run_of(600))])
     found = planned(made)
 
     assert (found.chosen.source, found.chosen.reused_tokens) == (Source.SNAPSHOT, 600)
     assert found.boundary_saves == (900,)
 
-    made = fleet(HYBRID, snapshots=[snapshot("s", run_of(900))])
-    assert boundary_saves(made, asked(), planned(fleet(HYBRID)).chosen) == ((600,), 0.001)
+    made = inventory(HYBRID, snapshots=[snapshot("s", run_of(900))])
+    assert boundary_saves(made, asked(), planned(inventory(HYBRID)).chosen) == ((600,), 0.001)
 
 
 def test_second_branch_at_a_place_is_saved() -> None:
-    made = fleet(HYBRID, snapshots=[snapshot("s", run_of(1000))])
+    made = inventory(HYBRID, snapshots=[snapshot("s", run_of(1000))])
     assert planned(made, Prompt(OTHER)).boundary_saves == (600, 904)
 
-    made = fleet(HYBRID)
+    made = inventory(HYBRID)
     made.slots[A1].hold(Content(Resident(run_of(700))))
     assert planned(made, Prompt(OTHER)).boundary_saves == (600, 904)
 
 
 def test_a_save_that_costs_more_than_it_can_spare_is_not_made() -> None:
-    made = fleet(HYBRID)
+    made = inventory(HYBRID)
     made.backends[HYBRID.id].rates = rates(prefill_s=1e-6)
     assert planned(made).boundary_saves == ()
 
     # At reuse probability 0.5: (600 tokens at 10 ms, less a 1 s restore) / 2 is 2.5 s; 300: 1 s.
-    made = fleet(HYBRID)
+    made = inventory(HYBRID)
     made.backends[HYBRID.id].rates = rates(transfer_s=1.0)
     assert planned(made).boundary_saves == (600,)
     busy(made, A1)
@@ -135,7 +135,7 @@ def test_a_save_that_costs_more_than_it_can_spare_is_not_made() -> None:
 
 
 def test_handling_time_of_a_save_is_learned_and_counts() -> None:
-    made = fleet(HYBRID)
+    made = inventory(HYBRID)
     made.backends[HYBRID.id].rates = rates(prefill_s=0.0001)
     assert planned(made).boundary_saves == (
         600,
@@ -149,7 +149,7 @@ def test_handling_time_of_a_save_is_learned_and_counts() -> None:
     s = started()
     prefilled(s, prompt_tokens=600, cached_tokens=0)
     s.handle(ev.Saved(R, A0, snapshot("b1", run_of(600)), 0.001, handling_s=3.0), NOW)
-    assert s.state.fleet.backends[HYBRID.id].rates.handling_s.value == pytest.approx(1.5)
+    assert s.state.inventory.backends[HYBRID.id].rates.handling_s.value == pytest.approx(1.5)
 
 
 def test_window_is_learned_from_a_useless_state() -> None:
@@ -161,9 +161,9 @@ def test_window_is_learned_from_a_useless_state() -> None:
 
     assert saved(s, useless) == [Delete(useless), Prefill(R, A0, run_of(900))]
     assert held(s, A0) == run_of(600)
-    assert s.state.fleet.backends[swa.id].info.window == 600
+    assert s.state.inventory.backends[swa.id].info.window == 600
     other = Prompt(run_of(905, 3), boundaries=(600, 900))
-    assert planned(s.state.fleet, other).boundary_saves == (900,)
+    assert planned(s.state.inventory, other).boundary_saves == (900,)
 
 
 def test_a_state_with_checkpoints_says_nothing_of_the_window() -> None:
@@ -174,15 +174,15 @@ def test_a_state_with_checkpoints_says_nothing_of_the_window() -> None:
     prefilled(s, prompt_tokens=600, cached_tokens=0)
     saved(s, replace(snapshot("b1", run_of(600)), shape=StateShape(1, (500,), extendable=False)))
 
-    assert s.state.fleet.backends[swa.id].info.window == 0
+    assert s.state.inventory.backends[swa.id].info.window == 0
     assert (
-        planned(s.state.fleet, Prompt(run_of(905, 3), boundaries=(600, 900))).boundary_saves[0]
+        planned(s.state.inventory, Prompt(run_of(905, 3), boundaries=(600, 900))).boundary_saves[0]
         == 600
     )
 
 
 def test_limits_hold_for_pauses() -> None:
-    made = fleet(HYBRID)
+    made = inventory(HYBRID)
     made.catalog.limits = SnapshotLimits(max_tokens=700)
     assert planned(made).boundary_saves == (600,)
 
@@ -218,7 +218,7 @@ def test_next_turn_regenerate_and_sibling_find_a_snapshot() -> None:
     prefilled(s, prompt_tokens=900, cached_tokens=600)
     saved(s, snapshot("b2", run_of(900)))
 
-    fleet_ = s.state.fleet
+    fleet_ = s.state.inventory
     fleet_.slots[A1].hold(Content(Resident(run_of(50, 9))))
     for prompt, reused in (
         (Prompt(run_of(905)), 900),
@@ -251,7 +251,7 @@ def test_a_client_that_leaves_at_a_pause_is_the_end_of_it() -> None:
     cancel(s)
 
     assert saved(s, snapshot("b1", run_of(600))) == []
-    assert R not in s.state.fleet.jobs
+    assert R not in s.state.inventory.jobs
     assert held(s, A0) == run_of(600)
 
 

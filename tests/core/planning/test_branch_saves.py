@@ -25,7 +25,7 @@ PICTURE = Prompt(QUESTION, n_media=1)
 
 def world(*infos: Any, save_s: float = 0.001, **more: Any) -> Scheduler:
     s = scheduler(*infos, **({"holding": {A0: HISTORY}} | more))
-    rates = s.state.fleet.backends[A0.backend].rates
+    rates = s.state.inventory.backends[A0.backend].rates
     rates.save = LinearFit(save_s, 0.0)
     rates.output_s_per_token = Mean(0.1, n=3)
     return s
@@ -78,7 +78,7 @@ def test_requests_that_are_not_saved_first(why: str, more: dict[str, Any]) -> No
 def test_the_first_answer_is_priced_by_the_probe() -> None:
     """The scene that kvferry exists for is as likely right after a start as later."""
     s = world()
-    s.state.fleet.backends[A0.backend].rates.output_s_per_token = Mean(0.1, n=0)
+    s.state.inventory.backends[A0.backend].rates.output_s_per_token = Mean(0.1, n=0)
 
     assert names(arrive(s, R, QUESTION)) == ["Save"]
 
@@ -102,7 +102,7 @@ def test_a_dear_save_needs_a_sibling_that_came_before(
 ) -> None:
     """The save takes 2 s, twice with the stream beside it: too much for a chance of 5 %."""
     s = world(save_s=2.0)
-    busy(s.state.fleet, A1, until=100.0, pending=beside)
+    busy(s.state.inventory, A1, until=100.0, pending=beside)
 
     assert saves(arrive(s, R, QUESTION)) == wanted
 
@@ -134,8 +134,8 @@ def test_a_save_that_costs_more_than_it_gains(
 ) -> None:
     """Each price alone is enough; the sibling is certain, as the other slot shows."""
     s = world(**more)
-    busy(s.state.fleet, A1, until=100.0, pending=OTHER)
-    known = s.state.fleet.backends[A0.backend].rates
+    busy(s.state.inventory, A1, until=100.0, pending=OTHER)
+    known = s.state.inventory.backends[A0.backend].rates
     known.save = LinearFit(rates.get("save_s", 0.001), 0.0)
     known.restore = LinearFit(rates.get("restore_s", 0.001), 0.0)
     known.handling_s = Mean(rates.get("handling_s", 0.0))
@@ -162,7 +162,7 @@ def test_each_running_stream_waits_for_the_save(runs: bool, wanted: list[SaveRea
     """The save takes 8 s, and is worth about 10 s to a sibling that comes in half of the cases."""
     s = world(save_s=8.0)
     if runs:
-        busy(s.state.fleet, A1, until=100.0, pending=OTHER)
+        busy(s.state.inventory, A1, until=100.0, pending=OTHER)
     else:
         slot(s, A1).hold(Content(Resident(OTHER)))
 
@@ -171,7 +171,7 @@ def test_each_running_stream_waits_for_the_save(runs: bool, wanted: list[SaveRea
 
 def test_a_slot_that_must_not_be_saved() -> None:
     s = world()
-    busy(s.state.fleet, A1, until=100.0, pending=OTHER)
+    busy(s.state.inventory, A1, until=100.0, pending=OTHER)
     slot(s, A0).hold(replace(slot(s, A0).content, savable=False))
 
     assert SaveReason.BRANCH not in saves(arrive(s, R, QUESTION))
@@ -180,7 +180,7 @@ def test_a_slot_that_must_not_be_saved() -> None:
 def test_the_slot_of_another_tenant_shows_nothing() -> None:
     """A dear save, and a sibling only in the slot of another tenant: its prompts are not ours."""
     s = world(save_s=2.0)
-    busy(s.state.fleet, A1, until=100.0, pending=OTHER)
+    busy(s.state.inventory, A1, until=100.0, pending=OTHER)
     slot(s, A1).hold(replace(slot(s, A1).content, tenant=Tenant("other")))
 
     assert saves(arrive(s, R, QUESTION)) == []

@@ -15,7 +15,7 @@ LONG, OTHER, SHORT = run_of(2000), run_of(2000, 7), run_of(20, 9)
 
 
 def chosen(s: Scheduler, ids: Tokens, waited_s: float = 0.0) -> BackendId | None:
-    decision = decide(s.state.fleet, request("new", ids=ids), NOW, waited_s)
+    decision = decide(s.state.inventory, request("new", ids=ids), NOW, waited_s)
     return None if decision is None else decision.plan.chosen.slot.backend
 
 
@@ -55,11 +55,11 @@ def test_server_placed_is_pinned_where_it_would_wait(
     """Sticky home: a backend that takes no unpinned requests now."""
     s = scheduler(backend("a", 2), backend("b", 1), policy=policy, idle_save_after_s=None)
     unread = Prompt(unknown="only the server reads it")
-    s.state.fleet.sticky["s"] = SlotId(A, 1)
+    s.state.inventory.sticky["s"] = SlotId(A, 1)
     arrive(s, "first", slot_hint=0, avoid=frozenset({B}))
     finish(s, "first", Outcome.CLIENT_GONE)
     decision = decide(
-        s.state.fleet, request("new", prompt=unread, server_picks=True, session="s"), NOW, 0.0
+        s.state.inventory, request("new", prompt=unread, server_picks=True, session="s"), NOW, 0.0
     )
 
     assert decision is not None
@@ -84,8 +84,8 @@ def emptied(*infos: BackendInfo) -> Scheduler:
 
 def test_its_cache_knows_no_tenants() -> None:
     s = emptied()
-    s.state.fleet.has_tenants = True
-    decision = decide(s.state.fleet, request("new", ids=LONG), NOW, 0.0)
+    s.state.inventory.has_tenants = True
+    decision = decide(s.state.inventory, request("new", ids=LONG), NOW, 0.0)
     assert decision is not None
     assert decision.request.pinnable
 
@@ -94,6 +94,6 @@ def test_its_cache_is_gone_with_the_process() -> None:
     s = emptied()
     s.handle(ev.BackendDown(A), NOW)
     s.handle(ev.BackendUp(EMPTIES), NOW)
-    decision = decide(s.state.fleet, request("new", ids=LONG), NOW, 0.0)
+    decision = decide(s.state.inventory, request("new", ids=LONG), NOW, 0.0)
     assert decision is not None
     assert decision.request.pinnable

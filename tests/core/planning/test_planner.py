@@ -1,4 +1,4 @@
-"""Planner: each rule of the decision, on the smallest possible fleet."""
+"""Planner: each rule of the decision, on the smallest possible inventory."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from router.base.tokens import join
 from router.base.types import MemoryKind, Prompt, Request, RequestId, SlotId, Source
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.inventory import Inventory
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
 from router.core.model.rates import Mean
@@ -25,7 +25,7 @@ from tests.support.scheduler.build import (
     R,
     backend,
     busy,
-    fleet,
+    inventory,
     rates,
     request,
     run_of,
@@ -37,7 +37,7 @@ ELSE = run_of(1000, 7)
 TWO = (backend("a", 1), backend("b", 1))
 
 
-def chosen(request_: Request, fleet_: Fleet, waited_s: float = 0.0) -> Candidate:
+def chosen(request_: Request, fleet_: Inventory, waited_s: float = 0.0) -> Candidate:
     decision = plan(request_, fleet_, 0.0, waited_s)
     assert decision is not None
     return decision.chosen
@@ -48,7 +48,7 @@ def sources(decision: Plan | None) -> set[Source]:
     return {c.source for c in (decision.chosen, *decision.losers)}
 
 
-def waits(request_: Request, fleet_: Fleet, **more: float) -> SlotId | None:
+def waits(request_: Request, fleet_: Inventory, **more: float) -> SlotId | None:
     return chosen(request_, fleet_, **more).wait_for
 
 
@@ -56,14 +56,14 @@ def waits(request_: Request, fleet_: Fleet, **more: float) -> SlotId | None:
 
 
 def test_the_slot_that_holds_the_prefix() -> None:
-    best = chosen(request(ids=LONG), fleet(backend(), holding={A1: run_of(900)}))
+    best = chosen(request(ids=LONG), inventory(backend(), holding={A1: run_of(900)}))
 
     assert (best.slot, best.source, best.reused_tokens) == (A1, Source.RESIDENT, 900)
     assert best.price.prefill_s == pytest.approx(1.0)
 
 
 def test_a_snapshot_into_an_idle_slot() -> None:
-    best = chosen(request(ids=LONG), fleet(snapshots=[snapshot("s", run_of(900))]))
+    best = chosen(request(ids=LONG), inventory(snapshots=[snapshot("s", run_of(900))]))
 
     assert (best.slot, best.source, best.reused_tokens) == (A0, Source.SNAPSHOT, 900)
     assert best.snapshot == "s"
@@ -72,7 +72,7 @@ def test_a_snapshot_into_an_idle_slot() -> None:
 
 def test_a_copy_of_what_an_idle_slot_elsewhere_holds() -> None:
     """Copying pays because the owner computes the rest far slower than the other backend."""
-    made = fleet(*TWO, holding={A0: run_of(500)})
+    made = inventory(*TWO, holding={A0: run_of(500)})
     made.backends[A].rates = rates(prefill_s=1.0)
 
     best = chosen(request(ids=LONG), made)
@@ -83,26 +83,26 @@ def test_a_copy_of_what_an_idle_slot_elsewhere_holds() -> None:
 
 
 def test_cold_where_nothing_is_known() -> None:
-    best = chosen(request(ids=LONG), fleet())
+    best = chosen(request(ids=LONG), inventory())
 
     assert (best.slot, best.source, best.reused_tokens) == (A0, Source.COLD, 0)
 
 
 def test_a_cold_start_takes_the_slot_that_is_idle_for_longest() -> None:
-    made = fleet()
+    made = inventory()
     made.slots[A0].last_used = 5.0
 
     assert chosen(request(), made).slot == A1
 
 
 def test_a_cold_start_displaces_what_is_worth_least() -> None:
-    made = fleet(backend(kv_dir=None), holding={A0: ELSE})
+    made = inventory(backend(kv_dir=None), holding={A0: ELSE})
 
     assert chosen(request(ids=LONG), made).slot == A1
 
 
 def test_asked_for_the_best_alone_the_others_are_not_priced() -> None:
-    made = fleet(*TWO, holding={A0: run_of(100), B0: run_of(900)})
+    made = inventory(*TWO, holding={A0: run_of(100), B0: run_of(900)})
 
     decision = plan(request(ids=LONG), made, 0.0, losers=0)
     assert decision is not None
@@ -110,7 +110,7 @@ def test_asked_for_the_best_alone_the_others_are_not_priced() -> None:
 
 
 def test_of_two_prefills_the_first_to_end_is_waited_for() -> None:
-    made = fleet(backend("a", 1), backend("b", 1), backend("c", 1))
+    made = inventory(backend("a", 1), backend("b", 1), backend("c", 1))
     for slot, until in ((A0, 1.0), (B0, 20.0)):
         made.slots[slot].lease(R2, NO_WORK)
         made.slots[slot].do(replace(made.slots[slot].work, sharing=True, pending=LONG))
@@ -122,7 +122,7 @@ def test_of_two_prefills_the_first_to_end_is_waited_for() -> None:
 
 
 def test_the_losers_come_along_in_order() -> None:
-    decision = plan(request(ids=LONG), fleet(holding={A0: run_of(9)}), 0.0)
+    decision = plan(request(ids=LONG), inventory(holding={A0: run_of(9)}), 0.0)
 
     assert decision is not None
     assert [c.slot for c in decision.losers] == [A1]
@@ -138,7 +138,7 @@ def test_the_losers_come_along_in_order() -> None:
     ],
 )
 def test_the_router_has_no_say(asked: Request, reason: str) -> None:
-    made = fleet(holding={A0: LONG}, snapshots=[snapshot("s", LONG)])
+    made = inventory(holding={A0: LONG}, snapshots=[snapshot("s", LONG)])
 
     decision = plan(asked, made, 0.0)
 
@@ -152,7 +152,7 @@ def test_the_router_has_no_say(asked: Request, reason: str) -> None:
 
 
 def test_no_backend_no_plan() -> None:
-    assert plan(request(), Fleet(), 0.0) is None
+    assert plan(request(), Inventory(), 0.0) is None
 
 
 @pytest.mark.parametrize(
@@ -165,15 +165,15 @@ def test_no_backend_no_plan() -> None:
     ids=["another model", "failed there already", "as long as the context"],
 )
 def test_a_backend_that_does_not_serve_the_request(asked: Request) -> None:
-    assert plan(asked, fleet(), 0.0) is None
+    assert plan(asked, inventory(), 0.0) is None
 
 
 def test_a_model_by_its_name() -> None:
-    assert plan(request(model="m"), fleet(), 0.0) is not None
+    assert plan(request(model="m"), inventory(), 0.0) is not None
 
 
 def test_only_idle_slots() -> None:
-    made = fleet()
+    made = inventory()
     busy(made, A0)
     assert chosen(request(), made).slot == A1
     busy(made, A1)
@@ -181,14 +181,14 @@ def test_only_idle_slots() -> None:
 
 
 def test_a_gated_backend_gets_nothing() -> None:
-    made = fleet(*TWO)
+    made = inventory(*TWO)
     made.backends[A].gate.take(RequestId("other"))
 
     assert chosen(request(), made).slot == B0
 
 
 def test_a_whole_backend_only_where_all_is_idle() -> None:
-    made = fleet(backend("a", 2), backend("b", 2))
+    made = inventory(backend("a", 2), backend("b", 2))
     busy(made, A0)
 
     assert chosen(request(whole_backend=True), made).slot == B0
@@ -198,7 +198,7 @@ def test_a_whole_backend_only_where_all_is_idle() -> None:
 
 def test_a_server_that_chooses_is_kept_from_slots_in_preparation() -> None:
     """Also from a slot that is still watched: the server may consider it idle."""
-    made = fleet()
+    made = inventory()
     lease = made.slots[A0].lease(R, NO_WORK)
     unread = request(prompt=Prompt(unknown="media"), pinnable=False)
     assert plan(unread, made, 0.0) is None
@@ -210,7 +210,7 @@ def test_a_server_that_chooses_is_kept_from_slots_in_preparation() -> None:
 
 
 def test_a_slot_hint_is_obeyed_if_there_is_such_a_slot() -> None:
-    made = fleet(holding={A1: LONG})
+    made = inventory(holding={A1: LONG})
 
     assert chosen(request(ids=LONG, slot_hint=0), made).slot == A0
     assert chosen(request(ids=LONG, slot_hint=7), made).slot == A1
@@ -223,7 +223,9 @@ def test_a_slot_hint_is_obeyed_if_there_is_such_a_slot() -> None:
 
 def test_namespaces_never_mix() -> None:
     infos = (backend("a", 1, namespace=OTHER_NS), backend("b", 1))
-    made = fleet(*infos, holding={A0: run_of(500)}, snapshots=[snapshot("s", LONG, ns=OTHER_NS)])
+    made = inventory(
+        *infos, holding={A0: run_of(500)}, snapshots=[snapshot("s", LONG, ns=OTHER_NS)]
+    )
     made.backends[A].rates = rates(prefill_s=1.0)
     made.slots[A0].hold(Content(Resident(run_of(500))))
 
@@ -239,7 +241,7 @@ def test_namespaces_never_mix() -> None:
 )
 def test_no_restore_where_it_could_not_be_used(change: dict[str, Any]) -> None:
     long = snapshot("s", join([LONG, run_of(200, 2)]))
-    made = fleet(backend(**change), snapshots=[long])
+    made = inventory(backend(**change), snapshots=[long])
 
     assert sources(plan(request(ids=LONG), made, 0.0)) == {Source.COLD}
 
@@ -256,14 +258,16 @@ def test_no_restore_where_it_could_not_be_used(change: dict[str, Any]) -> None:
 )
 def test_no_copy_where_it_could_not_be_used(changes: tuple[dict[str, Any], ...]) -> None:
     infos = (backend("a", 1, **changes[0]), backend("b", 1, **changes[1]))
-    made = fleet(*infos, holding={A0: join([run_of(900), run_of(300, 2)])})
+    made = inventory(*infos, holding={A0: join([run_of(900), run_of(300, 2)])})
     made.backends[A].rates = rates(prefill_s=1.0)
 
     assert sources(plan(request(ids=LONG), made, 0.0)) == {Source.RESIDENT, Source.COLD}
 
 
 def test_a_snapshot_of_a_diverging_hybrid_is_not_offered() -> None:
-    made = fleet(backend(memory_kind=MemoryKind.HYBRID), snapshots=[snapshot("s", run_of(1200))])
+    made = inventory(
+        backend(memory_kind=MemoryKind.HYBRID), snapshots=[snapshot("s", run_of(1200))]
+    )
 
     assert sources(plan(request(ids=LONG), made, 0.0)) == {Source.COLD}
 
@@ -272,14 +276,14 @@ def test_a_snapshot_of_a_diverging_hybrid_is_not_offered() -> None:
 
 
 def test_what_is_displaced_is_saved_if_that_pays() -> None:
-    made = fleet(backend("a", 1), holding={A0: ELSE})
+    made = inventory(backend("a", 1), holding={A0: ELSE})
 
     best = chosen(request(ids=LONG), made)
     assert (best.save_displaced, best.price.save_s, best.price.loss_s) == (True, 0.001, 0.0005)
 
 
 def test_handling_of_saves_takes_time_but_stops_nobody() -> None:
-    made = fleet(backend("a", 2), holding={A0: ELSE}, snapshots=[snapshot("s", run_of(900))])
+    made = inventory(backend("a", 2), holding={A0: ELSE}, snapshots=[snapshot("s", run_of(900))])
     made.backends[A].rates.handling_s = Mean(0.5)
     busy(made, A1)
 
@@ -290,14 +294,14 @@ def test_handling_of_saves_takes_time_but_stops_nobody() -> None:
 
 
 def test_what_a_snapshot_holds_already_has_to_be_restored() -> None:
-    made = fleet(backend("a", 1), holding={A0: ELSE}, snapshots=[snapshot("s", ELSE)])
+    made = inventory(backend("a", 1), holding={A0: ELSE}, snapshots=[snapshot("s", ELSE)])
 
     assert saving_pays(made, made.slots[A0]) == (0.0, 0.0005, False)
 
 
 def test_the_chance_falls_with_the_uses_of_other_slots() -> None:
     """Halved after two uses on a backend of two slots."""
-    made = fleet(backend("a", 2), holding={A0: ELSE}, snapshots=[snapshot("s", ELSE)])
+    made = inventory(backend("a", 2), holding={A0: ELSE}, snapshots=[snapshot("s", ELSE)])
     made.note_use(made.slots[A1])
     made.note_use(made.slots[A1])
 
@@ -308,7 +312,7 @@ def test_the_chance_falls_with_the_uses_of_other_slots() -> None:
 
 def test_long_gone_content_is_displaced_before_new() -> None:
     """2,000 tokens, unused during 20 uses on two slots, are displaced before 300."""
-    made = fleet(backend(kv_dir=None), holding={A0: run_of(2000, 7), A1: run_of(300, 8)})
+    made = inventory(backend(kv_dir=None), holding={A0: run_of(2000, 7), A1: run_of(300, 8)})
     assert chosen(request(ids=LONG), made).slot == A1
 
     for _ in range(20):
@@ -317,15 +321,15 @@ def test_long_gone_content_is_displaced_before_new() -> None:
 
 
 def test_what_stays_useful_is_no_loss() -> None:
-    made = fleet(backend("a", 1), holding={A0: ELSE})
+    made = inventory(backend("a", 1), holding={A0: ELSE})
 
     assert saving_pays(made, made.slots[A0], kept=1000) == (0.0, 0.0, False)
-    assert saving_pays(fleet(), fleet().slots[A0]) == (0.0, 0.0, False)
+    assert saving_pays(inventory(), inventory().slots[A0]) == (0.0, 0.0, False)
 
 
 def test_replaced_end_of_a_conversation_is_not_saved() -> None:
     """30 tokens take 0.3 s, a save 10 ms; but a request with the whole prompt is its next turn."""
-    made = fleet(backend("a", 1), holding={A0: ELSE})
+    made = inventory(backend("a", 1), holding={A0: ELSE})
     made.backends[A].rates = rates(transfer_s=0.01)
     assert saving_pays(made, made.slots[A0], kept=970)[2]
 
@@ -338,8 +342,8 @@ def test_replaced_end_of_a_conversation_is_not_saved() -> None:
 
 def test_a_part_of_a_hybrid_covers_nothing() -> None:
     info = backend("a", 1, memory_kind=MemoryKind.HYBRID)
-    part = fleet(info, holding={A0: ELSE}, snapshots=[snapshot("s", run_of(900, 7))])
-    whole = fleet(info, holding={A0: ELSE}, snapshots=[snapshot("s", ELSE)])
+    part = inventory(info, holding={A0: ELSE}, snapshots=[snapshot("s", run_of(900, 7))])
+    whole = inventory(info, holding={A0: ELSE}, snapshots=[snapshot("s", ELSE)])
 
     assert saving_pays(part, part.slots[A0]) == (0.001, 0.0005, True)
     assert saving_pays(whole, whole.slots[A0]) == (0.0, 0.0005, False)
@@ -347,7 +351,7 @@ def test_a_part_of_a_hybrid_covers_nothing() -> None:
 
 def test_saving_does_not_pay_when_it_stops_too_much() -> None:
     """Expected loss: 0.5 x 10 s = 5 s; a save of 4 s and 0.5 x 4 s for the restore cost more."""
-    made = fleet(backend("a", 2), holding={A0: ELSE})
+    made = inventory(backend("a", 2), holding={A0: ELSE})
     made.backends[A].rates = rates(transfer_s=3.0)
     assert saving_pays(made, made.slots[A0]) == (3.0, 1.5, True)
 
@@ -360,14 +364,14 @@ def test_saving_does_not_pay_when_it_stops_too_much() -> None:
 
 
 def test_a_prompt_that_the_router_computes_counts_as_load() -> None:
-    made = fleet(backend("a", 2), backend("b", 2))
+    made = inventory(backend("a", 2), backend("b", 2))
     made.slots[A0].lease(R2, NO_WORK)
     made.slots[A0].do(replace(made.slots[A0].work, sharing=True))
     assert chosen(request(ids=LONG), made).slot == B0
 
 
 def test_nobody_waits_for_less_than_is_worth_a_file() -> None:
-    made = fleet(backend("a", 1), backend("b", 1))
+    made = inventory(backend("a", 1), backend("b", 1))
     made.slots[A0].lease(R2, NO_WORK)
     made.slots[A0].do(replace(made.slots[A0].work, sharing=True, pending=run_of(100)))
     made.slots[A0].do(replace(made.slots[A0].work, busy_until=0.5))
@@ -377,7 +381,7 @@ def test_nobody_waits_for_less_than_is_worth_a_file() -> None:
 
 
 def test_streams_that_stop_are_priced() -> None:
-    made = fleet(snapshots=[snapshot("s", run_of(900))])
+    made = inventory(snapshots=[snapshot("s", run_of(900))])
     busy(made, A1)
 
     best = chosen(request(ids=LONG), made)
@@ -400,8 +404,8 @@ def test_streams_that_stop_are_priced() -> None:
 def test_what_cannot_be_saved(
     change: dict[str, Any], policy: PolicyName, limits: SnapshotLimits
 ) -> None:
-    made = fleet(backend(**change), policy=policy)
+    made = inventory(backend(**change), policy=policy)
     made.catalog.limits = limits
 
     assert not can_save(made, made.backends[A], 5)
-    assert can_save(fleet(), fleet().backends[A], 5)
+    assert can_save(inventory(), inventory().backends[A], 5)

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from router.base.tokens import Tokens
 from router.base.types import Prompt, Request, SlotId, Source
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.inventory import Inventory
 from router.core.model.jobs import RequestJob
 from router.core.model.plan import Candidate, Plan, Price
 from router.core.model.policy import PolicyName
@@ -22,7 +22,7 @@ from tests.support.scheduler.build import (
     R,
     backend,
     busy,
-    fleet,
+    inventory,
     rates,
     request,
     run_of,
@@ -34,7 +34,7 @@ ELSE = run_of(1000, 7)
 TWO = (backend("a", 1), backend("b", 1))
 
 
-def chosen(request_: Request, fleet_: Fleet, waited_s: float = 0.0) -> Candidate:
+def chosen(request_: Request, fleet_: Inventory, waited_s: float = 0.0) -> Candidate:
     decision = plan(request_, fleet_, 0.0, waited_s)
     assert decision is not None
     return decision.chosen
@@ -45,16 +45,16 @@ def sources(decision: Plan | None) -> set[Source]:
     return {c.source for c in (decision.chosen, *decision.losers)}
 
 
-def waits(request_: Request, fleet_: Fleet, **more: float) -> SlotId | None:
+def waits(request_: Request, fleet_: Inventory, **more: float) -> SlotId | None:
     return chosen(request_, fleet_, **more).wait_for
 
 
 # -- waiting ------------------------------------------------------------------------------------
 
 
-def shared_prefill(policy: PolicyName = PolicyName.PREFER_IDLE, until: float = 2.0) -> Fleet:
-    """Return a fleet in which a/0 prefills LONG for sharing; a/1 is idle."""
-    made = fleet(policy=policy)
+def shared_prefill(policy: PolicyName = PolicyName.PREFER_IDLE, until: float = 2.0) -> Inventory:
+    """Return an inventory in which a/0 prefills LONG for sharing; a/1 is idle."""
+    made = inventory(policy=policy)
     lease = made.slots[A0].lease(R, NO_WORK)
     made.slots[A0].do(replace(made.slots[A0].work, sharing=True, pending=LONG))
     made.slots[A0].do(replace(made.slots[A0].work, busy_until=until))
@@ -134,14 +134,14 @@ def test_nobody_waits_for_what_is_of_no_use(asked: Request) -> None:
 def test_the_owner_is_waited_for_where_the_policy_allows(
     policy: PolicyName, waited_for: SlotId | None
 ) -> None:
-    made = fleet(policy=policy)
+    made = inventory(policy=policy)
     busy(made, A0, until=3.0, pending=LONG)
 
     assert waits(request(ids=MORE), made) == waited_for
 
 
 def test_owner_is_not_waited_for_beyond_cap_or_hint() -> None:
-    made = fleet(policy=PolicyName.CHEAPEST, max_wait_s=2.0)
+    made = inventory(policy=PolicyName.CHEAPEST, max_wait_s=2.0)
     busy(made, A0, until=3.0, pending=LONG)
     assert waits(request(ids=MORE), made) is None
 
@@ -151,7 +151,7 @@ def test_owner_is_not_waited_for_beyond_cap_or_hint() -> None:
 
 
 def test_whoever_is_done_by_our_guess_is_done_soon() -> None:
-    made = fleet(policy=PolicyName.CHEAPEST)
+    made = inventory(policy=PolicyName.CHEAPEST)
     busy(made, A0, until=-5.0, pending=LONG)
 
     assert chosen(request(ids=MORE), made).price.wait_s == 0.0
@@ -160,35 +160,35 @@ def test_whoever_is_done_by_our_guess_is_done_soon() -> None:
 # -- prefills by the router ---------------------------------------------------------------------
 
 
-def prefill_first(asked: Request, made: Fleet) -> bool:
+def prefill_first(asked: Request, made: Inventory) -> bool:
     decision = plan(asked, made, 0.0)
     assert decision is not None
     return decision.prefill_first
 
 
 def test_long_prefill_is_done_first_to_be_shared() -> None:
-    assert prefill_first(request(ids=LONG), fleet())
-    assert not prefill_first(request(ids=run_of(10)), fleet())
-    assert not prefill_first(request(ids=LONG), fleet(coalesce_above_s=None))
-    assert not prefill_first(request(ids=LONG), fleet(backend(kv_dir=None)))
+    assert prefill_first(request(ids=LONG), inventory())
+    assert not prefill_first(request(ids=run_of(10)), inventory())
+    assert not prefill_first(request(ids=LONG), inventory(coalesce_above_s=None))
+    assert not prefill_first(request(ids=LONG), inventory(backend(kv_dir=None)))
 
 
 def test_prefill_leads_the_server_to_our_slot() -> None:
-    assert prefill_first(request(ids=run_of(10), pinnable=False), fleet())
-    assert not prefill_first(request(ids=run_of(1), pinnable=False), fleet())
-    held = fleet(holding={A0: run_of(9)})
+    assert prefill_first(request(ids=run_of(10), pinnable=False), inventory())
+    assert not prefill_first(request(ids=run_of(1), pinnable=False), inventory())
+    held = inventory(holding={A0: run_of(9)})
     assert not prefill_first(request(ids=run_of(10), pinnable=False), held)
 
 
 def test_media_cannot_be_prefilled() -> None:
-    assert not prefill_first(request(prompt=Prompt(LONG, n_media=1)), fleet())
+    assert not prefill_first(request(prompt=Prompt(LONG, n_media=1)), inventory())
 
 
 # -- baselines ----------------------------------------------------------------------------------
 
 
 def test_round_robin_takes_the_next_in_turn() -> None:
-    made = fleet(*TWO, policy=PolicyName.ROUND_ROBIN)
+    made = inventory(*TWO, policy=PolicyName.ROUND_ROBIN)
     assert chosen(request(), made).slot == A0
     made.granted = 1
     assert chosen(request(), made).slot == B0
@@ -198,7 +198,7 @@ def test_round_robin_takes_the_next_in_turn() -> None:
 
 
 def test_least_busy_takes_emptiest_backend_and_oldest_slot() -> None:
-    made = fleet(backend("a", 2), backend("b", 3), policy=PolicyName.LEAST_BUSY)
+    made = inventory(backend("a", 2), backend("b", 3), policy=PolicyName.LEAST_BUSY)
     busy(made, A0)
     made.slots[B0].last_used = 5.0
 
@@ -206,7 +206,7 @@ def test_least_busy_takes_emptiest_backend_and_oldest_slot() -> None:
 
 
 def test_sticky_goes_home_however_long_it_takes() -> None:
-    made = fleet(policy=PolicyName.STICKY)
+    made = inventory(policy=PolicyName.STICKY)
     asked = request(session="x")
     assert chosen(asked, made).slot == A0
     made.sticky["x"] = A1
@@ -218,21 +218,21 @@ def test_sticky_goes_home_however_long_it_takes() -> None:
 @pytest.mark.parametrize("home", [B0, SlotId(A, 7)], ids=["backend gone", "slot gone"])
 def test_sticky_with_its_home_gone_goes_elsewhere(home: SlotId) -> None:
     """Regression: requests waited until the deadline for a home that a restart had removed."""
-    made = fleet(policy=PolicyName.STICKY)
+    made = inventory(policy=PolicyName.STICKY)
     made.sticky["x"] = home
 
     assert chosen(request(session="x"), made).slot == A0
 
 
 def test_a_hint_overrules_sticky() -> None:
-    made = fleet(policy=PolicyName.STICKY)
+    made = inventory(policy=PolicyName.STICKY)
     made.sticky["x"] = A1
 
     assert chosen(request(session="x", slot_hint=0), made).slot == A0
 
 
 def test_baselines_count_held_tokens_and_move_nothing() -> None:
-    made = fleet(
+    made = inventory(
         backend("a", 1),
         policy=PolicyName.LEAST_BUSY,
         holding={A0: Tokens(run_of(5) + ELSE)},

@@ -1,4 +1,4 @@
-"""Properties of every plan, for any fleet."""
+"""Properties of every plan, for any inventory."""
 
 from copy import deepcopy
 from typing import Any
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from router.base.tokens import common_prefix, head, pack
 from router.base.types import KvDir, MemoryKind, Prompt, Request, RequestId, SlotId, Source
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.inventory import Inventory
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
 from router.core.model.slots import NO_WORK, Content, Resident
@@ -21,7 +21,7 @@ from tests.support.scheduler.build import (
     B,
     backend,
     busy,
-    fleet,
+    inventory,
     rates,
     request,
     snapshot,
@@ -46,10 +46,10 @@ PRICED = list(PolicyName)[:3]
 
 
 @st.composite
-def fleets(draw: Any, policies: list[PolicyName] = list(PolicyName)) -> Fleet:  # noqa: B006
+def inventories(draw: Any, policies: list[PolicyName] = list(PolicyName)) -> Inventory:  # noqa: B006
     """Draw two backends in any state, with the remains of a few requests."""
     a, b = backend("a", **draw(infos)), backend("b", **draw(infos))
-    made = fleet(a, b, policy=draw(st.sampled_from(policies)))
+    made = inventory(a, b, policy=draw(st.sampled_from(policies)))
     for name in (A, B):
         made.backends[name].rates = rates(draw(st.sampled_from([0.001, 0.01, 0.3])))
     for n, held in enumerate(draw(st.lists(ids, max_size=3))):
@@ -101,16 +101,16 @@ def ways(decision: Plan) -> list[Candidate]:
     return [decision.chosen, *decision.losers]
 
 
-@given(fleets(), requests())
-def test_the_same_input_gives_the_same_plan(made: Fleet, asked: Request) -> None:
+@given(inventories(), requests())
+def test_the_same_input_gives_the_same_plan(made: Inventory, asked: Request) -> None:
     before = deepcopy(made.slots)
 
     assert plan(asked, made, 0.5) == plan(asked, deepcopy(made), 0.5)
     assert made.slots == before
 
 
-@given(fleets([PolicyName.PREFER_IDLE, PolicyName.CHEAPEST]), requests())
-def test_the_chosen_is_never_dearer_than_a_loser(made: Fleet, asked: Request) -> None:
+@given(inventories([PolicyName.PREFER_IDLE, PolicyName.CHEAPEST]), requests())
+def test_the_chosen_is_never_dearer_than_a_loser(made: Inventory, asked: Request) -> None:
     decision = plan(asked, made, 0.5)
     assume(decision is not None)
     assert decision is not None
@@ -120,9 +120,9 @@ def test_the_chosen_is_never_dearer_than_a_loser(made: Fleet, asked: Request) ->
 
 
 @settings(max_examples=300)
-@given(fleets(), requests(), st.integers(0, 12))
+@given(inventories(), requests(), st.integers(0, 12))
 def test_what_is_left_out_would_not_have_been_among_the_first(
-    made: Fleet, asked: Request, losers: int
+    made: Inventory, asked: Request, losers: int
 ) -> None:
     everything, decision = plan(asked, made, 0.5, losers=1000), plan(asked, made, 0.5, 0.0, losers)
 
@@ -133,8 +133,8 @@ def test_what_is_left_out_would_not_have_been_among_the_first(
         assert set(decision.losers) <= set(everything.losers)
 
 
-@given(fleets(), requests())
-def test_nothing_is_planned_where_it_may_not_be(made: Fleet, asked: Request) -> None:
+@given(inventories(), requests())
+def test_nothing_is_planned_where_it_may_not_be(made: Inventory, asked: Request) -> None:
     decision = plan(asked, made, 0.5)
     for way in ways(decision) if decision is not None else []:
         info = made.backends[way.slot.backend].info
@@ -151,8 +151,8 @@ def test_nothing_is_planned_where_it_may_not_be(made: Fleet, asked: Request) -> 
             assert way.slot.index == asked.slot_hint
 
 
-@given(fleets(), requests())
-def test_what_is_reused_is_there_and_of_the_same_namespace(made: Fleet, asked: Request) -> None:
+@given(inventories(), requests())
+def test_what_is_reused_is_there_and_of_the_same_namespace(made: Inventory, asked: Request) -> None:
     decision = plan(asked, made, 0.5)
     for way in ways(decision) if decision is not None else []:
         info = made.backends[way.slot.backend].info
@@ -177,19 +177,21 @@ def test_what_is_reused_is_there_and_of_the_same_namespace(made: Fleet, asked: R
             assert (way.source is Source.NONE) == (bool(no_say) or not info.is_managed)
 
 
-def idle(made: Fleet) -> list[SlotId]:
+def idle(made: Inventory) -> list[SlotId]:
     return [slot.id for slot in made.slots if slot.is_idle]
 
 
-def price_s(asked: Request, made: Fleet) -> float | None:
+def price_s(asked: Request, made: Inventory) -> float | None:
     decision = plan(asked, made, 0.5)
     return None if decision is None else decision.chosen.price.total_s
 
 
 @settings(max_examples=200)
-@given(fleets([PolicyName.PREFER_IDLE, PolicyName.CHEAPEST]), ids, st.integers(0, 25), st.data())
+@given(
+    inventories([PolicyName.PREFER_IDLE, PolicyName.CHEAPEST]), ids, st.integers(0, 25), st.data()
+)
 def test_a_snapshot_more_never_costs_more(
-    made: Fleet, prompt: list[int], n: int, data: st.DataObject
+    made: Inventory, prompt: list[int], n: int, data: st.DataObject
 ) -> None:
     asked = request(ids=prompt)
     before = price_s(asked, made)
@@ -210,7 +212,7 @@ def test_a_longer_resident_never_costs_more(prompt: list[int], lengths: list[int
     asked = request(ids=prompt)
     prices = []
     for length in lengths:
-        made = fleet(backend("a", 1))
+        made = inventory(backend("a", 1))
         made.slots[SlotId(A, 0)].hold(Content(Resident(head(asked.prompt.tokens, length))))
         prices.append(price_s(asked, made))
 
@@ -220,8 +222,8 @@ def test_a_longer_resident_never_costs_more(prompt: list[int], lengths: list[int
     assert long <= short + 1e-9
 
 
-@given(fleets(PRICED), ids)
-def test_streams_that_stop_never_make_it_cheaper(made: Fleet, prompt: list[int]) -> None:
+@given(inventories(PRICED), ids)
+def test_streams_that_stop_never_make_it_cheaper(made: Inventory, prompt: list[int]) -> None:
     """Running a stream in an idle slot makes plans dearer or impossible."""
     asked = request(ids=prompt, reuse=False)
     before = price_s(asked, made)

@@ -172,10 +172,10 @@ def test_nobody_waits_for_one_that_broke_off() -> None:
     s = beside(4)
     arrive(s, MINE, LONG)
     arrive(s, "r3", LONG)
-    assert RequestId("r3") not in s.state.fleet.jobs
+    assert RequestId("r3") not in s.state.inventory.jobs
 
     s.handle(ev.PrefillBroke(RequestId(MINE)), NOW)
-    assert RequestId("r3") in s.state.fleet.jobs
+    assert RequestId("r3") in s.state.inventory.jobs
     ends = s.next_wakeup(NOW)
     assert ends is not None
     assert NOW < ends <= NOW + PIECE_S  # the end of the chunk's permit
@@ -189,7 +189,7 @@ def test_who_left_a_prefill_is_gone_from_its_slot_soon() -> None:
     arrive(s, MINE, LONG)
     cancel(s, MINE)
     s.handle(ev.PrefillBroke(RequestId(MINE)), NOW)
-    held = next(slot for slot in s.state.fleet.slots if slot.holder == MINE)
+    held = next(slot for slot in s.state.inventory.slots if slot.holder == MINE)
     assert held.work.prefill_abandoned
     assert held.work.busy_until < inf
 
@@ -200,7 +200,7 @@ def test_nobody_waits_for_one_that_broke_off_and_was_left() -> None:
     arrive(s, MINE, LONG)
     s.handle(ev.PrefillBroke(RequestId(MINE)), NOW)
     cancel(s, MINE)
-    made = plan(request("r3", LONG), s.state.fleet, NOW)
+    made = plan(request("r3", LONG), s.state.inventory, NOW)
     assert made is not None
     assert all(way.price.total_s < inf for way in (made.chosen, *made.losers))
 

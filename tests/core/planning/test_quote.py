@@ -10,7 +10,7 @@ from router.core.model.servers import ServerSpec
 from router.core.model.slots import NO_WORK, Work
 from router.core.planning.planner import plan
 from router.core.planning.quote import is_surely_cheap, quote
-from tests.support.scheduler.build import backend, fleet, request, scheduler
+from tests.support.scheduler.build import backend, inventory, request, scheduler
 from tests.support.scheduler.drive import NOW, arrive, finish, names, tick
 
 SLOT = SlotId(BackendId("a"), 0)
@@ -18,7 +18,7 @@ PROMPT = pack(range(1000))
 
 
 def test_a_free_slot_is_quoted_as_the_planner_prices_it() -> None:
-    made = fleet(holding={SLOT: PROMPT})
+    made = inventory(holding={SLOT: PROMPT})
     asked = request(ids=pack(range(1100)))
     planned = plan(asked, made, 0.0)
     assert planned is not None
@@ -30,7 +30,7 @@ def test_a_free_slot_is_quoted_as_the_planner_prices_it() -> None:
 
 
 def test_busy_backend_quotes_its_wait_and_future_content() -> None:
-    made = fleet(backend("a", n_slots=1))
+    made = inventory(backend("a", n_slots=1))
     (slot,) = made.slots.of(BackendId("a"))
     slot.lease(request("other").id, Work(pending=PROMPT, busy_until=7.0))
     found = quote(request(ids=pack(range(1100))), made, Queue(), 2.0)
@@ -42,7 +42,7 @@ def test_busy_backend_quotes_its_wait_and_future_content() -> None:
 
 
 def test_each_queued_request_takes_a_slot_first() -> None:
-    made = fleet(backend("a", n_slots=2))
+    made = inventory(backend("a", n_slots=2))
     assert made.backends[BackendId("a")].rates.generation_s(None) < 10.0
     for slot, until in zip(made.slots.of(BackendId("a")), (6.0, 8.0), strict=True):
         slot.lease(request(str(until)).id, NO_WORK)
@@ -62,10 +62,10 @@ def test_quote_during_an_idle_save_waits_for_that() -> None:
     arrive(s, ids=PROMPT)
     finish(s)
     assert names(tick(s, 5.0)) == ["Save"]
-    found = quote(request(), s.state.fleet, s.state.queue, NOW + 5.0)
+    found = quote(request(), s.state.inventory, s.state.queue, NOW + 5.0)
 
     assert found is not None
-    rates = s.state.fleet.backends[BackendId("a")].rates
+    rates = s.state.inventory.backends[BackendId("a")].rates
     assert 0 < found.wait_s <= max(rates.save_s(1000), rates.generation_s(None) / 2)
 
 
@@ -73,12 +73,12 @@ def test_slots_of_one_request_are_busy_as_long_as_it() -> None:
     s = scheduler(backend("a", n_slots=3), coalesce_above_s=None)
     arrive(s, whole_backend=True, max_new_tokens=500)
 
-    assert len({slot.work.busy_until for slot in s.state.fleet.slots}) == 1
-    assert all(slot.work.busy_until > NOW for slot in s.state.fleet.slots)
+    assert len({slot.work.busy_until for slot in s.state.inventory.slots}) == 1
+    assert all(slot.work.busy_until > NOW for slot in s.state.inventory.slots)
 
 
 def test_an_answer_that_is_late_is_not_taken_to_be_over() -> None:
-    made = fleet(backend("a", n_slots=1))
+    made = inventory(backend("a", n_slots=1))
     (slot,) = made.slots.of(BackendId("a"))
     slot.lease(request("other").id, Work(pending=pack([1]), busy_until=1.0))
     at_least_s = made.backends[BackendId("a")].rates.generation_s(None) / 2
@@ -97,7 +97,7 @@ def test_an_answer_that_is_late_is_not_taken_to_be_over() -> None:
 
 
 def test_an_end_that_nobody_knows_is_not_waited_for_without_end() -> None:
-    made = fleet(backend("a", n_slots=1))
+    made = inventory(backend("a", n_slots=1))
     (slot,) = made.slots.of(BackendId("a"))
     slot.lease(request("other").id, NO_WORK)
     slot.do(replace(slot.work, busy_until=float("inf")))
@@ -108,7 +108,7 @@ def test_an_end_that_nobody_knows_is_not_waited_for_without_end() -> None:
 
 
 def test_a_model_that_is_not_loaded_costs_its_load() -> None:
-    made = fleet(backend("a"))
+    made = inventory(backend("a"))
     made.servers.configure([ServerSpec(name=BackendId("s"), models=("big",))], [], now=0.0)
     found = quote(request(model="big"), made, Queue(), 0.0)
 
@@ -117,11 +117,11 @@ def test_a_model_that_is_not_loaded_costs_its_load() -> None:
 
 
 def test_what_nothing_here_can_serve_has_no_quote() -> None:
-    assert quote(request(model="other"), fleet(), Queue(), 0.0) is None
+    assert quote(request(model="other"), inventory(), Queue(), 0.0) is None
 
 
 def test_a_short_prompt_is_surely_cheap_where_a_slot_is_free() -> None:
-    made = fleet(backend("a", n_slots=1))
+    made = inventory(backend("a", n_slots=1))
     assert is_surely_cheap(request(ids=range(10)), made, Queue(), 1.0)
     assert not is_surely_cheap(request(ids=range(200)), made, Queue(), 1.0)
     (slot,) = made.slots.of(BackendId("a"))
@@ -130,7 +130,7 @@ def test_a_short_prompt_is_surely_cheap_where_a_slot_is_free() -> None:
 
 
 def test_asking_changes_nothing() -> None:
-    made = fleet(holding={SLOT: PROMPT})
+    made = inventory(holding={SLOT: PROMPT})
     before = [(slot.phase, slot.content.resident, slot.bench.changes) for slot in made.slots]
     quote(request(ids=PROMPT, tenant=NO_TENANT), made, Queue(), 0.0)
 

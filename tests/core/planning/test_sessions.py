@@ -41,12 +41,12 @@ def test_tokens_beat_a_session_that_is_wrong(s: Scheduler) -> None:
     served(s, "r1", prompt=UNREAD, session="s", avoid=frozenset({A}))
     slot(s, A1).hold(Content(Resident(LONG)))
 
-    made = plan(request(ids=LONG + run_of(9), session="s"), s.state.fleet, NOW)
+    made = plan(request(ids=LONG + run_of(9), session="s"), s.state.inventory, NOW)
     assert made is not None
     assert (made.chosen.slot, made.chosen.reused_tokens) == (A1, 3000)
 
 
 def test_sessions_are_forgotten_with_their_backend(s: Scheduler) -> None:
     served(s, "r1", prompt=UNREAD, session="s", avoid=frozenset({A}))
-    s.state.fleet.forget(B)
-    assert s.state.fleet.homes == {}
+    s.state.inventory.forget(B)
+    assert s.state.inventory.homes == {}

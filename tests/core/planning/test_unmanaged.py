@@ -93,4 +93,4 @@ def test_of_a_server_without_kv_nothing_is_remembered() -> None:
     made.handle(ev.Arrived(request("r0", LONG)), 0.0)
     made.handle(ended("r0"), 1.0)
 
-    assert not any(there.sent for there in made.state.fleet.up.values())
+    assert not any(there.sent for there in made.state.inventory.up.values())

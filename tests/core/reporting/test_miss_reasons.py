@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from router.base.tokens import Tokens, count, head, join, unpack
 from router.base.types import MemoryKind, Miss, Nearest, Prompt, Request
-from router.core.fleet.catalog import Catalog
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.catalog import Catalog
+from router.core.inventory.inventory import Inventory
 from router.core.model import events as ev
 from router.core.model.plan import Coverage
 from router.core.model.policy import PolicyName
@@ -25,7 +25,7 @@ from tests.support.scheduler.build import (
     OTHER_NS,
     backend,
     busy,
-    fleet,
+    inventory,
     request,
     run_of,
     scheduler,
@@ -76,7 +76,7 @@ def test_the_first_reason_is_taken() -> None:
     assert missed(request(), Coverage(**equal), 20, 18) == {Miss.PRICE: 7, Miss.NEW: 11}
 
 
-def why(made: Fleet, asked: Request, computed: int | None = None) -> dict[Miss, int]:
+def why(made: Inventory, asked: Request, computed: int | None = None) -> dict[Miss, int]:
     """Return the miss reasons if the plan is carried out, or for `computed` tokens."""
     decision = plan(asked, made, 0.0)
     assert decision is not None
@@ -86,7 +86,7 @@ def why(made: Fleet, asked: Request, computed: int | None = None) -> dict[Miss, 
     return missed(asked, seen, n, n - reused if computed is None else computed)
 
 
-def nearest_of(made: Fleet) -> Nearest:
+def nearest_of(made: Inventory) -> Nearest:
     """Return the content that is reported as nearest to PROMPT."""
     asked = request(ids=PROMPT)
     decision = plan(asked, made, 0.0)
@@ -97,8 +97,8 @@ def nearest_of(made: Fleet) -> Nearest:
     return seen.nearest
 
 
-def one(**more: Any) -> Fleet:
-    return fleet(backend("a", 1), **more)
+def one(**more: Any) -> Inventory:
+    return inventory(backend("a", 1), **more)
 
 
 def test_a_prompt_that_nothing_is_like_is_cold() -> None:
@@ -131,7 +131,7 @@ def test_what_a_plan_promised_was_mispredicted() -> None:
 
 
 def test_a_busy_slot_that_is_not_waited_for() -> None:
-    made = fleet(backend("a", 2))
+    made = inventory(backend("a", 2))
     busy(made, A0, pending=SHARED)
 
     assert why(made, request(ids=PROMPT)) == {Miss.BUSY: 200, Miss.NEW: 100}
@@ -139,20 +139,20 @@ def test_a_busy_slot_that_is_not_waited_for() -> None:
 
 def test_a_busy_slot_of_a_kind_that_is_not_known() -> None:
     """Memory kind unknown without `kv_dir`: the model may be able to go back."""
-    made = fleet(backend("a", 2, memory_kind=MemoryKind.UNKNOWN))
+    made = inventory(backend("a", 2, memory_kind=MemoryKind.UNKNOWN))
     busy(made, A0, pending=AWAY)
 
     assert why(made, request(ids=PROMPT)) == {Miss.BUSY: 200, Miss.DIVERGED: 100}
 
 
 def test_a_state_that_cannot_go_back() -> None:
-    made = fleet(backend("a", 1, memory_kind=MemoryKind.HYBRID), holding={A0: AWAY})
+    made = inventory(backend("a", 1, memory_kind=MemoryKind.HYBRID), holding={A0: AWAY})
 
     assert why(made, request(ids=PROMPT)) == {Miss.KIND: 200, Miss.DIVERGED: 100}
 
 
 def test_one_that_can_go_back_to_a_checkpoint() -> None:
-    made = fleet(backend("a", 1, memory_kind=MemoryKind.HYBRID))
+    made = inventory(backend("a", 1, memory_kind=MemoryKind.HYBRID))
     made.slots[A0].hold(Content(Resident(AWAY, checkpoints=(150,))))
 
     assert why(made, request(ids=PROMPT)) == {Miss.KIND: 50, Miss.DIVERGED: 100}
@@ -160,27 +160,27 @@ def test_one_that_can_go_back_to_a_checkpoint() -> None:
 
 def test_a_snapshot_that_cannot_go_back() -> None:
     infos = backend("a", 1, memory_kind=MemoryKind.HYBRID)
-    made = fleet(infos, snapshots=[snapshot("s", AWAY), snapshot("t", head(SHARED, 90))])
+    made = inventory(infos, snapshots=[snapshot("s", AWAY), snapshot("t", head(SHARED, 90))])
 
     assert why(made, request(ids=PROMPT)) == {Miss.KIND: 110, Miss.DIVERGED: 100}
 
 
 def test_a_policy_that_never_moves_kv() -> None:
-    made = fleet(backend("a", 2), policy=PolicyName.ROUND_ROBIN, holding={A1: SHARED})
+    made = inventory(backend("a", 2), policy=PolicyName.ROUND_ROBIN, holding={A1: SHARED})
     made.catalog.add(snapshot("s", PROMPT), MemoryKind.FULL, 1.0)
 
     assert why(made, request(ids=PROMPT)) == {Miss.PRICE: 200, Miss.NEW: 100}
 
 
 def test_a_slot_that_the_client_did_not_want() -> None:
-    made = fleet(backend("a", 2, kv_dir=None), holding={A1: SHARED})
+    made = inventory(backend("a", 2, kv_dir=None), holding={A1: SHARED})
 
     found = why(made, request(ids=PROMPT, slot_hint=0))
     assert found == {Miss.PRICE: 200, Miss.NEW: 100}
 
 
 def test_another_namespace_does_not_count() -> None:
-    made = fleet(backend("a", 1), backend("b", 1, namespace=OTHER_NS), holding={B0: PROMPT})
+    made = inventory(backend("a", 1), backend("b", 1, namespace=OTHER_NS), holding={B0: PROMPT})
 
     assert why(made, request(ids=PROMPT, avoid=frozenset({"b"}))) == {Miss.COLD: 300}
 
@@ -206,7 +206,7 @@ def test_where_the_router_has_no_say(more: dict[str, Any], reason: Miss) -> None
 
 def test_one_of_equals_is_named_that_goes_on() -> None:
     """Prefixes cut out of a conversation may end exactly at the point of divergence."""
-    made = fleet(backend("a", 2), holding={A0: SHARED, A1: AWAY})
+    made = inventory(backend("a", 2), holding={A0: SHARED, A1: AWAY})
     nearest = nearest_of(made)
     assert (nearest.slot, nearest.snapshot) == (A1, None)
     assert (nearest.common, nearest.length, nearest.diverges) == (200, 300, True)
@@ -227,7 +227,7 @@ def test_a_snapshot_is_the_nearest() -> None:
 
 
 def test_it_may_be_told_when_the_slot_is_leased_but_not_later() -> None:
-    """Coverage is computed before the next event changes the fleet."""
+    """Coverage is computed before the next event changes the inventory."""
     s = scheduler(backend("a", 1), holding={A0: AWAY}, coalesce_above_s=None)
     arrive(s, "r", PROMPT)
     job = s.state.job_of(request().id)
@@ -284,10 +284,10 @@ def test_what_was_lost_with_its_backend() -> None:
 def test_what_a_snapshot_holds_is_not_displaced() -> None:
     s = alone(kv_dir=None)
     serve(s, "first", SHARED)
-    s.state.fleet.catalog.add(snapshot("s", SHARED), MemoryKind.FULL, 1.0)
+    s.state.inventory.catalog.add(snapshot("s", SHARED), MemoryKind.FULL, 1.0)
     serve(s, "second", OTHER)
 
-    assert len(s.state.fleet.displaced) == 0
+    assert len(s.state.inventory.displaced) == 0
 
 
 def test_what_several_answers_at_once_displaced() -> None:
@@ -297,7 +297,7 @@ def test_what_several_answers_at_once_displaced() -> None:
     arrive(s, "many", run_of(10, 9), whole_backend=True)
     s.explain_admitted()
 
-    assert len(s.state.fleet.displaced) == 2
+    assert len(s.state.inventory.displaced) == 2
 
 
 def test_what_was_evicted() -> None:
@@ -319,7 +319,7 @@ def test_what_was_found_to_be_unusable() -> None:
 
 def test_a_restore_that_failed() -> None:
     s = alone()
-    s.state.fleet.catalog.add(snapshot("s", SHARED), MemoryKind.FULL, 1.0)
+    s.state.inventory.catalog.add(snapshot("s", SHARED), MemoryKind.FULL, 1.0)
     arrive(s, "r", PROMPT)
     job = s.state.job_of(request().id)
     restore_failed(s, bad=True)

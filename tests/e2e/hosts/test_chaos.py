@@ -29,7 +29,7 @@ from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.hosts import HOST
 from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.namespaces import NetHost, net_hosts, start_all
-from tests.support.servers.router_fleet import Answer, read_answer
+from tests.support.servers.running_router import Answer, read_answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 
@@ -157,8 +157,8 @@ async def test_chaos_of_hosts(
     ):
         hosts, redis = found[:N_HOSTS], found[-1]
         names = [host.name for host in hosts]
-        fleets = clients(hosts, session)
-        await until_ready(fleets, *names)
+        routers = clients(hosts, session)
+        await until_ready(routers, *names)
         load = Load(hosts, session, reference, random.Random(SEED + 1))
         end = clock.now() + BUDGET_S
         async with asyncio.TaskGroup() as group:
@@ -174,9 +174,9 @@ async def test_chaos_of_hosts(
         assert load.wrong == []
         assert load.failures == []
         # Everything is right again: all are there, each drives its own server, no slot is held.
-        await until_ready(fleets, *names)
-        for host, fleet in zip(hosts, fleets, strict=True):
-            state = await fleet.until_quiet()
+        await until_ready(routers, *names)
+        for host, kvferry in zip(hosts, routers, strict=True):
+            state = await kvferry.until_quiet()
             assert [backend["state"] for backend in state["backends"]] == ["up"], host.name
             assert state["hosts"]["directory"]["up"], host.name
         for host in hosts:

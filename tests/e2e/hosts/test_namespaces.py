@@ -11,8 +11,8 @@ from tests.support.conversations.prompts import ids
 from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.hosts import HOST, until_peers
 from tests.support.servers.namespaces import NetHost, net_hosts
-from tests.support.servers.router_fleet import Fleet
 from tests.support.servers.router_process import Elsewhere
+from tests.support.servers.running_router import RunningRouter
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 
@@ -27,16 +27,16 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield made
 
 
-def clients(hosts: Sequence[NetHost], session: aiohttp.ClientSession) -> list[Fleet]:
+def clients(hosts: Sequence[NetHost], session: aiohttp.ClientSession) -> list[RunningRouter]:
     return [Elsewhere(host.url, None, session) for host in hosts]  # type: ignore[arg-type]
 
 
-async def until_ready(fleets: Sequence[Fleet], *names: str) -> None:
+async def until_ready(routers: Sequence[RunningRouter], *names: str) -> None:
     """Wait until every host serves and knows all others."""
-    for fleet in fleets:
-        await fleet.until_up()
-    for fleet in fleets:
-        await until_peers(fleet, *names)
+    for kvferry in routers:
+        await kvferry.until_up()
+    for kvferry in routers:
+        await until_peers(kvferry, *names)
 
 
 @pytest.mark.parametrize("with_redis", [False, True], ids=["peers", "redis"])
@@ -45,10 +45,10 @@ async def test_requests_go_where_their_tokens_are(
 ) -> None:
     model = tiny_model("llama").path
     async with net_hosts(tmp_path, server_argv, model, 2, fronts=1, with_redis=with_redis) as hosts:
-        fleets = clients(hosts[:3], session)
-        await until_ready(fleets, "n0", "n1", "n2")
-        first = await fleets[0].complete(LONG)
-        answers = [await fleet.complete([*LONG, *ids(9, 20)]) for fleet in fleets]
+        routers = clients(hosts[:3], session)
+        await until_ready(routers, "n0", "n1", "n2")
+        first = await routers[0].complete(LONG)
+        answers = [await kvferry.complete([*LONG, *ids(9, 20)]) for kvferry in routers]
 
         assert [answer.status for answer in answers] == [200] * 3
         assert {answer.headers[HOST] for answer in answers} == {first.headers[HOST]}
@@ -61,22 +61,22 @@ async def test_a_cut_network_is_two_fleets(
     """Each side serves with what it has; after the cut is healed nothing has to be merged."""
     model = tiny_model("llama").path
     async with net_hosts(tmp_path, server_argv, model, 3, with_redis=False) as hosts:
-        fleets = clients(hosts, session)
-        await until_ready(fleets, "n0", "n1", "n2")
-        held = await fleets[2].complete(LONG)
+        routers = clients(hosts, session)
+        await until_ready(routers, "n0", "n1", "n2")
+        held = await routers[2].complete(LONG)
         assert held.status == 200
         hosts[2].cut()
         async with asyncio.timeout(60):
             answers = await asyncio.gather(
-                *(fleet.complete([*LONG, *ids(9, 20)]) for fleet in fleets[:2])
+                *(kvferry.complete([*LONG, *ids(9, 20)]) for kvferry in routers[:2])
             )
         assert [answer.status for answer in answers] == [200, 200]
         assert {answer.headers[HOST] for answer in answers} <= {"n0", "n1"}
-        for fleet in fleets[:2]:
-            await until_peers(fleet, "n0", "n1")
+        for kvferry in routers[:2]:
+            await until_peers(kvferry, "n0", "n1")
         hosts[2].heal()
-        await until_ready(fleets, "n0", "n1", "n2")
-        again = await fleets[2].complete([*LONG, *ids(9, 20)])
+        await until_ready(routers, "n0", "n1", "n2")
+        again = await routers[2].complete([*LONG, *ids(9, 20)])
 
         assert again.status == 200
         assert again.cached >= len(LONG) - 1
@@ -87,13 +87,13 @@ async def test_a_host_that_loses_power_costs_no_request(
 ) -> None:
     model = tiny_model("llama").path
     async with net_hosts(tmp_path, server_argv, model, 2, fronts=1) as hosts:
-        fleets = clients(hosts[:3], session)
-        await until_ready(fleets, "n0", "n1", "n2")
+        routers = clients(hosts[:3], session)
+        await until_ready(routers, "n0", "n1", "n2")
         for prompt in (LONG, ids(2, 1500)):
-            await fleets[0].complete(prompt)
+            await routers[0].complete(prompt)
         await hosts[0].kill_all()
         prompts: list[list[int]] = [[*LONG, n] for n in range(4)]
-        answers = await asyncio.gather(*(fleets[2].complete(prompt) for prompt in prompts))
+        answers = await asyncio.gather(*(routers[2].complete(prompt) for prompt in prompts))
 
         assert [answer.status for answer in answers] == [200] * 4
         assert {answer.headers[HOST] for answer in answers} == {"n1"}

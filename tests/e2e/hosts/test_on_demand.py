@@ -14,7 +14,7 @@ from router.servers.program import free_port
 from tests.e2e.test_servers_on_demand import ask, config, model, servers
 from tests.support.conversations.prompts import Json, ids
 from tests.support.servers.hosts import HOST, fleet_yaml, until_peers
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 pytestmark = [pytest.mark.real, pytest.mark.thorough]
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.real, pytest.mark.thorough]
 @asynccontextmanager
 async def two_hosts(
     tmp_path: Path, models: Sequence[Sequence[Json]], **more: object
-) -> AsyncIterator[list[Fleet]]:
+) -> AsyncIterator[list[RunningRouter]]:
     """Run two hosts with these models, one of them loaded at a time on each."""
     ports = [free_port(), free_port()]
     async with AsyncExitStack() as stack:
@@ -31,20 +31,20 @@ async def two_hosts(
             settings = config(own, loaded=1, kv_dir=str(tmp_path / f"kv{at}"), **more)
             yaml = f"{settings}\n{fleet_yaml(at, ports)}"
             found.append(await stack.enter_async_context(running([], None, yaml=yaml, wait_for=())))
-        for fleet in found:
-            await until_peers(fleet, "h0", "h1")
+        for kvferry in found:
+            await until_peers(kvferry, "h0", "h1")
         yield found
 
 
-async def until_loaded_there(fleet: Fleet, name: str) -> None:
+async def until_loaded_there(kvferry: RunningRouter, name: str) -> None:
     """Wait until a host has heard that its peer has a model loaded."""
-    assert fleet.router.hosts is not None
-    peers = fleet.router.hosts.peers
-    await fleet.until(lambda _: all(peer.has_loaded(name) for peer in peers.all()))
+    assert kvferry.router.hosts is not None
+    peers = kvferry.router.hosts.peers
+    await kvferry.until(lambda _: all(peer.has_loaded(name) for peer in peers.all()))
 
 
-async def swaps(fleet: Fleet) -> int:
-    return int((await fleet.get("/kvferry/servers")).json["swaps"])
+async def swaps(kvferry: RunningRouter) -> int:
+    return int((await kvferry.get("/kvferry/servers")).json["swaps"])
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from router.servers.program import free_port
 from router.tools.fleet.certificate import make_certificate
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.hosts import HOST, fleet_yaml, host, hosts
-from tests.support.servers.router_fleet import Fleet
+from tests.support.servers.running_router import RunningRouter
 
 LONG = "a long prompt of one tenant. " * 100
 KEYS = f"""
@@ -44,8 +44,8 @@ def context_of(credentials: Path, name: str) -> ssl.SSLContext:
     return context
 
 
-def peers_url(fleet: Fleet) -> str:
-    hosts = fleet.router.hosts
+def peers_url(kvferry: RunningRouter) -> str:
+    hosts = kvferry.router.hosts
     assert hosts is not None
     return hosts.address.url
 
@@ -127,10 +127,10 @@ async def test_a_forged_hop_header_means_nothing(tmp_path: Path) -> None:
         hosts([fake], [], yaml=KEYS) as (a, front),
     ):
         forged = {HOP: "h1", HOP_ID: "x", HOP_TENANT: "alice"}
-        for fleet in (a, front):
+        for kvferry in (a, front):
             body = {"messages": [{"role": "user", "content": "hi"}]}
-            refused = await fleet.post("/v1/chat/completions", body, headers=forged)
-            served = await fleet.post("/v1/chat/completions", body, headers=forged | BOB)
+            refused = await kvferry.post("/v1/chat/completions", body, headers=forged)
+            served = await kvferry.post("/v1/chat/completions", body, headers=forged | BOB)
 
             assert refused.status == 401
             assert served.status == 200
@@ -148,10 +148,10 @@ async def test_clients_do_not_reach_what_is_for_peers(path: str, tmp_path: Path)
     """Neither on a host nor through one: a front forwards all that it cannot serve."""
     async with FakeLlama(kv_dir=tmp_path) as fake, hosts([fake], []) as (a, front):
         before = len(fake.seen)
-        for fleet in (a, front):
-            url = URL(fleet.url + path, encoded=True)
+        for kvferry in (a, front):
+            url = URL(kvferry.url + path, encoded=True)
             for method in ("GET", "POST"):
-                async with fleet.session.request(
+                async with kvferry.session.request(
                     method, url, json={"model": "fake"}, headers={READ_PATH: "/completion"}
                 ) as response:
                     assert response.status == 404

@@ -22,7 +22,7 @@ from router.servers.program import free_port
 from tests.support.models.tiny_models import CHAT_TEMPLATE, tiny_model
 from tests.support.servers.hosts import fleet_yaml, host, until_peers
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Json, running
+from tests.support.servers.running_router import Json, running
 
 # Names of the servers, in these tests and in docs/clients.md. LOCKED requires a key.
 MODEL, EMBEDDER, LOCKED = "my-model", "my-embedder", "my-locked-model"
@@ -186,11 +186,11 @@ async def _serve(argv: Sequence[str], home: Path, ready: "Future[_Up]") -> None:
             ports = [free_port(), free_port()] if os.environ.get("KVFERRY_TEST_HOP") else []
             own = yaml.safe_load(fleet_yaml(0, ports)) if ports else {}
             home_of_servers = running([], None, yaml=json.dumps({"backends": backends} | own))
-            fleet = await stack.enter_async_context(home_of_servers)
+            kvferry = await stack.enter_async_context(home_of_servers)
             if ports:
-                fleet = await stack.enter_async_context(host(1, [], fleet_yaml(1, ports)))
-                await until_peers(fleet, "h0", "h1")
-            ready.set_result(_Up(Pair(fleet.url, urls), asyncio.get_running_loop(), stop))
+                kvferry = await stack.enter_async_context(host(1, [], fleet_yaml(1, ports)))
+                await until_peers(kvferry, "h0", "h1")
+            ready.set_result(_Up(Pair(kvferry.url, urls), asyncio.get_running_loop(), stop))
             await stop.wait()
     finally:
         for server in servers.values():

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from tests.support.servers.router_fleet import Answer, Fleet, Json
+from tests.support.servers.running_router import Answer, Json, RunningRouter
 
 
 def all_but_one(answer: Answer) -> bool:
@@ -29,16 +29,16 @@ def runs_on(backend: str, index: int) -> Callable[[Json], bool]:
 
 @asynccontextmanager
 async def kept_busy(
-    fleet: Fleet, prompt: Sequence[int], slot: tuple[str, int], n_predict: int = 1500
+    kvferry: RunningRouter, prompt: Sequence[int], slot: tuple[str, int], n_predict: int = 1500
 ) -> AsyncIterator["asyncio.Task[Answer]"]:
     """Keep `slot` busy with a long answer to `prompt`, which still runs when the block ends."""
     body: Json = {"prompt": list(prompt), "n_predict": n_predict, "temperature": 0, "stream": True}
     body |= {"id_slot": slot[1], "n_probs": 5}
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(fleet.post("/completion", body))
-        await fleet.until(runs_on(*slot))
+        task = group.create_task(kvferry.post("/completion", body))
+        await kvferry.until(runs_on(*slot))
         yield task
-        state = await fleet.state()
+        state = await kvferry.state()
         assert runs_on(*slot)(state), "the long answer ended too early to prove anything"
 
 

@@ -15,7 +15,7 @@ import aiohttp
 from tests.support.conversations.conversing import runs_on
 from tests.support.conversations.prompts import Json, ids
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet, read_answer
+from tests.support.servers.running_router import PATIENCE_S, Answer, RunningRouter, read_answer
 
 CHAT = "/v1/chat/completions"
 GREEDY: Json = {"max_tokens": 64, "temperature": 0, "logprobs": True, "top_logprobs": 3}
@@ -46,23 +46,23 @@ class Measured:
         return self.answer.prompt_tokens - self.computed
 
 
-async def measured(fleet: Fleet, path: str, body: Json) -> Measured:
+async def measured(kvferry: RunningRouter, path: str, body: Json) -> Measured:
     """Send a request and measure it; no other request may end meanwhile."""
-    before = await fleet.metrics()
-    answer = await fleet.post(path, body)
+    before = await kvferry.metrics()
+    answer = await kvferry.post(path, body)
     assert answer.status == 200, answer.body
-    after = await _counted(fleet, before.get(OK, 0.0) + 1)
+    after = await _counted(kvferry, before.get(OK, 0.0) + 1)
     computed, restored = (after.get(k, 0) - before.get(k, 0) for k in (COMPUTED, RESTORED_BYTES))
     counted = computed + sum(after.get(k, 0) - before.get(k, 0) for k in _REUSED)
     assert counted == answer.prompt_tokens, f"counted {counted} tokens of {answer.body!r}"
     return Measured(answer, int(computed), int(restored))
 
 
-async def _counted(fleet: Fleet, n_ok: float) -> dict[str, float]:
+async def _counted(kvferry: RunningRouter, n_ok: float) -> dict[str, float]:
     """Return the metrics once they count `n_ok` requests: each counts after its last byte."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            found = await fleet.metrics()
+            found = await kvferry.metrics()
             if (ended := found.get(OK, 0.0)) >= n_ok:
                 assert ended == n_ok, "another request ended meanwhile"
                 return found
@@ -70,7 +70,9 @@ async def _counted(fleet: Fleet, n_ok: float) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def occupied(fleet: Fleet, slot: tuple[str, int], seed: int = 77) -> AsyncIterator[None]:
+async def occupied(
+    kvferry: RunningRouter, slot: tuple[str, int], seed: int = 77
+) -> AsyncIterator[None]:
     """Keep `slot` busy with another answer for the whole block, and break it off afterwards.
 
     The backend's model must have the backend's name as its alias: `model` selects the backend.
@@ -79,14 +81,14 @@ async def occupied(fleet: Fleet, slot: tuple[str, int], seed: int = 77) -> Async
     body: Json = {"prompt": ids(seed, 300), "n_predict": -1, "temperature": 0, "stream": True}
     body |= {"model": backend, "id_slot": index, "ignore_eos": True}
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(fleet.post("/completion", body))
-        await fleet.until(lambda state: task.done() or runs_on(*slot)(state))
+        task = group.create_task(kvferry.post("/completion", body))
+        await kvferry.until(lambda state: task.done() or runs_on(*slot)(state))
         assert not task.done(), "the long answer ended at once"
         yield
-        state = await fleet.state()
+        state = await kvferry.state()
         assert runs_on(*slot)(state), "the long answer ended too early to prove anything"
         task.cancel()
-    await fleet.until_quiet()
+    await kvferry.until_quiet()
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -16,7 +16,7 @@ from tests.support.conversations.prompts import Json, chat
 from tests.support.conversations.turns import named
 from tests.support.models.mmproj import picture, sound, tiny_mmproj
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Answer, Fleet, running
+from tests.support.servers.running_router import Answer, RunningRouter, running
 
 SYSTEM = 10  # sentences of about 35 tokens: enough to be saved, and a picture still counts
 OVERESTIMATED = "kvferry_reuse_overestimated_tokens_total"
@@ -73,9 +73,11 @@ def promised(answer: Answer) -> int:
     return int(answer.headers["x-kvferry-reused-tokens"])
 
 
-async def check(fleet: Fleet, client: Direct, messages: list[Json], **fields: object) -> Answer:
+async def check(
+    kvferry: RunningRouter, client: Direct, messages: list[Json], **fields: object
+) -> Answer:
     """Check that a chat is answered as without the router, with at least the announced reuse."""
-    answer = await fleet.post(CHAT, {"messages": messages, **SHORT} | fields)
+    answer = await kvferry.post(CHAT, {"messages": messages, **SHORT} | fields)
     assert answer.status == 200, answer.body
     alone = await expected(client, messages)
     assert answer.prompt_tokens == alone.prompt_tokens
@@ -91,14 +93,14 @@ async def check_at_once(llama_server: StartServer, chats: list[list[Json]]) -> N
     In one batch the numbers differ in their last digits, so only the first tokens are compared.
     """
     server, alone = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
-    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as fleet:
-        posts = [fleet.post(CHAT, {"messages": messages, **SHORT}) for messages in chats]
+    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as kvferry:
+        posts = [kvferry.post(CHAT, {"messages": messages, **SHORT}) for messages in chats]
         for messages, answer in zip(chats, await asyncio.gather(*posts), strict=True):
             assert answer.status == 200, answer.body
             assert other_first_token(answer, await expected(client, messages)) == ""
-        await nothing_overestimated(fleet)
+        await nothing_overestimated(kvferry)
 
 
-async def nothing_overestimated(fleet: Fleet) -> None:
-    await fleet.until_quiet()
-    assert (await fleet.metrics()).get(OVERESTIMATED, 0.0) == 0
+async def nothing_overestimated(kvferry: RunningRouter) -> None:
+    await kvferry.until_quiet()
+    assert (await kvferry.metrics()).get(OVERESTIMATED, 0.0) == 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.conversations.conversing import differs_in_earnest
-from tests.support.servers.router_fleet import Answer, Json
+from tests.support.servers.running_router import Answer, Json
 
 LIKELY, RIVAL, UNLIKELY = 0.52, 0.48, 0.01
 

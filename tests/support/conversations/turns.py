@@ -27,7 +27,7 @@ from tests.support.conversations.measuring import (
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.models.tiny_models import IM_START, N_VOCAB, SPECIALS
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Answer, Fleet
+from tests.support.servers.running_router import Answer, RunningRouter
 
 # A sentence has about 35 tokens: a system prompt of 1,500, a question of 600, a short one of 100.
 SYSTEM, QUESTION, SHORT = 45, 17, 3
@@ -87,28 +87,29 @@ async def named(
     return await llama_server(kind, seed=seed, slots=slots, ctx=slots * CTX, extra_args=args)
 
 
-async def first_turn(fleet: Fleet, talk: Talk) -> Measured:
+async def first_turn(kvferry: RunningRouter, talk: Talk) -> Measured:
     """Send the first turn to backend `a`, which must compute all of it."""
-    found = await measured(fleet, CHAT, talk.first_body() | {"model": "a"})
+    found = await measured(kvferry, CHAT, talk.first_body() | {"model": "a"})
     assert found.reused == 0, "something of it was known before"
     return found
 
 
-async def first_saved(fleet: Fleet, talk: Talk, first: Measured) -> None:
+async def first_saved(kvferry: RunningRouter, talk: Talk, first: Measured) -> None:
     """Wait until the prompt of the first turn is saved, less its last token.
 
     Kinds other than full attention save it up to its last boundary.
     """
     n = first.answer.prompt_tokens
-    await fleet.until(saved(n - 1 if talk.full else int(0.9 * n)), SAVES_S)
+    await kvferry.until(saved(n - 1 if talk.full else int(0.9 * n)), SAVES_S)
 
 
 def shortfall(talk: Talk, reused: int, held: list[int], prompt: list[int], *, sibling: bool) -> str:
     """Return what is wrong with the reuse of `prompt` after `held` was computed; "" if nothing.
 
     Full attention reuses the common prefix, less the last token of a prompt, which is always
-    evaluated, and less the answer where its save did not pay. Other kinds reuse up to the last boundary: the end of the prompt without the
-    generation prompt, or the end of the system prompt for a sibling.
+    evaluated, and less the answer where its save did not pay. Other kinds reuse up to the last
+    boundary: the end of the prompt without the generation prompt, or the end of the system prompt
+    for a sibling.
     """
     shared = min(common(held, prompt), len(prompt) - 1)
     boundary = 0.95 * shared if sibling else 0.9 * len(prompt)
@@ -166,7 +167,7 @@ _ANSWERS: dict[str, Answer] = {}
 
 
 async def ask_all(
-    fleet: Fleet,
+    kvferry: RunningRouter,
     reference: Reference,
     talk: Talk,
     first: Measured,
@@ -190,10 +191,10 @@ async def ask_all(
     for number, (what, messages) in enumerate(asked.items()):
         if stranger:
             body: Json = {"prompt": talk.stranger[number:], "n_predict": 4}
-            await measured(fleet, "/completion", body | away)
+            await measured(kvferry, "/completion", body | away)
         body = {"messages": messages, **GREEDY}
-        async with occupied(fleet, first.answer.slot) if busy else nullcontext():
-            found = await measured(fleet, CHAT, body | ({} if busy else away))
+        async with occupied(kvferry, first.answer.slot) if busy else nullcontext():
+            found = await measured(kvferry, CHAT, body | ({} if busy else away))
         if busy:
             assert found.answer.slot != first.answer.slot, what
         if "model" in away:

@@ -16,7 +16,7 @@ from tests.support.conversations.conversing import differs_in_earnest
 from tests.support.conversations.prompts import Json, ids
 from tests.support.faults.consistency import TOLD
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Answer, Fleet
+from tests.support.servers.running_router import Answer, RunningRouter
 
 _GLANCES = 50  # about 0.1 ms
 BROKEN_OFF = "connection broken off"
@@ -126,10 +126,10 @@ async def until_at_work(
         await asyncio.sleep(0.01)
 
 
-async def told(fleet: Fleet, prompt: Sequence[int], **fields: object) -> Answer | None:
+async def told(kvferry: RunningRouter, prompt: Sequence[int], **fields: object) -> Answer | None:
     """Complete a prompt and return its probabilities too; None if the connection was broken off."""
     try:
-        return await fleet.complete(prompt, **TOLD, **fields)
+        return await kvferry.complete(prompt, **TOLD, **fields)
     except aiohttp.ClientPayloadError:
         return None
 

@@ -33,8 +33,8 @@ from tests.support.conversations.measuring import (
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.faults.consistency import assert_consistent
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Answer, configuration_text
 from tests.support.servers.router_process import Elsewhere, Outside
+from tests.support.servers.running_router import Answer, configuration_text
 
 ASKED: Json = {"max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 10}
 # The composition of batches moves log probabilities: by up to 0.42 on one server without a router,
@@ -86,7 +86,7 @@ class Chaos:
     talks: list[Talk] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
     done: list[str] = field(default_factory=list)  # names of the steps, in order
-    fleets: dict[str, Elsewhere] = field(default_factory=dict)  # by tenant
+    routers: dict[str, Elsewhere] = field(default_factory=dict)  # by tenant
     address: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     apart: bool = True  # no tenant reuses what the other has computed
     n_right: int = 0
@@ -99,7 +99,7 @@ class Chaos:
             headers = {"Authorization": f"Bearer kvf_{name}"}
             session = aiohttp.ClientSession(connector=connector, headers=headers)
             await self.stack.enter_async_context(session)
-            self.fleets[name] = Elsewhere(f"http://{self.address}", cast(Router, None), session)
+            self.routers[name] = Elsewhere(f"http://{self.address}", cast(Router, None), session)
         self.stack.push_async_callback(self.router.end, signal.SIGKILL)
         self._configure()
         await self._start()
@@ -107,9 +107,9 @@ class Chaos:
             self.talks += [self._new_talk(model) for _ in range(3)]
 
     @property
-    def fleet(self) -> Elsewhere:
+    def kvferry(self) -> Elsewhere:
         """Return a client for requests that are the same for all tenants."""
-        return self.fleets[TENANTS[0]]
+        return self.routers[TENANTS[0]]
 
     @property
     def kv_dirs(self) -> set[Path]:
@@ -129,7 +129,7 @@ class Chaos:
 
     async def check(self) -> None:
         """Check that router and state files agree once no request runs."""
-        await assert_consistent(self.fleet, self.kv_dirs, foreign=self.damaged)
+        await assert_consistent(self.kvferry, self.kv_dirs, foreign=self.damaged)
 
     async def end(self) -> None:
         """Continue each conversation without faults, check, and stop the router (SIGTERM)."""
@@ -142,7 +142,7 @@ class Chaos:
 
     async def _start(self) -> None:
         await self.router.start()
-        await self.fleet.until_up()
+        await self.kvferry.until_up()
 
     def _configure(self) -> None:
         backends = [(name, member.server.url) for name, member in self.members.items()]
@@ -178,18 +178,18 @@ class Chaos:
 
     async def reload(self) -> None:
         self._configure()
-        answer = await self.fleet.reload()
+        answer = await self.kvferry.reload()
         assert answer.status == 200, answer.body
 
     async def drain(self) -> None:
         name = self._one_of_two()
         talk = self._some_talk(self.members[name].model)
         asking = asyncio.ensure_future(self._ask_well(talk))  # noqa: TID251 - awaited below
-        await self.fleet.operate(name, "drain")
+        await self.kvferry.operate(name, "drain")
         await self._ask_well(self._new_talk(talk.model))
         await asking
-        await self.fleet.operate(name, "undrain")
-        await self.fleet.until_up(name)
+        await self.kvferry.operate(name, "undrain")
+        await self.kvferry.until_up(name)
 
     async def purge(self) -> None:
         rows = await self._rows()
@@ -197,7 +197,7 @@ class Chaos:
             return
         chosen = self.chance.sample(rows, self.chance.randint(1, len(rows)))
         body: Json = {"id": [row["id"] for row in chosen]}
-        await self.fleet.post("/kvferry/snapshots/purge", body)
+        await self.kvferry.post("/kvferry/snapshots/purge", body)
 
     # -- clients ---------------------------------------------------------------------------------
 
@@ -223,9 +223,9 @@ class Chaos:
         talk.messages[0] = {"role": "system", "content": sentences(self.chance.randrange(10**9), 9)}
         await self._ask_well(talk)
         (other,) = set(TENANTS) - {talk.tenant}
-        await self.fleet.until_quiet()
+        await self.kvferry.until_quiet()
         body = self._body(talk)
-        found = await measured(self.fleets[other], CHAT, body)
+        found = await measured(self.routers[other], CHAT, body)
         await self._compare(body, found.answer)
         assert not self.apart or found.reused < _COMMON, found
 
@@ -237,7 +237,7 @@ class Chaos:
         with suppress(TimeoutError):
             async with asyncio.timeout(self.chance.choice([0.001, 0.02, 0.1, 5.0])):
                 async with self._client(talk).session.post(
-                    self.fleet.url + CHAT, json=body
+                    self.kvferry.url + CHAT, json=body
                 ) as response:
                     for _ in range(n_chunks):
                         await response.content.readany()
@@ -259,7 +259,7 @@ class Chaos:
             for other in {one.model for one in self.members.values()} - {member.model}:
                 await self._ask_well(self._some_talk(other))
             await member.server.restart()
-        await self.fleet.until_up(name)
+        await self.kvferry.until_up(name)
 
     async def hang(self) -> None:
         """Stop a server for a while; the router may take it for dead."""
@@ -273,7 +273,7 @@ class Chaos:
             os.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(self.chance.choice([0.1, 1.0, 5.0]))
             os.kill(pid, signal.SIGCONT)
-        await self.fleet.until_up(name)
+        await self.kvferry.until_up(name)
 
     async def stranger(self) -> None:
         """Use a server's slot directly while the router sends a request to that server."""
@@ -303,7 +303,7 @@ class Chaos:
         """
         url = member.server.url + path
         with suppress(TimeoutError):
-            async with asyncio.timeout(5.0), self.fleet.session.post(url, json=body) as response:
+            async with asyncio.timeout(5.0), self.kvferry.session.post(url, json=body) as response:
                 await response.read()
 
     # -- files -----------------------------------------------------------------------------------
@@ -330,8 +330,8 @@ class Chaos:
         return Path(row["kv_dir"], row["file"])
 
     async def _rows(self) -> list[Json]:
-        await self.fleet.until_quiet()
-        rows: list[Json] = (await self.fleet.get("/kvferry/snapshots")).json["snapshots"]
+        await self.kvferry.until_quiet()
+        rows: list[Json] = (await self.kvferry.get("/kvferry/snapshots")).json["snapshots"]
         return rows
 
     # -- requests and their checks -----------------------------------------------------------------
@@ -360,7 +360,7 @@ class Chaos:
             self.talks[self.talks.index(talk)] = self._new_talk(talk.model)
 
     def _client(self, talk: Talk) -> Elsewhere:
-        return self.fleets[talk.tenant]
+        return self.routers[talk.tenant]
 
     def _body(self, talk: Talk) -> Json:
         return {"model": talk.model, "messages": list(talk.messages), **ASKED}

@@ -18,7 +18,7 @@ from router.store.learned_rates import NAME as RATES
 from tests.support.conversations.conversing import differs_in_earnest
 from tests.support.conversations.prompts import Json
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet
+from tests.support.servers.running_router import PATIENCE_S, Answer, RunningRouter
 
 LOCK = "kvferry.lock"
 _RECORD = re.compile(r"kvf-([0-9a-f]{32})\.json")
@@ -30,7 +30,7 @@ TOLD: Json = {"n_probs": 5}
 
 
 async def assert_consistent(
-    fleet: Fleet, kv_dirs: Iterable[Path], *, foreign: Iterable[str] = ()
+    kvferry: RunningRouter, kv_dirs: Iterable[Path], *, foreign: Iterable[str] = ()
 ) -> None:
     """Check that the router's offers, its records and the files on the disk agree.
 
@@ -39,25 +39,25 @@ async def assert_consistent(
 
     Waits until all of that holds: files are recorded in the background.
     """
-    await fleet.until_quiet()
+    await kvferry.until_quiet()
     wrong = ["never looked"]
     try:
         async with asyncio.timeout(PATIENCE_S):
             while wrong:
-                wrong = await _differences(fleet, list(kv_dirs), frozenset(foreign))
+                wrong = await _differences(kvferry, list(kv_dirs), frozenset(foreign))
                 await asyncio.sleep(_POLL_S if wrong else 0)
     except TimeoutError:
         raise AssertionError(f"never consistent: {wrong}") from None
 
 
 async def assert_undisturbed(
-    fleet: Fleet, server: LlamaServer, prompts: Sequence[Sequence[int]]
+    kvferry: RunningRouter, server: LlamaServer, prompts: Sequence[Sequence[int]]
 ) -> list[Answer]:
     """Check that prompts are answered as by an undisturbed server that computes all of them."""
     answers = []
-    direct = dataclasses.replace(fleet, url=server.url)
+    direct = dataclasses.replace(kvferry, url=server.url)
     for prompt in prompts:
-        answer = await fleet.complete(prompt, **TOLD)
+        answer = await kvferry.complete(prompt, **TOLD)
         expected = await direct.complete(prompt, cache_prompt=False, **TOLD)
         assert (answer.status, expected.status) == (200, 200), answer.body
         wrong = differs_in_earnest(answer, expected)
@@ -66,8 +66,10 @@ async def assert_undisturbed(
     return answers
 
 
-async def _differences(fleet: Fleet, kv_dirs: list[Path], foreign: frozenset[str]) -> list[str]:
-    listed = (await fleet.get("/kvferry/snapshots?limit=1000")).json
+async def _differences(
+    kvferry: RunningRouter, kv_dirs: list[Path], foreign: frozenset[str]
+) -> list[str]:
+    listed = (await kvferry.get("/kvferry/snapshots?limit=1000")).json
     rows = {row["id"]: row for row in listed["snapshots"]}
     wrong = []
     recorded: dict[str, Json] = {}
@@ -91,7 +93,7 @@ async def _differences(fleet: Fleet, kv_dirs: list[Path], foreign: frozenset[str
             problem = _disagreement(kv_dir / file, record, rows.get(name))
             wrong += [f"{file}: {problem}"] if problem else []
     wrong += [f"{name} is offered and not recorded" for name in rows.keys() - recorded.keys()]
-    snapshots = (await fleet.state())["snapshots"]
+    snapshots = (await kvferry.state())["snapshots"]
     for what, key in (("tokens", "tokens"), ("bytes", "size_bytes")):
         total, limit = sum(row[key] for row in rows.values()), snapshots[f"max_{what}"]
         if 0 <= limit < total:

@@ -8,7 +8,7 @@ from tests.support.models.tiny_models import tiny_model
 from tests.support.parity.pair import Pair, client
 from tests.support.servers.hosts import Addressed, hosts
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 DEFAULT = "prefer_idle_slot_with_global_restore"
 HOP = "through a hop"  # the client's host has no server of its own
@@ -29,8 +29,8 @@ async def paired(server_argv: list[str], kv_dir: Path) -> AsyncIterator[dict[str
         for policy in (DEFAULT, "passthrough"):
             # No snapshots: an idle save would not know of the direct requests.
             router = running([("a", server.url)], None, yaml=f"policy: {policy}")
-            fleet = await stack.enter_async_context(router)
-            made[policy] = Pair(server.url, fleet.url, session)
+            kvferry = await stack.enter_async_context(router)
+            made[policy] = Pair(server.url, kvferry.url, session)
         without_kv = Addressed(server.url)
         _, front = await stack.enter_async_context(hosts([without_kv], []))
         made[HOP] = Pair(server.url, front.url, session)

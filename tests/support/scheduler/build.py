@@ -19,8 +19,8 @@ from router.base.types import (
     SnapshotId,
 )
 from router.core.execution.state import State
-from router.core.fleet.catalog import Catalog
-from router.core.fleet.fleet import Fleet
+from router.core.inventory.catalog import Catalog
+from router.core.inventory.inventory import Inventory
 from router.core.model.policy import Policy, PolicyName
 from router.core.model.rates import LinearFit, Mean, Rates
 from router.core.model.request_queue import Queue, QueueLimits
@@ -97,16 +97,16 @@ def rates(prefill_s: float = 0.01, transfer_s: float = 0.001) -> Rates:
     )
 
 
-def fleet(
+def inventory(
     *infos: BackendInfo,
     policy: PolicyName = PolicyName.PREFER_IDLE,
     holding: dict[SlotId, Tokens] | None = None,
     snapshots: Iterable[Snapshot] = (),
     **knobs: Any,
-) -> Fleet:
+) -> Inventory:
     """Return idle backends; `holding` sets the content of slots. Prefills are not chunked."""
     knobs.setdefault("prefill_chunk_s", None)
-    made = Fleet(policy=Policy(policy, **knobs))
+    made = Inventory(policy=Policy(policy, **knobs))
     for info in infos or (backend(),):
         made.take(info, rates())
     for slot, held in (holding or {}).items():
@@ -116,7 +116,7 @@ def fleet(
     return made
 
 
-def busy(fleet_: Fleet, slot: SlotId, *, until: float = 10.0, pending: Tokens = EMPTY) -> None:
+def busy(fleet_: Inventory, slot: SlotId, *, until: float = 10.0, pending: Tokens = EMPTY) -> None:
     """Let another request run on a slot."""
     held = fleet_.slots[slot]
     held.start(held.lease(RequestId(f"busy-{slot}"), Work(pending=pending, busy_until=until)))
@@ -128,8 +128,8 @@ def scheduler(
     limits: SnapshotLimits | None = None,
     **more: Any,
 ) -> Scheduler:
-    """Return a scheduler with these backends up and idle; `more` as for `fleet`."""
-    made = fleet(*infos, **more)
+    """Return a scheduler with these backends up and idle; `more` as for `inventory`."""
+    made = inventory(*infos, **more)
     if limits is not None:
         made.catalog = Catalog(limits)
-    return Scheduler(State(fleet=made, queue=Queue(queue or QueueLimits())))
+    return Scheduler(State(inventory=made, queue=Queue(queue or QueueLimits())))

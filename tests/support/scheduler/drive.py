@@ -40,7 +40,7 @@ def finish(
 
 def slot(s: Scheduler, which: SlotId) -> Slot:
     """Return the slot's entry in the ledger."""
-    return s.state.fleet.slots[which]
+    return s.state.inventory.slots[which]
 
 
 def held(s: Scheduler, which: SlotId) -> Tokens:

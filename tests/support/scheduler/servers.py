@@ -40,7 +40,7 @@ class ServerWorld:
 
     def __post_init__(self) -> None:
         self.s: Scheduler = scheduler()
-        self.s.state.fleet.up.clear()
+        self.s.state.inventory.up.clear()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._models: dict[RequestId, str] = {}
@@ -49,7 +49,7 @@ class ServerWorld:
         self.feed(ev.ServersConfigured(tuple(self.specs), tuple(self.limits)))
 
     def phase(self, name: str) -> ServerPhase:
-        server = self.s.state.fleet.servers.get(BackendId(name))
+        server = self.s.state.inventory.servers.get(BackendId(name))
         assert server is not None
         return server.phase
 
@@ -60,7 +60,7 @@ class ServerWorld:
         """Let a request come now."""
         rid = RequestId(name)
         self._models[rid], self._came[rid] = model, self.now
-        if self.unread and not self.s.state.fleet.is_loaded(model):
+        if self.unread and not self.s.state.inventory.is_loaded(model):
             self.feed(ev.ModelWanted(rid, model))
         else:
             self._arrives(rid)
@@ -108,7 +108,7 @@ class ServerWorld:
             case ef.Reject(request=rid, error=error):
                 self.rejected[rid] = error
             case ef.Save(request=rid, slot=slot, namespace=namespace):
-                held = self.s.state.fleet.slots[slot].content.resident.tokens
+                held = self.s.state.inventory.slots[slot].content.resident.tokens
                 made = snapshot(f"f{next(self._files)}", held, ns=namespace)
                 self.at(self.now, lambda: self.feed(ev.Saved(rid, slot, made, 0.001)))
             case ef.Restore(request=rid, snapshot=file):
@@ -126,7 +126,7 @@ class ServerWorld:
         if self.fails(name):
             self.feed(ev.ServerEnded(name, "it does not start"))
             return
-        server = self.s.state.fleet.servers.get(name)
+        server = self.s.state.inventory.servers.get(name)
         assert server is not None
         models = frozenset(server.spec.models)
         info = backend(name, self.n_slots, namespace=server.spec.model, models=models)

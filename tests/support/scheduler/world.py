@@ -118,7 +118,7 @@ class World:
     def try_out(self, server: Server) -> None:
         """Empty the slots that a probe was lent."""
         lent = probe_name(server.info.id)
-        for slot in self.scheduler.state.fleet.slots.of(server.info.id):
+        for slot in self.scheduler.state.inventory.slots.of(server.info.id):
             if slot.holder == lent:
                 assert server.user_of(slot.id.index) is None, "lent, and somebody else's"
                 server.slots[slot.id.index] = ()
@@ -302,12 +302,12 @@ class World:
 
     def handles(self, event: ev.Event) -> None:
         state = self.scheduler.state
-        before, draining = set(state.fleet.jobs), set(state.fleet.draining)
+        before, draining = set(state.inventory.jobs), set(state.inventory.draining)
         for effect in self.scheduler.handle(event, self.now):
             self.takes(effect)
-        for job in state.fleet.jobs.values():
+        for job in state.inventory.jobs.values():
             if job.id not in before and isinstance(job, RequestJob):
-                assert job.slot.backend not in draining & state.fleet.draining, "a new request"
+                assert job.slot.backend not in draining & state.inventory.draining, "a new request"
         if isinstance(event, ev.Finished):
             assert self.fates[event.request] == ["dispatched", "accounted"]
 
@@ -339,7 +339,7 @@ class World:
                 assert name not in self.restoring(), "deleted while it is being restored"
                 self.gone.add(name)
             case ef.Detach():
-                slots = self.scheduler.state.fleet.slots.of(effect.backend)
+                slots = self.scheduler.state.inventory.slots.of(effect.backend)
                 assert {slot.phase for slot in slots} <= {Phase.LOST}
                 left = [op for op in self.ops if op.server is self.servers[effect.backend]]
                 # Foreign requests may use its slots for ever.
@@ -369,7 +369,7 @@ class World:
             assert op.server.idle() or not op.server.info.is_managed, "no slot to go to"
             # If the content of a slot is unknown, its prefill is taken to arrive first: it was sent
             # before.
-            slots = self.scheduler.state.fleet.slots
+            slots = self.scheduler.state.inventory.slots
             first = [
                 isinstance(o.effect, ef.Prefill) and slots[o.slot].content.resident.may_hold_more
                 for o in peers
@@ -395,8 +395,8 @@ class World:
 
     def is_nobodys(self, slot: SlotId, request: RequestId) -> None:
         """Check that a slot the server gave away is not being prepared for another request."""
-        held = self.scheduler.state.fleet.slots[slot]
-        other = self.scheduler.state.fleet.job_in(held)
+        held = self.scheduler.state.inventory.slots[slot]
+        other = self.scheduler.state.inventory.job_in(held)
         if held.phase is Phase.PREPARING and other is not None and other.id != request:
             assert isinstance(other, RequestJob), "the slot is being prepared"
             assert isinstance(other.doing, AtGate), "the slot is being prepared"

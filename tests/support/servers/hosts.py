@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from router.servers.program import free_port
-from tests.support.servers.router_fleet import PATIENCE_S, Fleet, running
+from tests.support.servers.running_router import PATIENCE_S, RunningRouter, running
 
 HOST = "x-kvferry-host"
 
@@ -39,7 +39,7 @@ async def hosts(
     redis: str | None = None,
     credentials: Path | None = None,
     **options: Any,
-) -> AsyncIterator[list[Fleet]]:
+) -> AsyncIterator[list[RunningRouter]]:
     """Run a host for each list of servers, an empty one for a front; yield when all know all.
 
     The hosts are called `h0`, `h1` and so on, and their servers `h0-0` and so on. `credentials`:
@@ -54,7 +54,7 @@ async def hosts(
             for at, own in enumerate(servers)
         ]
         n_models = {
-            f"h{at}": len(set(fleet.router.selection.names())) for at, fleet in enumerate(found)
+            f"h{at}": len(set(kvferry.router.selection.names())) for at, kvferry in enumerate(found)
         }
 
         def all_tell_models(state: dict[str, Any]) -> bool:
@@ -62,9 +62,9 @@ async def hosts(
             peers = state["hosts"]["peers"]
             return all(len(peer["models"]) == n_models.get(peer["name"]) for peer in peers)
 
-        for fleet in found:
-            await until_peers(fleet, *(f"h{at}" for at in range(len(servers))))
-            await fleet.until(all_tell_models)
+        for kvferry in found:
+            await until_peers(kvferry, *(f"h{at}" for at in range(len(servers))))
+            await kvferry.until(all_tell_models)
         yield found
 
 
@@ -93,11 +93,11 @@ def fleet_yaml(
     return f"fleet: {{name: h{at}, listen: '127.0.0.1:{ports[at]}', {others}{secrets}}}"
 
 
-async def until_peers(fleet: Fleet, *names: str, patience_s: float = PATIENCE_S) -> None:
+async def until_peers(kvferry: RunningRouter, *names: str, patience_s: float = PATIENCE_S) -> None:
     """Wait until a host can use these peers, itself left out, and no others."""
 
     def all_up(state: dict[str, Any]) -> bool:
         up = {peer["name"] for peer in state["hosts"]["peers"] if peer["up"]}
         return bool(up == set(names) - {state["hosts"]["name"]})
 
-    await fleet.until(all_up, patience_s)
+    await kvferry.until(all_up, patience_s)

@@ -15,7 +15,7 @@ import yaml
 
 from router.servers.program import HOST, free_port
 from tests.support.paths import ROOT
-from tests.support.servers.router_fleet import PATIENCE_S
+from tests.support.servers.running_router import PATIENCE_S
 
 SHIPPED = ROOT / "dashboards" / "prometheus"
 _POLL_S = 0.05

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.support.servers.router_fleet import PATIENCE_S, Fleet
+from tests.support.servers.running_router import PATIENCE_S, RunningRouter
 
 _COMMAND = "import sys; from router.tools.cli import main; sys.exit(main())"
 
 
-class Elsewhere(Fleet):
+class Elsewhere(RunningRouter):
     """A client of a router in another process."""
 
     async def standings(self) -> Mapping[str, str]:

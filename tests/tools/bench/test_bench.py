@@ -14,7 +14,7 @@ from router.tools.cli import main
 from tests.conftest import StartServer
 from tests.support.conversations.measuring import direct
 from tests.support.conversations.prompts import ids
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 Capture = pytest.CaptureFixture[str]
 
@@ -34,9 +34,9 @@ async def test_two_servers_are_measured(
         for body in bodies:
             await client.post("/completion", body)
         plot = tmp_path / "plot.svg"
-        fleet = ("--backend", a.url, "--backend", b.url, "--kv-dir", str(a.kv_dir))
+        kvferry = ("--backend", a.url, "--backend", b.url, "--kv-dir", str(a.kv_dir))
 
-        assert await _bench(*fleet, "--json", "--output", str(plot)) == 0
+        assert await _bench(*kvferry, "--json", "--output", str(plot)) == 0
 
         again = [await client.post("/completion", body) for body in bodies]
     printed = capsys.readouterr()
@@ -81,8 +81,8 @@ async def test_a_busy_server_is_left_alone(
 
 async def test_a_router_is_no_server(llama_server: StartServer, capsys: Capture) -> None:
     a = await llama_server("llama", slots=1)
-    async with running([("a", a.url)], a.kv_dir) as fleet:
-        assert await _bench("--backend", fleet.url) == 1
+    async with running([("a", a.url)], a.kv_dir) as kvferry:
+        assert await _bench("--backend", kvferry.url) == 1
     assert "this is kvferry: give the addresses of its llama-servers" in capsys.readouterr().err
 
 
@@ -137,9 +137,9 @@ async def test_a_partner_that_does_not_fit(
     url = "http://127.0.0.1:9"
     if partner == "of another model":
         url = (await llama_server("lfm2", slots=1, ctx=4_000)).url
-    fleet = ("--backend", a.url, "--backend", url, "--kv-dir", str(a.kv_dir), "--seconds", "8")
+    kvferry = ("--backend", a.url, "--backend", url, "--kv-dir", str(a.kv_dir), "--seconds", "8")
 
-    assert await _bench(*fleet, "--json") == int(partner == "down")
+    assert await _bench(*kvferry, "--json") == int(partner == "down")
 
     told = json.loads(capsys.readouterr().out)["servers"][0]
     point = told["points"][0]

@@ -12,7 +12,7 @@ from router.tools.cli import main
 from router.tools.console.explain import _MEANING
 from tests.support.paths import DOCS
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Answer, Fleet, Json, running
+from tests.support.servers.running_router import Answer, Json, RunningRouter, running
 
 PAGE = DOCS / "metrics.md"
 LONG = "p" * 300
@@ -30,29 +30,33 @@ async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
 
 
 @pytest.fixture
-async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+async def kvferry(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[RunningRouter]:
     async with running([("a", fake.url)], tmp_path) as router:
         yield router
 
 
-async def last(fleet: Fleet) -> Json:
+async def last(kvferry: RunningRouter) -> Json:
     """Return the last finished request."""
-    await fleet.until_quiet()
-    found: list[Json] = (await fleet.get("/kvferry/requests?limit=1")).json["requests"]
+    await kvferry.until_quiet()
+    found: list[Json] = (await kvferry.get("/kvferry/requests?limit=1")).json["requests"]
     return found[0]
 
 
-async def explain(fleet: Fleet, asked: Answer | str, capsys: pytest.CaptureFixture[str]) -> str:
+async def explain(
+    kvferry: RunningRouter, asked: Answer | str, capsys: pytest.CaptureFixture[str]
+) -> str:
     """Run the command; return its output."""
-    await fleet.until_quiet()
+    await kvferry.until_quiet()
     name = asked if isinstance(asked, str) else asked.headers["x-kvferry-request-id"]
-    assert await asyncio.to_thread(main, ["explain", name, "--url", fleet.url + "/"]) == 0
+    assert await asyncio.to_thread(main, ["explain", name, "--url", kvferry.url + "/"]) == 0
     return capsys.readouterr().out
 
 
-async def test_one_that_was_served(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
-    await fleet.complete(LONG)
-    told = await explain(fleet, await fleet.complete(LONG[:200] + "x" * 50), capsys)
+async def test_one_that_was_served(
+    kvferry: RunningRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await kvferry.complete(LONG)
+    told = await explain(kvferry, await kvferry.complete(LONG[:200] + "x" * 50), capsys)
 
     assert "250 prompt tokens: 200 reused of 200 planned, 50 computed" in told
     assert "50  diverged" in told
@@ -66,51 +70,51 @@ async def test_one_that_was_served(fleet: Fleet, capsys: pytest.CaptureFixture[s
     assert "a/1   cold" in told
 
 
-async def test_one_that_goes_on(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
-    first = await fleet.complete(LONG)
-    told = await explain(fleet, await fleet.complete(LONG + first.text[:-1] + "new"), capsys)
+async def test_one_that_goes_on(kvferry: RunningRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    first = await kvferry.complete(LONG)
+    told = await explain(kvferry, await kvferry.complete(LONG + first.text[:-1] + "new"), capsys)
 
     assert "One is a prefix of the other: they do not diverge." in told
 
 
 async def test_one_of_which_nothing_was_known(
-    fleet: Fleet, capsys: pytest.CaptureFixture[str]
+    kvferry: RunningRouter, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = await explain(fleet, await fleet.complete(LONG), capsys)
+    told = await explain(kvferry, await kvferry.complete(LONG), capsys)
 
     assert "300  cold" in told
     assert "Nearest" not in told
 
 
 async def test_one_whose_tokens_were_not_reported(
-    fleet: Fleet, fake: FakeLlama, capsys: pytest.CaptureFixture[str]
+    kvferry: RunningRouter, fake: FakeLlama, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The backend broke off; the client never saw the end either."""
     fake.faults.die_after_chunks = 1
     with pytest.raises(aiohttp.ClientError):
-        await fleet.complete(LONG, stream=True)
-    told = await explain(fleet, (await last(fleet))["id"], capsys)
+        await kvferry.complete(LONG, stream=True)
+    told = await explain(kvferry, (await last(kvferry))["id"], capsys)
 
     assert "backend_error" in told
     assert "The backend did not say how many tokens it computed." in told
 
 
 async def test_one_that_the_router_answered(
-    fleet: Fleet, capsys: pytest.CaptureFixture[str]
+    kvferry: RunningRouter, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = await explain(fleet, await fleet.post("/completion", []), capsys)
+    told = await explain(kvferry, await kvferry.post("/completion", []), capsys)
 
     assert "bad_request" in told
     assert "The router answered this request itself: the request body must be a JSON object" in told
 
 
 async def test_where_a_chat_parts(
-    fleet: Fleet, fake: FakeLlama, capsys: pytest.CaptureFixture[str]
+    kvferry: RunningRouter, fake: FakeLlama, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await fleet.chat([{"role": "user", "content": LONG + "blue"}])
-    answer = await fleet.chat([{"role": "user", "content": LONG + "red"}])
+    await kvferry.chat([{"role": "user", "content": LONG + "blue"}])
+    answer = await kvferry.chat([{"role": "user", "content": LONG + "red"}])
 
-    assert ", in message 1 of 1 (user)" in await explain(fleet, answer, capsys)
+    assert ", in message 1 of 1 (user)" in await explain(kvferry, answer, capsys)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +127,9 @@ async def test_where_a_chat_parts(
     ],
 )
 async def test_nothing_to_explain(
-    fleet: Fleet, fake: FakeLlama, capsys: pytest.CaptureFixture[str], url: str, said: str
+    kvferry: RunningRouter, fake: FakeLlama, capsys: pytest.CaptureFixture[str], url: str, said: str
 ) -> None:
-    urls = {"router": fleet.url, "server": fake.url}
+    urls = {"router": kvferry.url, "server": fake.url}
     code = await asyncio.to_thread(main, ["explain", "nobody", "--url", urls.get(url, url)])
     captured = capsys.readouterr()
 

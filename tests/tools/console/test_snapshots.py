@@ -17,7 +17,7 @@ from router.base.types import KvDir, Namespace, Snapshot, SnapshotId, StateShape
 from router.tools.cli import main
 from router.tools.console.client import TOKEN_ENV
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 Capture = pytest.CaptureFixture[str]
 QUIET = "{store: {idle_save_after: 'off'}, health: {interval: 60s}}"
@@ -33,7 +33,7 @@ def snapshot(number: int) -> Snapshot:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+async def kvferry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunningRouter]:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv(TOKEN_ENV, raising=False)
     async with FakeLlama() as fake, running([("a", fake.url)], None, yaml=QUIET) as made:
@@ -41,13 +41,13 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield made
 
 
-async def run(fleet: Fleet, *arguments: str) -> int:
+async def run(kvferry: RunningRouter, *arguments: str) -> int:
     """Run the command in its own event loop, while the router goes on in this one."""
-    return await asyncio.to_thread(main, ["snapshots", *arguments, "--url", fleet.url])
+    return await asyncio.to_thread(main, ["snapshots", *arguments, "--url", kvferry.url])
 
 
-async def count(fleet: Fleet) -> int:
-    number: int = (await fleet.get("/kvferry/snapshots")).json["count"]
+async def count(kvferry: RunningRouter) -> int:
+    number: int = (await kvferry.get("/kvferry/snapshots")).json["count"]
     return number
 
 
@@ -65,10 +65,10 @@ class Person(StringIO):
 
 @pytest.mark.parametrize("columns", [80, 140])
 async def test_list(
-    fleet: Fleet, capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: int
+    kvferry: RunningRouter, capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert await run(fleet, "list", "--namespace", "space1", "--older-than", "56.5h") == 0
+    assert await run(kvferry, "list", "--namespace", "space1", "--older-than", "56.5h") == 0
 
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
@@ -80,8 +80,8 @@ async def test_list(
     assert lines[-1] == "2 snapshots, 116MiB, 316 tokens"
 
 
-async def test_list_is_cut_and_says_so(fleet: Fleet, capsys: Capture) -> None:
-    await run(fleet, "list", "--sort", "largest", "--limit", "3")
+async def test_list_is_cut_and_says_so(kvferry: RunningRouter, capsys: Capture) -> None:
+    await run(kvferry, "list", "--sort", "largest", "--limit", "3")
 
     lines = capsys.readouterr().out.splitlines()
     assert [line[:6] for line in lines[2:-1]] == ["000060", "000059", "000058"]
@@ -89,10 +89,10 @@ async def test_list_is_cut_and_says_so(fleet: Fleet, capsys: Capture) -> None:
 
 
 async def test_list_as_json_page_by_page(
-    fleet: Fleet, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    kvferry: RunningRouter, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.tools.console.snapshots._PAGE", 7)
-    await run(fleet, "list", "--json", "--limit", "20", "--min-tokens", "103")
+    await run(kvferry, "list", "--json", "--limit", "20", "--min-tokens", "103")
 
     found = json.loads(capsys.readouterr().out)
     assert [int(row["id"][:6]) for row in found["snapshots"]] == list(range(3, 23))
@@ -100,13 +100,13 @@ async def test_list_as_json_page_by_page(
     assert found["next"]
 
 
-async def test_list_of_nothing(fleet: Fleet, capsys: Capture) -> None:
-    assert await run(fleet, "list", "--larger-than", "1TiB", "--unused") == 0
+async def test_list_of_nothing(kvferry: RunningRouter, capsys: Capture) -> None:
+    assert await run(kvferry, "list", "--larger-than", "1TiB", "--unused") == 0
     assert capsys.readouterr().out == "0 snapshots\n"
 
 
-async def test_show(fleet: Fleet, capsys: Capture) -> None:
-    assert await run(fleet, "show", "000001") == 0
+async def test_show(kvferry: RunningRouter, capsys: Capture) -> None:
+    assert await run(kvferry, "show", "000001") == 0
 
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["id"] == snapshot(1).id
@@ -121,13 +121,13 @@ async def test_show(fleet: Fleet, capsys: Capture) -> None:
     assert lines["file"] == f"/kv/kvf-{snapshot(1).id}.kv"
 
 
-async def test_show_one_in_use(fleet: Fleet, capsys: Capture) -> None:
-    engine = fleet.router.engine
-    engine._scheduler.state.fleet.catalog.add_reference(
+async def test_show_one_in_use(kvferry: RunningRouter, capsys: Capture) -> None:
+    engine = kvferry.router.engine
+    engine._scheduler.state.inventory.catalog.add_reference(
         snapshot(2).id, asyncio.get_running_loop().time()
     )
-    await run(fleet, "show", "000002")
-    await run(fleet, "show", "000002", "--json")
+    await run(kvferry, "show", "000002")
+    await run(kvferry, "show", "000002", "--json")
 
     text, _, raw = capsys.readouterr().out.partition("{")
     assert "2, the save among them; 1 at this moment" in text
@@ -149,32 +149,32 @@ async def test_show_one_in_use(fleet: Fleet, capsys: Capture) -> None:
     ],
 )
 async def test_what_the_router_refuses(
-    fleet: Fleet, capsys: Capture, arguments: list[str], exit_code: int, why: str
+    kvferry: RunningRouter, capsys: Capture, arguments: list[str], exit_code: int, why: str
 ) -> None:
     """Input that the router does not understand exits as wrong usage does."""
-    assert await run(fleet, *arguments) == exit_code
+    assert await run(kvferry, *arguments) == exit_code
 
     err = capsys.readouterr().err
     assert err.startswith("kvferry: ")
     assert why in err
-    assert await count(fleet) == N
+    assert await count(kvferry) == N
 
 
 @pytest.mark.parametrize(("typed", "goes"), [("y\n", True), ("n\n", False), ("\n", False)])
 async def test_purge_asks(
-    fleet: Fleet, capsys: Capture, monkeypatch: pytest.MonkeyPatch, typed: str, goes: bool
+    kvferry: RunningRouter, capsys: Capture, monkeypatch: pytest.MonkeyPatch, typed: str, goes: bool
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Person(typed))
     capsys.readouterr()
-    code = await run(fleet, "purge", "--older-than", "57.5h")
+    code = await run(kvferry, "purge", "--older-than", "57.5h")
 
     said = capsys.readouterr()
     assert "Purge 3 snapshots, 177MiB, 477 tokens? [y/N] " in said.err
     assert ("3 snapshots, 177MiB, 477 tokens purged" in said.out) == goes
-    assert (code, await count(fleet)) == ((0, N - 3) if goes else (1, N))
+    assert (code, await count(kvferry)) == ((0, N - 3) if goes else (1, N))
 
 
-async def test_ctrl_c_is_a_no_at_once(fleet: Fleet) -> None:
+async def test_ctrl_c_is_a_no_at_once(kvferry: RunningRouter) -> None:
     """Ctrl-C once had an effect only after the next Enter."""
     ours, theirs = os.openpty()
     # A process started in the background ignores SIGINT, and so do its children.
@@ -182,7 +182,7 @@ async def test_ctrl_c_is_a_no_at_once(fleet: Fleet) -> None:
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from router.tools.cli import main; sys.exit(main())"
     )
-    argv = [sys.executable, "-c", command, "snapshots", "purge", "--all", "--url", fleet.url]
+    argv = [sys.executable, "-c", command, "snapshots", "purge", "--all", "--url", kvferry.url]
     asked = await asyncio.create_subprocess_exec(
         *argv, stdin=theirs, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -199,37 +199,37 @@ async def test_ctrl_c_is_a_no_at_once(fleet: Fleet) -> None:
         await asked.communicate()
         os.close(ours)
         os.close(theirs)
-    assert await count(fleet) == N
+    assert await count(kvferry) == N
 
 
 async def test_nobody_to_ask_is_a_no(
-    fleet: Fleet, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    kvferry: RunningRouter, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", StringIO("y\n"))
 
-    assert await run(fleet, "purge", "--all") == 1
+    assert await run(kvferry, "purge", "--all") == 1
     assert "no terminal to ask on; use --yes" in capsys.readouterr().err
-    assert await count(fleet) == N
+    assert await count(kvferry) == N
 
 
-async def test_purge_dry_run(fleet: Fleet, capsys: Capture) -> None:
-    assert await run(fleet, "purge", "--larger-than", str(59 * 2**20), "--dry-run") == 0
+async def test_purge_dry_run(kvferry: RunningRouter, capsys: Capture) -> None:
+    assert await run(kvferry, "purge", "--larger-than", str(59 * 2**20), "--dry-run") == 0
     assert "1 snapshot, 60.0MiB, 160 tokens would be purged\n" in capsys.readouterr().out
-    assert await count(fleet) == N
+    assert await count(kvferry) == N
 
 
-async def test_purge_without_asking(fleet: Fleet, capsys: Capture) -> None:
+async def test_purge_without_asking(kvferry: RunningRouter, capsys: Capture) -> None:
     """Snapshots are named by id; a snapshot in use loses its file later."""
-    engine = fleet.router.engine
-    engine._scheduler.state.fleet.catalog.add_reference(snapshot(7).id, 0.0)
+    engine = kvferry.router.engine
+    engine._scheduler.state.inventory.catalog.add_reference(snapshot(7).id, 0.0)
     capsys.readouterr()
-    assert await run(fleet, "purge", "--yes", "--id", "000007", "--id", "000008") == 0
+    assert await run(kvferry, "purge", "--yes", "--id", "000007", "--id", "000008") == 0
 
     (line,) = [line for line in printed(capsys) if "purged" in line]
     assert line == ("2 snapshots, 15.0MiB, 215 tokens purged; 1 in use, to be deleted after use")
-    assert await count(fleet) == N - 2
-    await run(fleet, "purge", "--yes", "--all", "--json")
+    assert await count(kvferry) == N - 2
+    await run(kvferry, "purge", "--yes", "--all", "--json")
     assert json.loads("\n".join(printed(capsys)))["count"] == N - 2
-    assert await count(fleet) == 0
-    await run(fleet, "purge", "--all")
+    assert await count(kvferry) == 0
+    await run(kvferry, "purge", "--all")
     assert capsys.readouterr().out == "0 snapshots purged\n"

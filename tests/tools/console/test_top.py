@@ -22,7 +22,7 @@ from router.tools.console.view import View
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import ids
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 pytestmark = pytest.mark.thorough
 
@@ -66,20 +66,20 @@ async def test_once(
     server = await llama_server()
     monkeypatch.setenv("COLUMNS", columns)
     backends = [("gpu0", server.url), ("gpu1", UNUSED_URL)]
-    async with running(backends, server.kv_dir, wait_for=["gpu0"]) as fleet:
+    async with running(backends, server.kv_dir, wait_for=["gpu0"]) as kvferry:
         prompt = ids(1, 600)
-        await fleet.complete(prompt, id_slot=0)
-        await fleet.complete([*prompt, *ids(2, 50)], id_slot=0)
-        await fleet.until(lambda state: state["snapshots"]["count"] > 0)
-        await fleet.until_quiet()
-        state = await fleet.state()
+        await kvferry.complete(prompt, id_slot=0)
+        await kvferry.complete([*prompt, *ids(2, 50)], id_slot=0)
+        await kvferry.until(lambda state: state["snapshots"]["count"] > 0)
+        await kvferry.until_quiet()
+        state = await kvferry.state()
         capsys.readouterr()  # the router's log
-        assert await run("top", "--once", "--url", fleet.url) == 0
+        assert await run("top", "--once", "--url", kvferry.url) == 0
 
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= int(columns)
     text = " ".join(" ".join(lines).split())
-    assert f"kvferry {fleet.url} " in text
+    assert f"kvferry {kvferry.url} " in text
     assert "since start 2 requests; TTFT" in text
     assert "of 1,250 prompt tokens; 48% resident; 0% snapshot" in text
     held, limit = state["slots"][0]["resident_tokens"], state["backends"][0]["n_ctx"]
@@ -106,7 +106,7 @@ async def test_something_else_answers(capsys: Capture) -> None:
 
 async def test_a_terminal_is_left_as_it_was(tmp_path: Path) -> None:
     """Ctrl-C ends the command without traceback or error; the earlier screen comes back."""
-    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as fleet:
+    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as kvferry:
         ours, theirs = pty.openpty()
         # As in a shell: tests that run in the background ignore Ctrl-C, for all children too.
         command = (
@@ -114,7 +114,7 @@ async def test_a_terminal_is_left_as_it_was(tmp_path: Path) -> None:
             "from router.tools.cli import main; sys.exit(main())"
         )
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", command, "top", "--url", fleet.url),
+            *(sys.executable, "-c", command, "top", "--url", kvferry.url),
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -162,8 +162,8 @@ async def test_a_router_that_goes_away_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The last picture stays, with the problem above it."""
-    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as fleet:
-        view = await seen_of(fleet)
+    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as kvferry:
+        view = await seen_of(kvferry)
 
     def looks() -> Iterator[View | Exception]:
         yield CallError("no router answers")
@@ -191,6 +191,6 @@ async def test_a_router_that_goes_away_is_waited_for(
     assert all("a/1" in screen for screen in screens)
 
 
-async def seen_of(fleet: Fleet) -> View:
-    async with connected(fleet.url) as client:
+async def seen_of(kvferry: RunningRouter) -> View:
+    async with connected(kvferry.url) as client:
         return await top.scrape(client, History())

@@ -16,7 +16,7 @@ from router.llama.replies import ModelsInfo, Props
 from router.store.format.layout import Layout
 from router.tools.doctor.facts import Facts, Folder, SavedFile, Words
 from router.tools.doctor.findings import Finding, Level, of_backend, restores
-from router.tools.doctor.fleet import of_fleet, verdict
+from router.tools.doctor.together import of_several, verdict
 
 UNUSED_URL = "http://127.0.0.1:9"
 GOOD = Facts(
@@ -295,7 +295,7 @@ def test_what_serve_needs_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "router.telemetry.tracing", None)
     wanted = parse(STARTING, "test")
 
-    found = [f for f in of_fleet([facts()], wanted) if f.level is Level.ERROR]
+    found = [f for f in of_several([facts()], wanted) if f.level is Level.ERROR]
 
     keys = ["admin.token_env", "tracing.endpoint", "tls.certificate"]
     assert [f.what.partition(":")[0] for f in found] == keys
@@ -311,17 +311,17 @@ def test_what_serve_needs_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_same_namespace_can_exchange() -> None:
-    found = of_fleet([facts(), facts("two", media_marker="<m2>")], config())
+    found = of_several([facts(), facts("two", media_marker="<m2>")], config())
 
     assert [f.what for f in found] == ["one and two can use each other's KV"]
 
 
 def test_one_server_under_two_urls() -> None:
-    (found,) = bad(of_fleet([facts(), facts("two")], config()))
+    (found,) = bad(of_several([facts(), facts("two")], config()))
     assert "one and the same server" in found.what
 
     old = {"media_marker": "<__media__>"}  # of older servers: equal in all of them
-    assert bad(of_fleet([facts(**old), facts("two", **old)], config())) == []
+    assert bad(of_several([facts(**old), facts("two", **old)], config())) == []
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_one_server_under_two_urls() -> None:
 def test_why_not_the_same_namespace(changed: dict[str, object], what: str) -> None:
     other = facts("two", media_marker="<m2>", namespace=Namespace("other"), **changed)
 
-    (found,) = of_fleet([facts(), other], config())
+    (found,) = of_several([facts(), other], config())
 
     assert found.what.startswith("two cannot use the KV of one: ")
     assert what in found.what
@@ -347,7 +347,7 @@ def test_why_not_the_same_namespace(changed: dict[str, object], what: str) -> No
 def test_streams() -> None:
     """Different streams are no obstacle any more, but cost work."""
     other = facts("two", media_marker="<m2>", n_stream=2)
-    found = of_fleet([facts(), other], config())
+    found = of_several([facts(), other], config())
 
     assert [f.level for f in found] == [Level.OK, Level.NOTE]
     assert "1 (one), 2 (two)" in found[1].what
@@ -359,7 +359,7 @@ def test_directories() -> None:
     for device, word in ((1, "linked"), (2, "copied")):
         folder = Folder(True, 0o700, 0, True, (device, 2))
         other = facts("two", media_marker="<m2>", folder=folder)
-        assert f"states are {word} between" in of_fleet([facts(), other], config())[-1].what
+        assert f"states are {word} between" in of_several([facts(), other], config())[-1].what
 
 
 def test_settings_without_effect() -> None:
@@ -369,7 +369,7 @@ def test_settings_without_effect() -> None:
     probe: {enabled: false}
     tokenizer: {mode: off}
     """
-    said = " ".join(f.what for f in of_fleet([facts()], parse(text, "test")))
+    said = " ".join(f.what for f in of_several([facts()], parse(text, "test")))
 
     for key in ("store is off", "probe.enabled", "tokenizer.mode"):
         assert key in said

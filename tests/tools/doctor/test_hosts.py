@@ -10,7 +10,7 @@ from router.tools.fleet.certificate import make_certificate
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.hosts import fleet_yaml, host
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_fleet import configuration
+from tests.support.servers.running_router import configuration
 
 
 def config(section: str) -> Config:

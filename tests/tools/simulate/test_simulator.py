@@ -224,9 +224,9 @@ def conserved(made: Simulator, requests: int) -> None:
     assert all(not server.runs and not server.transfers for server in made.servers.values())
     for host in made.hosts:
         state = host.scheduler.state
-        assert state.fleet.jobs == {}
+        assert state.inventory.jobs == {}
         assert len(state.queue) == 0
-        catalog = state.fleet.catalog
+        catalog = state.inventory.catalog
         if catalog.limits.max_bytes != UNLIMITED:
             assert catalog.total_bytes <= catalog.limits.max_bytes
 

@@ -22,7 +22,7 @@ from router.web.admin.live import Live, Subject
 from router.web.admin.state_json import Picture, Row, picture_of
 from tests.config.test_auth import auth
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Fleet, Json, configuration_text, running
+from tests.support.servers.running_router import Json, RunningRouter, configuration_text, running
 from tests.web.admin.test_state_json import applied
 
 PROMPT = "a secret " * 40
@@ -70,7 +70,7 @@ class Viewer:
         async with asyncio.timeout(PATIENCE_S):
             raw = await self.response.content.readuntil(b"\n\n")
         event = parse(raw.removesuffix(b"\n\n"))
-        sections = {k: v for k, v in event.data.items() if k in ("fleet", "backends", "slots")}
+        sections = {k: v for k, v in event.data.items() if k in ("host", "backends", "slots")}
         if event.name == "picture":
             self.picture, self.decisions = sections, event.data["decisions"]
         elif event.name == "change":
@@ -85,8 +85,8 @@ class Viewer:
 
 
 @asynccontextmanager
-async def watching(fleet: Fleet) -> AsyncIterator[Viewer]:
-    async with fleet.session.get(fleet.url + "/kvferry/events") as response:
+async def watching(kvferry: RunningRouter) -> AsyncIterator[Viewer]:
+    async with kvferry.session.get(kvferry.url + "/kvferry/events") as response:
         assert response.status == 200, await response.text()
         yield Viewer(response)
 
@@ -97,7 +97,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+async def kvferry(tmp_path: Path) -> AsyncIterator[RunningRouter]:
     async with (
         FakeLlama(kv_dir=tmp_path) as fake,
         running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as router,
@@ -108,10 +108,10 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 # --- through the app ------------------------------------------------------------------------------
 
 
-async def test_a_whole_picture_and_then_changes(fleet: Fleet) -> None:
-    async with watching(fleet) as viewer:
+async def test_a_whole_picture_and_then_changes(kvferry: RunningRouter) -> None:
+    async with watching(kvferry) as viewer:
         events = [await viewer.next(), await viewer.next()]
-        answer = await fleet.complete(PROMPT)
+        answer = await kvferry.complete(PROMPT)
         while len(viewer.decisions) < 1:
             events.append(await viewer.next())
 
@@ -129,56 +129,56 @@ async def test_a_whole_picture_and_then_changes(fleet: Fleet) -> None:
     assert "secret" not in json.dumps([event.data for event in events])
 
 
-async def test_changes_lead_to_what_there_is(fleet: Fleet) -> None:
-    async with watching(fleet) as viewer:
+async def test_changes_lead_to_what_there_is(kvferry: RunningRouter) -> None:
+    async with watching(kvferry) as viewer:
         await viewer.until(lambda: bool(viewer.picture))
         for i in range(4):
-            await fleet.complete(PROMPT * (i + 1))
-        await fleet.until_quiet()
+            await kvferry.complete(PROMPT * (i + 1))
+        await kvferry.until_quiet()
 
         def caught_up() -> bool:
-            engine, directory = fleet.router.engine, fleet.router.selection
+            engine, directory = kvferry.router.engine, kvferry.router.selection
             there = json.loads(json.dumps(picture_of(engine, directory, 0.0)))
             shown = json.loads(json.dumps(viewer.picture))
-            shown["fleet"].pop("snapshots")
+            shown["host"].pop("snapshots")
             return bool(there == shown) and len(viewer.decisions) == 4
 
         await viewer.until(caught_up)
 
 
-async def test_snapshots_are_summed_up(fleet: Fleet) -> None:
-    await fleet.complete(PROMPT)
-    await fleet.until(lambda state: state["snapshots"]["count"] == 1)
-    async with watching(fleet) as viewer:
+async def test_snapshots_are_summed_up(kvferry: RunningRouter) -> None:
+    await kvferry.complete(PROMPT)
+    await kvferry.until(lambda state: state["snapshots"]["count"] == 1)
+    async with watching(kvferry) as viewer:
         await viewer.until(
-            lambda: bool(viewer.picture and viewer.picture["fleet"]["snapshots"]["top"])
+            lambda: bool(viewer.picture and viewer.picture["host"]["snapshots"]["top"])
         )
 
-    (top,) = cast("list[Row]", viewer.picture["fleet"]["snapshots"]["top"])
+    (top,) = cast("list[Row]", viewer.picture["host"]["snapshots"]["top"])
     assert top["tokens"] == len(PROMPT) + 7
 
 
-async def test_who_comes_later_sees_the_same(fleet: Fleet) -> None:
+async def test_who_comes_later_sees_the_same(kvferry: RunningRouter) -> None:
     """A later viewer also gets the earlier decisions, and none of them twice."""
-    async with watching(fleet) as first:
+    async with watching(kvferry) as first:
         for _ in range(3):
-            await fleet.complete(PROMPT)
+            await kvferry.complete(PROMPT)
         await first.until(lambda: len(first.decisions) == 3)
-        async with watching(fleet) as second:
+        async with watching(kvferry) as second:
             await second.until(lambda: bool(second.picture))
-            await fleet.complete(PROMPT)
+            await kvferry.complete(PROMPT)
             await second.until(lambda: len(second.decisions) == 4)
 
     assert len({row["id"] for row in second.decisions}) == 4
 
 
 async def test_older_decisions_are_points_of_a_chart(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    kvferry: RunningRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "DECISIONS", 2)
     for _ in range(5):
-        await fleet.complete(PROMPT)
-    async with watching(fleet) as viewer:
+        await kvferry.complete(PROMPT)
+    async with watching(kvferry) as viewer:
         await viewer.next()
         event = await viewer.next()
 
@@ -193,19 +193,19 @@ async def test_a_large_fleet_fits_into_few_bytes(tmp_path: Path) -> None:
     for fake in fakes:
         await fake.come_up()
     backends = [(f"backend-{i}", fake.url) for i, fake in enumerate(fakes)]
-    async with running(backends, tmp_path, yaml="health: {interval: 60s}") as fleet:
-        catalog = fleet.router.engine._scheduler.state.fleet.catalog
-        (namespace,) = {info.namespace for info in fleet.router.engine.infos.values()}
+    async with running(backends, tmp_path, yaml="health: {interval: 60s}") as kvferry:
+        catalog = kvferry.router.engine._scheduler.state.inventory.catalog
+        (namespace,) = {info.namespace for info in kvferry.router.engine.infos.values()}
         for i in range(10_000):
             name = SnapshotId(f"{i:032x}")
             tokens = pack([i] * 8)
             snapshot = Snapshot(name, namespace, KvDir(str(tmp_path)), tokens, 10)
             catalog.add(snapshot, MemoryKind.FULL, 1.0)
-        async with watching(fleet) as viewer:
+        async with watching(kvferry) as viewer:
             await viewer.next()
             whole = await viewer.next()
-            await viewer.until(lambda: bool(viewer.picture["fleet"]["snapshots"]["top"]))
-            await fleet.complete(PROMPT)
+            await viewer.until(lambda: bool(viewer.picture["host"]["snapshots"]["top"]))
+            await kvferry.complete(PROMPT)
             changes = [await viewer.next()]
             while not viewer.decisions:
                 changes.append(await viewer.next())
@@ -213,44 +213,44 @@ async def test_a_large_fleet_fits_into_few_bytes(tmp_path: Path) -> None:
         await fake.go_down()
 
     assert len(viewer.picture["slots"]) == 128
-    assert viewer.picture["fleet"]["store"]["count"] == 10_000
+    assert viewer.picture["host"]["store"]["count"] == 10_000
     assert whole.size < 50_000
     # Facts measured on one backend are assumed for the seven unused backends, too.
     assert max(event.size for event in changes) < 6_000
 
 
 async def test_no_more_viewers_than_there_may_be(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    kvferry: RunningRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "MAX_VIEWERS", 1)
-    async with watching(fleet) as viewer:
+    async with watching(kvferry) as viewer:
         await viewer.next()
-        refused = await fleet.get("/kvferry/events")
+        refused = await kvferry.get("/kvferry/events")
     async with asyncio.timeout(PATIENCE_S):
-        while not await may_watch(fleet):
+        while not await may_watch(kvferry):
             pass
 
     assert (refused.status, refused.headers["Retry-After"]) == (503, "10")
     assert "try again later" in refused.json["error"]["message"]
-    metrics = await fleet.metrics()
+    metrics = await kvferry.metrics()
     assert metrics['kvferry_requests_total{outcome="too_many_viewers"}'] >= 1
 
 
-async def may_watch(fleet: Fleet) -> bool:
-    async with fleet.session.get(fleet.url + "/kvferry/events") as response:
+async def may_watch(kvferry: RunningRouter) -> bool:
+    async with kvferry.session.get(kvferry.url + "/kvferry/events") as response:
         return response.status == 200
 
 
-async def test_only_the_head(fleet: Fleet) -> None:
-    async with fleet.session.head(fleet.url + "/kvferry/events") as response:
+async def test_only_the_head(kvferry: RunningRouter) -> None:
+    async with kvferry.session.head(kvferry.url + "/kvferry/events") as response:
         assert (response.status, response.content_type) == (200, "text/event-stream")
 
 
 async def test_the_router_stops_with_a_page_open(tmp_path: Path) -> None:
     """The streams end at once and properly: a delayed stream would be cut off in mid-chunk."""
     async with FakeLlama() as fake, aiohttp.ClientSession() as session:
-        async with running([("a", fake.url)], None) as fleet:
-            response = await session.get(fleet.url + "/kvferry/events")
+        async with running([("a", fake.url)], None) as kvferry:
+            response = await session.get(kvferry.url + "/kvferry/events")
             await response.content.readuntil(b"\n\n")
         rest = await response.content.read()
 
@@ -279,7 +279,7 @@ class Connection:
 
 
 class World:
-    """A fleet of one number, and its viewers."""
+    """A state of one number, and its viewers."""
 
     def __init__(self) -> None:
         self.tasks = Tasks()
@@ -299,7 +299,7 @@ class World:
         self.looks += 1
         self.looked.set()
         self.looked = asyncio.Event()
-        return {"fleet": {"router": {"number": self.number}}, "backends": {}, "slots": {}}
+        return {"host": {"router": {"number": self.number}}, "backends": {}, "slots": {}}
 
     async def survey(self) -> Row:
         return {"sizes": [], "top": []}
@@ -339,13 +339,13 @@ async def test_streams_end_for_those_who_may_not_look_any_more(
     path, admin = tmp_path / "kvferry.yaml", "admin: {token_env: KVFERRY_TEST_TOKEN}\n"
     async with (
         FakeLlama() as fake,
-        running([("a", fake.url)], None, yaml=admin, path=path) as fleet,
-        fleet.session.get(fleet.url + "/kvferry/events") as stranger,
-        fleet.session.get(fleet.url + "/kvferry/events", headers=token) as operator,
+        running([("a", fake.url)], None, yaml=admin, path=path) as kvferry,
+        kvferry.session.get(kvferry.url + "/kvferry/events") as stranger,
+        kvferry.session.get(kvferry.url + "/kvferry/events", headers=token) as operator,
     ):
         yaml = admin + auth(("laptop", "kvf_good", "alice"))
         path.write_text(configuration_text([("a", fake.url)], None, yaml=yaml))
-        answer = await fleet.post("/kvferry/reload", {}, headers=token)
+        answer = await kvferry.post("/kvferry/reload", {}, headers=token)
         assert answer.status == 200
         monkeypatch.setattr(live, "_HEARTBEAT_S", 0.01)
         async with asyncio.timeout(PATIENCE_S):
@@ -365,7 +365,7 @@ async def test_nobody_looks_when_nobody_watches(world: World) -> None:
     world.number = 5
     world.show(connection)
     assert (await connection.next()).name == ""
-    assert (await connection.next()).data["fleet"]["router"]["number"] == 5
+    assert (await connection.next()).data["host"]["router"]["number"] == 5
 
 
 async def test_a_request_that_was_sent_once_more(world: World) -> None:
@@ -404,7 +404,7 @@ async def test_what_came_since_the_last_look_is_told_once(world: World) -> None:
     while number != 2:
         data = (await second.next()).data
         decisions += data.get("decisions", [])
-        number = data["fleet"]["router"]["number"] if data else number
+        number = data["host"]["router"]["number"] if data else number
 
     assert sorted(row["id"] for row in decisions) == ["x", "y"]
 
@@ -438,7 +438,7 @@ async def test_who_is_too_slow_gets_another_picture(world: World) -> None:
     event = await slow.next()
 
     assert first.name == event.name == "picture"
-    assert event.data["fleet"]["router"]["number"] == 3 * live._KEPT
+    assert event.data["host"]["router"]["number"] == 3 * live._KEPT
     assert len(world.live._messages) == live._KEPT
 
 
@@ -454,7 +454,7 @@ async def test_who_pauses_shortly_misses_nothing(world: World) -> None:
     slow.takes.set()
     found = [(await slow.next()).data for _ in range(live._KEPT // 2)]
 
-    seen = [data["fleet"]["router"]["number"] for data in found]
+    seen = [data["host"]["router"]["number"] for data in found]
     assert seen == list(range(1, live._KEPT // 2 + 1))
 
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from router.web.api import passing, sending
 from router.web.server.call import Call
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 ORIGIN = {"Origin": "http://localhost:3000"}
 INTERNAL = 'kvferry_requests_total{outcome="internal_error"}'
@@ -24,13 +24,13 @@ SECRET = "what only the log may say"
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+async def kvferry(tmp_path: Path) -> AsyncIterator[RunningRouter]:
     async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], None) as router:
         yield router
 
 
 @pytest.fixture
-async def two_models() -> AsyncIterator[Fleet]:
+async def two_models() -> AsyncIterator[RunningRouter]:
     async with (
         FakeLlama(model="one") as one,
         FakeLlama(model="two") as two,
@@ -54,32 +54,32 @@ async def two_models() -> AsyncIterator[Fleet]:
     ],
 )
 async def test_names_itself_and_not_its_library(
-    fleet: Fleet, method: str, path: str, status: int
+    kvferry: RunningRouter, method: str, path: str, status: int
 ) -> None:
-    async with fleet.session.request(method, fleet.url + path) as response:
+    async with kvferry.session.request(method, kvferry.url + path) as response:
         assert (response.status, response.headers.getall("Server")) == (status, ["kvferry"])
 
 
-async def test_a_page_can_read_what_is_wrong_with_its_request(fleet: Fleet) -> None:
+async def test_a_page_can_read_what_is_wrong_with_its_request(kvferry: RunningRouter) -> None:
     """llama-server names the origin in all of its answers; a browser hides an answer without it."""
-    async with fleet.session.post(fleet.url + "/completion", headers=ORIGIN) as response:
+    async with kvferry.session.post(kvferry.url + "/completion", headers=ORIGIN) as response:
         assert response.status == 400
         assert response.headers["Access-Control-Allow-Origin"] == ORIGIN["Origin"]
-    async with fleet.session.post(fleet.url + "/completion") as response:
+    async with kvferry.session.post(kvferry.url + "/completion") as response:
         assert "Access-Control-Allow-Origin" not in response.headers
 
 
-async def test_a_page_can_read_the_list_of_all_models(two_models: Fleet) -> None:
-    fleet = two_models
-    async with fleet.session.get(fleet.url + "/v1/models", headers=ORIGIN) as response:
+async def test_a_page_can_read_the_list_of_all_models(two_models: RunningRouter) -> None:
+    kvferry = two_models
+    async with kvferry.session.get(kvferry.url + "/v1/models", headers=ORIGIN) as response:
         assert len((await response.json())["data"]) == 2
         assert response.headers["Access-Control-Allow-Origin"] == ORIGIN["Origin"]
 
 
-async def test_no_page_can_read_what_is_for_operators(fleet: Fleet) -> None:
+async def test_no_page_can_read_what_is_for_operators(kvferry: RunningRouter) -> None:
     """Any page that an operator visits could send the request from the operator's browser."""
     for path in ("/kvferry/state", "/kvferry/health", "/metrics"):
-        async with fleet.session.get(fleet.url + path, headers=ORIGIN) as response:
+        async with kvferry.session.get(kvferry.url + path, headers=ORIGIN) as response:
             assert "Access-Control-Allow-Origin" not in response.headers
 
 
@@ -106,7 +106,7 @@ async def _broken(*_: object, **__: object) -> None:
     ],
 )
 async def test_a_bug_before_the_answer(
-    two_models: Fleet,
+    two_models: RunningRouter,
     log: list[structlog.typing.EventDict],
     monkeypatch: pytest.MonkeyPatch,
     target: object,
@@ -116,15 +116,15 @@ async def test_a_bug_before_the_answer(
     path: str,
 ) -> None:
     """The client gets an error of the usual shape, the log the reason; the slot is free again."""
-    fleet = two_models
+    kvferry = two_models
 
     def merge(_: object) -> None:
         raise RuntimeError(SECRET)
 
     monkeypatch.setattr(target, name, merge if name == "merge_models" else _broken)
-    async with fleet.session.request(
+    async with kvferry.session.request(
         method,
-        fleet.url + path,
+        kvferry.url + path,
         headers=ORIGIN,
         json={"prompt": "x"} if method == "POST" else None,
     ) as response:
@@ -137,20 +137,20 @@ async def test_a_bug_before_the_answer(
     (logged,) = [entry for entry in log if entry["event"] == "request_failed"]
     assert logged["request_id"] == response.headers["x-kvferry-request-id"]
     assert SECRET in str(logged["exc_info"])
-    assert (await fleet.metrics())[INTERNAL] == 1
-    await fleet.until_quiet()
+    assert (await kvferry.metrics())[INTERNAL] == 1
+    await kvferry.until_quiet()
 
 
 @pytest.mark.usefixtures("log")
 async def test_a_bug_in_a_view(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, bugs: Counter[str]
+    kvferry: RunningRouter, monkeypatch: pytest.MonkeyPatch, bugs: Counter[str]
 ) -> None:
-    monkeypatch.setattr(type(fleet.router.engine), "draining", property(_raise))
-    answer = await fleet.get("/kvferry/health")
+    monkeypatch.setattr(type(kvferry.router.engine), "draining", property(_raise))
+    answer = await kvferry.get("/kvferry/health")
     monkeypatch.undo()
 
     assert (answer.status, answer.json["error"]["type"]) == (500, "server_error")
-    assert (await fleet.metrics())[INTERNAL] == 1
+    assert (await kvferry.metrics())[INTERNAL] == 1
 
 
 def _raise(_: object) -> None:
@@ -159,7 +159,7 @@ def _raise(_: object) -> None:
 
 @pytest.mark.usefixtures("log")
 async def test_a_bug_in_the_middle_of_an_answer(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, bugs: Counter[str]
+    kvferry: RunningRouter, monkeypatch: pytest.MonkeyPatch, bugs: Counter[str]
 ) -> None:
     """A partial answer must not look complete."""
 
@@ -171,10 +171,10 @@ async def test_a_bug_in_the_middle_of_an_answer(
 
     monkeypatch.setattr(sending, "relay", breaks)
     with pytest.raises(aiohttp.ClientError):
-        await fleet.complete("x")
+        await kvferry.complete("x")
 
-    assert (await fleet.metrics())[INTERNAL] == 1
-    await fleet.until_quiet()
+    assert (await kvferry.metrics())[INTERNAL] == 1
+    await kvferry.until_quiet()
 
 
 # --- clients that do not read ---------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from router.web.admin.page import load_page
 from tests.support.paths import ROOT
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 STATIC = ROOT / "router" / "web" / "admin" / "static"
 CONTENT = {path: path.read_bytes() for path in sorted(STATIC.iterdir())}
@@ -18,7 +18,7 @@ TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg":
 
 
 @pytest.fixture
-async def fleet() -> AsyncIterator[Fleet]:
+async def kvferry() -> AsyncIterator[RunningRouter]:
     async with running([("a", "http://127.0.0.1:9")], None, wait_for=[]) as router:
         yield router
 
@@ -28,8 +28,8 @@ def served_at(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-async def test_is_served_as_what_it_is(fleet: Fleet, path: Path) -> None:
-    async with fleet.session.get(fleet.url + served_at(path)) as response:
+async def test_is_served_as_what_it_is(kvferry: RunningRouter, path: Path) -> None:
+    async with kvferry.session.get(kvferry.url + served_at(path)) as response:
         content, headers = await response.read(), response.headers
 
     assert (response.status, content) == (200, CONTENT[path])
@@ -45,29 +45,29 @@ async def test_is_served_as_what_it_is(fleet: Fleet, path: Path) -> None:
     assert {policy[of] for of in ("script-src", "style-src", "connect-src")} == {"'self'"}
 
 
-async def test_a_browser_keeps_what_has_not_changed(fleet: Fleet) -> None:
-    url = fleet.url + "/kvferry/page.css"
-    async with fleet.session.get(url) as response:
+async def test_a_browser_keeps_what_has_not_changed(kvferry: RunningRouter) -> None:
+    url = kvferry.url + "/kvferry/page.css"
+    async with kvferry.session.get(url) as response:
         tag = response.headers["ETag"]
     found = []
     for known in (tag, f'"x", W/{tag}', "*", '"x"'):
-        async with fleet.session.get(url, headers={"If-None-Match": known}) as response:
+        async with kvferry.session.get(url, headers={"If-None-Match": known}) as response:
             found.append((response.status, response.headers["ETag"], bool(await response.read())))
 
     assert found == [(304, tag, False)] * 3 + [(200, tag, True)]
 
 
-async def test_without_the_slash(fleet: Fleet) -> None:
+async def test_without_the_slash(kvferry: RunningRouter) -> None:
     """The redirect is relative, so that it works under another proxy's path as well."""
-    async with fleet.session.get(fleet.url + "/kvferry", allow_redirects=False) as response:
+    async with kvferry.session.get(kvferry.url + "/kvferry", allow_redirects=False) as response:
         assert (response.status, response.headers["Location"]) == (308, "kvferry/")
-    assert (await fleet.get("/kvferry")).status == 200
+    assert (await kvferry.get("/kvferry")).status == 200
 
 
-async def test_only_to_be_read(fleet: Fleet) -> None:
-    async with fleet.session.head(fleet.url + "/kvferry/") as response:
+async def test_only_to_be_read(kvferry: RunningRouter) -> None:
+    async with kvferry.session.head(kvferry.url + "/kvferry/") as response:
         assert (response.status, response.content_type) == (200, "text/html")
-    assert (await fleet.get("/kvferry/page.py")).status == 404
+    assert (await kvferry.get("/kvferry/page.py")).status == 404
 
 
 def test_every_file_is_served_and_every_reference_leads_to_one() -> None:

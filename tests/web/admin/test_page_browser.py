@@ -23,7 +23,7 @@ from router.web.admin.state_json import Picture, changes
 from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 from tests.web.admin.test_state_json import applied, not_empty
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -98,13 +98,15 @@ class Opened:
 
 
 @asynccontextmanager
-async def opened(browser: Browser, fleet: Fleet, **options: object) -> AsyncIterator[Opened]:
+async def opened(
+    browser: Browser, kvferry: RunningRouter, **options: object
+) -> AsyncIterator[Opened]:
     """Yield the open page with its first picture; at the end, check for errors and close it."""
     page = await browser.new_page(**options)  # type: ignore[arg-type]
     found = Opened(page)
     page.on("console", found.note)
     page.on("pageerror", lambda error: found.errors.append(str(error)))
-    await page.goto(fleet.url + "/kvferry/")
+    await page.goto(kvferry.url + "/kvferry/")
     await expect(page.locator("#connection")).to_have_text("Live")
     yield found
     assert found.errors == []
@@ -112,7 +114,7 @@ async def opened(browser: Browser, fleet: Fleet, **options: object) -> AsyncIter
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+async def kvferry(tmp_path: Path) -> AsyncIterator[RunningRouter]:
     async with (
         FakeLlama(kv_dir=tmp_path, model=MARKUP) as one,
         FakeLlama(kv_dir=tmp_path, model=MARKUP) as two,
@@ -146,14 +148,14 @@ async def test_shows_a_router_at_work(
     kv_dir = tmp_path / "kv"
     async with (
         LlamaServer(model, slots=2, ctx=8192, kv_dir=kv_dir, argv=server_argv) as server,
-        running([("a", server.url)], kv_dir) as fleet,
-        opened(browser, fleet) as found,
+        running([("a", server.url)], kv_dir) as kvferry,
+        opened(browser, kvferry) as found,
     ):
         page = found.page
         await expect(page.locator(".slot")).to_have_count(2)
         await expect(page.locator("#no-decisions")).to_be_visible()
-        answer = await fleet.chat([{"role": "user", "content": "Tell me of ferries. " * 40}])
-        state = await fleet.until_quiet()
+        answer = await kvferry.chat([{"role": "user", "content": "Tell me of ferries. " * 40}])
+        state = await kvferry.until_quiet()
         row = page.locator("#decisions tbody tr")
         await expect(row).to_have_count(1)
         await expect(row.locator(".source")).to_have_text(answer.source)
@@ -169,13 +171,13 @@ async def test_shows_a_router_at_work(
 async def test_shows_what_a_slot_does(browser: Browser, tmp_path: Path) -> None:
     async with (
         FakeLlama(kv_dir=tmp_path) as fake,
-        running([("a", fake.url)], tmp_path) as fleet,
-        opened(browser, fleet) as found,
+        running([("a", fake.url)], tmp_path) as kvferry,
+        opened(browser, kvferry) as found,
     ):
         running_slot = found.page.locator('.slot[data-phase="running"]')
         fake.decode_gate.clear()
         async with asyncio.TaskGroup() as group:
-            group.create_task(fleet.complete("x" * 300))
+            group.create_task(kvferry.complete("x" * 300))
             await expect(running_slot).to_contain_text("answer")
             await expect(running_slot).to_have_attribute("data-source", "cold")
             fake.decode_gate.set()
@@ -188,9 +190,9 @@ async def test_shows_what_a_slot_does(browser: Browser, tmp_path: Path) -> None:
 async def test_the_router_goes_away_and_comes_back(browser: Browser, tmp_path: Path) -> None:
     page = await browser.new_page()
     async with FakeLlama() as fake:
-        async with running([("a", fake.url)], None) as fleet:
-            port = fleet.url.rpartition(":")[2]
-            await page.goto(fleet.url + "/kvferry/")
+        async with running([("a", fake.url)], None) as kvferry:
+            port = kvferry.url.rpartition(":")[2]
+            await page.goto(kvferry.url + "/kvferry/")
             await expect(page.locator("#connection")).to_have_text("Live")
         await expect(page.locator("#connection")).to_have_text("Not connected, trying again")
         async with running([("b", fake.url)], None, yaml=f"listen: 127.0.0.1:{port}"):
@@ -199,13 +201,15 @@ async def test_the_router_goes_away_and_comes_back(browser: Browser, tmp_path: P
     await page.close()
 
 
-async def test_text_is_never_markup(browser: Browser, fleet: Fleet) -> None:
-    async with opened(browser, fleet) as found:
+async def test_text_is_never_markup(browser: Browser, kvferry: RunningRouter) -> None:
+    async with opened(browser, kvferry) as found:
         await expect(found.page.locator(".backend").first).to_contain_text(MARKUP)
         assert await found.page.locator("main img, main script").count() == 0
 
 
-async def test_what_may_be_missing_from_a_decision(browser: Browser, fleet: Fleet) -> None:
+async def test_what_may_be_missing_from_a_decision(
+    browser: Browser, kvferry: RunningRouter
+) -> None:
     """A request answered by the router itself has no slot and no numbers; its reason may quote."""
     names = ("backend", "slot", "source", "prompt_tokens", "computed_tokens", "ttft_s")
     rejected = dict.fromkeys((*names, "predicted_s")) | {"missed": {}}
@@ -214,7 +218,7 @@ async def test_what_may_be_missing_from_a_decision(browser: Browser, fleet: Flee
     served |= {"backend": "a", "slot": 1, "source": "cold", "ttft_s": 0.25, "predicted_s": 1.5}
     served |= {"prompt_tokens": 1200, "computed_tokens": 900}
     served |= {"missed": {"new": 12, "not_saved_yet": 888}}
-    async with opened(browser, fleet) as found:
+    async with opened(browser, kvferry) as found:
         await found.page.evaluate(ADD, [rejected, served])
         first, second = await found.page.locator("#decisions tbody tr").all()
         cells = await first.locator("td").all_inner_texts()
@@ -224,10 +228,10 @@ async def test_what_may_be_missing_from_a_decision(browser: Browser, fleet: Flee
         await expect(second).to_contain_text("computed: 888 not saved yet, 12 new")
 
 
-async def test_one_decision_in_full(browser: Browser, fleet: Fleet) -> None:
+async def test_one_decision_in_full(browser: Browser, kvferry: RunningRouter) -> None:
     """The dialog shows the row from the stream and fetched details; here of a diverged chat."""
-    answer = await fleet.complete("x" * 300)
-    async with opened(browser, fleet) as found:
+    answer = await kvferry.complete("x" * 300)
+    async with opened(browser, kvferry) as found:
         await found.page.route("**/kvferry/requests/*", lambda route: route.fulfill(json=DETAIL))
         await found.page.locator(".id").focus()
         await found.page.keyboard.press("Enter")
@@ -246,27 +250,27 @@ async def test_one_decision_in_full(browser: Browser, fleet: Fleet) -> None:
         await expect(dialog).to_be_hidden()
 
 
-async def test_pause(browser: Browser, fleet: Fleet) -> None:
-    async with opened(browser, fleet) as found:
+async def test_pause(browser: Browser, kvferry: RunningRouter) -> None:
+    async with opened(browser, kvferry) as found:
         rows = found.page.locator("#decisions tbody tr")
-        await fleet.complete("x")
+        await kvferry.complete("x")
         await expect(rows).to_have_count(1)
         pause = found.page.get_by_role("button", name="Pause")
         await pause.click()
-        await fleet.complete("y")
+        await kvferry.complete("y")
         await found.page.evaluate(TWO_TOLD)
         await expect(rows).to_have_count(1)
         await pause.click()
         await expect(rows).to_have_count(2)
 
 
-async def test_can_be_used_by_everybody(browser: Browser, fleet: Fleet) -> None:
+async def test_can_be_used_by_everybody(browser: Browser, kvferry: RunningRouter) -> None:
     """axe-core finds nothing while everything that opens is open; and nothing is cut off."""
     for _ in range(3):
-        await fleet.complete("x" * 500)
+        await kvferry.complete("x" * 500)
     for viewport, scheme in product((LAPTOP, PHONE), ("light", "dark")):
         options = {"viewport": viewport, "color_scheme": scheme, "reduced_motion": "reduce"}
-        async with opened(browser, fleet, **options) as found:
+        async with opened(browser, kvferry, **options) as found:
             page = found.page
             await expect(page.locator("#decisions tbody tr")).to_have_count(3)
             await page.locator("#slots-table summary").click()
@@ -282,14 +286,14 @@ async def test_can_be_used_by_everybody(browser: Browser, fleet: Fleet) -> None:
         assert width <= viewport["width"]
 
 
-async def test_a_decision_on_a_small_phone(browser: Browser, fleet: Fleet) -> None:
+async def test_a_decision_on_a_small_phone(browser: Browser, kvferry: RunningRouter) -> None:
     """Regression: the time and the id were cut off beside a name as long as those from flags."""
     served: dict[str, object] = {"id": "0123456789abcdef", "time": WHEN, "outcome": "ok"}
     served |= {"backend": "192.168.100.200-8081", "slot": 12, "source": "snapshot", "missed": {}}
     served |= {"prompt_tokens": 123456, "computed_tokens": 456, "reason": "snapshot is cheapest"}
     served |= {"ttft_s": 12.5, "predicted_s": 1.5}
     width = 360
-    async with opened(browser, fleet, viewport={"width": width, "height": 700}) as found:
+    async with opened(browser, kvferry, viewport={"width": width, "height": 700}) as found:
         await found.page.evaluate(ADD, [served])
         for cell in await found.page.locator("#decisions tbody td:visible").all():
             box = await cell.bounding_box()
@@ -297,9 +301,11 @@ async def test_a_decision_on_a_small_phone(browser: Browser, fleet: Fleet) -> No
             assert 0 <= box["x"] < box["x"] + box["width"] <= width - 24, await cell.inner_text()
 
 
-async def test_everything_can_be_reached_by_keyboard(browser: Browser, fleet: Fleet) -> None:
-    await fleet.complete("x")
-    async with opened(browser, fleet) as found:
+async def test_everything_can_be_reached_by_keyboard(
+    browser: Browser, kvferry: RunningRouter
+) -> None:
+    await kvferry.complete("x")
+    async with opened(browser, kvferry) as found:
         await expect(found.page.locator(".id")).to_have_count(1)
         reached = []
         for _ in range(8):
@@ -314,12 +320,12 @@ async def test_everything_can_be_reached_by_keyboard(browser: Browser, fleet: Fl
     assert reached[:5] == ["skip", "pause", "SUMMARY", "decisions-box", "id"]
 
 
-async def test_applies_changes_as_the_tests_do(browser: Browser, fleet: Fleet) -> None:
+async def test_applies_changes_as_the_tests_do(browser: Browser, kvferry: RunningRouter) -> None:
     """`static/picture.js` agrees with `applied`, which the property test of `changes` uses."""
     chance = random.Random(1)
     pictures = [a_picture(chance) for _ in range(60)]
     pairs = [(one, changes(one, two)) for one, two in pairwise(pictures)]
-    async with opened(browser, fleet) as found:
+    async with opened(browser, kvferry) as found:
         results = await found.page.evaluate(APPLY, pairs)
 
     assert [not_empty(result) for result in results] == [
@@ -361,5 +367,5 @@ APPLY = """async (pairs) => {
 def a_picture(chance: random.Random) -> Picture:
     return {
         section: {key: {"x": chance.randrange(2)} for key in "abcd" if chance.random() < 0.7}
-        for section in ("fleet", "backends", "slots")
+        for section in ("host", "backends", "slots")
     }

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.servers import fake_llama
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Answer, Fleet, running
+from tests.support.servers.running_router import Answer, RunningRouter, running
 
 LONG, OTHER = "p" * 300, "q" * 300
 
@@ -21,7 +21,7 @@ async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
 
 
 @pytest.fixture
-async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+async def kvferry(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[RunningRouter]:
     async with running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as router:
         yield router
 
@@ -30,13 +30,13 @@ def name_of(answer: Answer) -> str:
     return answer.headers["x-kvferry-request-id"]
 
 
-async def test_the_newest_first_and_filtered(fleet: Fleet) -> None:
-    first, second = await fleet.complete(LONG), await fleet.complete(LONG)
-    refused = await fleet.post("/completion", [])
-    await fleet.until_quiet()
+async def test_the_newest_first_and_filtered(kvferry: RunningRouter) -> None:
+    first, second = await kvferry.complete(LONG), await kvferry.complete(LONG)
+    refused = await kvferry.post("/completion", [])
+    await kvferry.until_quiet()
 
     async def ids(query: str = "") -> list[str]:
-        answer = await fleet.get(f"/kvferry/requests{query}")
+        answer = await kvferry.get(f"/kvferry/requests{query}")
         return [told["id"] for told in answer.json["requests"]]
 
     everything = [name_of(refused), name_of(second), name_of(first)]
@@ -49,17 +49,17 @@ async def test_the_newest_first_and_filtered(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("limit", ["x", "-1", "1.5", "%C2%B2", "9" * 5000])
-async def test_a_limit_that_is_none(fleet: Fleet, limit: str) -> None:
-    answer = await fleet.get(f"/kvferry/requests?limit={limit}")
+async def test_a_limit_that_is_none(kvferry: RunningRouter, limit: str) -> None:
+    answer = await kvferry.get(f"/kvferry/requests?limit={limit}")
     assert answer.status == 400
     assert "limit" in answer.json["error"]["message"]
 
 
-async def test_one_that_was_served(fleet: Fleet) -> None:
-    await fleet.complete(LONG)
-    answer = await fleet.complete(LONG[:200] + "x" * 50)
-    await fleet.until_quiet()
-    told = (await fleet.get(f"/kvferry/requests/{name_of(answer)}")).json
+async def test_one_that_was_served(kvferry: RunningRouter) -> None:
+    await kvferry.complete(LONG)
+    answer = await kvferry.complete(LONG[:200] + "x" * 50)
+    await kvferry.until_quiet()
+    told = (await kvferry.get(f"/kvferry/requests/{name_of(answer)}")).json
 
     chosen = told["plan"]["chosen"]
     assert (chosen["source"], chosen["reused_tokens"]) == ("resident", 200)
@@ -79,32 +79,32 @@ async def test_one_that_was_served(fleet: Fleet) -> None:
     assert "not a chat" in nearest["part_unknown"]
 
 
-async def test_one_that_was_rejected(fleet: Fleet) -> None:
-    answer = await fleet.post("/completion", [])
-    told = (await fleet.get(f"/kvferry/requests/{name_of(answer)}")).json
+async def test_one_that_was_rejected(kvferry: RunningRouter) -> None:
+    answer = await kvferry.post("/completion", [])
+    told = (await kvferry.get(f"/kvferry/requests/{name_of(answer)}")).json
 
     assert (told["outcome"], told["plan"], told["nearest"]) == ("bad_request", None, None)
 
 
-async def test_one_that_nobody_knows(fleet: Fleet) -> None:
+async def test_one_that_nobody_knows(kvferry: RunningRouter) -> None:
     """The query itself makes no entry."""
-    answer = await fleet.get("/kvferry/requests/nobody")
+    answer = await kvferry.get("/kvferry/requests/nobody")
 
     assert (answer.status, answer.json["error"]["code"]) == (404, 404)
     assert "'nobody'" in answer.json["error"]["message"]
-    assert (await fleet.get("/kvferry/requests")).json == {"requests": []}
+    assert (await kvferry.get("/kvferry/requests")).json == {"requests": []}
 
 
-async def test_the_beginning_of_an_id_will_do(fleet: Fleet) -> None:
-    name = name_of(await fleet.post("/completion", []))
-    assert (await fleet.get(f"/kvferry/requests/{name[:5]}")).json["id"] == name
-    assert (await fleet.get(f"/kvferry/requests/{name[1:]}")).status == 404
+async def test_the_beginning_of_an_id_will_do(kvferry: RunningRouter) -> None:
+    name = name_of(await kvferry.post("/completion", []))
+    assert (await kvferry.get(f"/kvferry/requests/{name[:5]}")).json["id"] == name
+    assert (await kvferry.get(f"/kvferry/requests/{name[1:]}")).status == 404
 
 
-async def test_the_beginning_of_several_ids_will_not(fleet: Fleet) -> None:
-    names = [name_of(await fleet.post("/completion", [])) for _ in range(17)]
+async def test_the_beginning_of_several_ids_will_not(kvferry: RunningRouter) -> None:
+    names = [name_of(await kvferry.post("/completion", [])) for _ in range(17)]
     digit, n = Counter(name[0] for name in names).most_common(1)[0]  # sixteen digits, seventeen ids
-    answer = await fleet.get(f"/kvferry/requests/{digit}")
+    answer = await kvferry.get(f"/kvferry/requests/{digit}")
 
     assert answer.status == 400
     told = answer.json["error"]["message"]
@@ -113,28 +113,28 @@ async def test_the_beginning_of_several_ids_will_not(fleet: Fleet) -> None:
 
 async def test_no_text_unless_it_is_allowed(fake: FakeLlama, tmp_path: Path) -> None:
     async def shown(yaml: str) -> str:
-        async with running([("a", fake.url)], None, yaml=yaml) as fleet:
-            await fleet.complete(LONG + "secret one")
-            answer = await fleet.complete(LONG + "secret two")
-            await fleet.until_quiet()
-            told = await fleet.get(f"/kvferry/requests/{name_of(answer)}")
-            recent = await fleet.get("/kvferry/requests")
+        async with running([("a", fake.url)], None, yaml=yaml) as kvferry:
+            await kvferry.complete(LONG + "secret one")
+            answer = await kvferry.complete(LONG + "secret two")
+            await kvferry.until_quiet()
+            told = await kvferry.get(f"/kvferry/requests/{name_of(answer)}")
+            recent = await kvferry.get("/kvferry/requests")
             return told.body.decode() + recent.body.decode()
 
     assert "secret" in await shown("diagnostics: {show_content: true}")
     assert "secret" not in await shown("")
 
 
-async def test_the_message_of_a_chat(fleet: Fleet) -> None:
+async def test_the_message_of_a_chat(kvferry: RunningRouter) -> None:
     system, red, blue = (
         {"role": "system", "content": LONG},
         {"role": "user", "content": "red"},
         {"role": "user", "content": "blue"},
     )
-    await fleet.chat([system, blue])
-    answer = await fleet.chat([system, red])
-    await fleet.until_quiet()
-    told = (await fleet.get(f"/kvferry/requests/{name_of(answer)}")).json
+    await kvferry.chat([system, blue])
+    answer = await kvferry.chat([system, red])
+    await kvferry.until_quiet()
+    told = (await kvferry.get(f"/kvferry/requests/{name_of(answer)}")).json
 
     expected = {"what": "message", "n_messages": 2, "index": 1, "role": "user"}
     assert told["nearest"]["part"] == expected
@@ -142,14 +142,14 @@ async def test_the_message_of_a_chat(fleet: Fleet) -> None:
 
 
 async def test_a_chat_that_is_rendered_differently_by_now(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    kvferry: RunningRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A changed template says nothing about a prompt that was rendered before."""
-    await fleet.chat([{"role": "user", "content": "blue"}])
-    answer = await fleet.chat([{"role": "user", "content": "red"}])
-    await fleet.until_quiet()
+    await kvferry.chat([{"role": "user", "content": "blue"}])
+    answer = await kvferry.chat([{"role": "user", "content": "red"}])
+    await kvferry.until_quiet()
     monkeypatch.setattr(fake_llama, "render_chat", lambda messages: f"new {messages}")
-    told = (await fleet.get(f"/kvferry/requests/{name_of(answer)}")).json
+    told = (await kvferry.get(f"/kvferry/requests/{name_of(answer)}")).json
 
     assert told["nearest"]["part"] is None
     assert "another text" in told["nearest"]["part_unknown"]
@@ -157,38 +157,38 @@ async def test_a_chat_that_is_rendered_differently_by_now(
 
 async def test_the_backend_is_gone_by_then(fake: FakeLlama, tmp_path: Path) -> None:
     yaml = "{health: {interval: 60s}, diagnostics: {show_content: true}}"
-    async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
-        await fleet.chat([{"role": "user", "content": "blue"}])
-        answer = await fleet.chat([{"role": "user", "content": "red"}])
-        await fleet.until_quiet()
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as kvferry:
+        await kvferry.chat([{"role": "user", "content": "blue"}])
+        answer = await kvferry.chat([{"role": "user", "content": "red"}])
+        await kvferry.until_quiet()
         await fake.go_down()
-        told = await fleet.get(f"/kvferry/requests/{name_of(answer)}")
+        told = await kvferry.get(f"/kvferry/requests/{name_of(answer)}")
 
     assert told.status == 200
     assert told.json["nearest"]["prompt"]["text"] is None
 
 
 async def test_off_keeps_nothing(fake: FakeLlama) -> None:
-    async with running([("a", fake.url)], None, yaml="diagnostics: {requests: 0}") as fleet:
-        answer = await fleet.complete(LONG)
-        await fleet.until_quiet()
-        metrics = await fleet.metrics()
-        told = await fleet.get(f"/kvferry/requests/{name_of(answer)}")
+    async with running([("a", fake.url)], None, yaml="diagnostics: {requests: 0}") as kvferry:
+        answer = await kvferry.complete(LONG)
+        await kvferry.until_quiet()
+        metrics = await kvferry.metrics()
+        told = await kvferry.get(f"/kvferry/requests/{name_of(answer)}")
 
     assert told.status == 404
     assert metrics['kvferry_missed_tokens_total{reason="cold"}'] == 300
 
 
 async def test_not_waiting_for_the_busy_slot_that_holds_it(fake: FakeLlama) -> None:
-    async with running([("a", fake.url)], None, yaml="policy: round_robin") as fleet:
+    async with running([("a", fake.url)], None, yaml="policy: round_robin") as kvferry:
         fake.decode_gate.clear()
         async with asyncio.TaskGroup() as group:
-            group.create_task(fleet.complete(LONG))
-            await fleet.until(lambda state: state["slots"][0]["phase"] == "running")
-            second = group.create_task(fleet.complete(LONG + "x"))
-            await fleet.until(lambda state: state["slots"][1]["phase"] == "running")
+            group.create_task(kvferry.complete(LONG))
+            await kvferry.until(lambda state: state["slots"][0]["phase"] == "running")
+            second = group.create_task(kvferry.complete(LONG + "x"))
+            await kvferry.until(lambda state: state["slots"][1]["phase"] == "running")
             fake.decode_gate.set()
-        await fleet.until_quiet()
-        told = await fleet.get(f"/kvferry/requests/{name_of(second.result())}")
+        await kvferry.until_quiet()
+        told = await kvferry.get(f"/kvferry/requests/{name_of(second.result())}")
 
     assert told.json["missed"] == {"busy": 300, "new": 1}

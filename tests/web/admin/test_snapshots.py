@@ -13,7 +13,7 @@ from router.base.clock import wall_now
 from router.base.tokens import pack
 from router.base.types import KvDir, Namespace, Snapshot, SnapshotId
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Answer, Fleet, running
+from tests.support.servers.running_router import Answer, RunningRouter, running
 
 PATH = "/kvferry/snapshots"
 HOUR_S = 3600.0
@@ -27,7 +27,7 @@ async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
 
 
 @pytest.fixture
-async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+async def kvferry(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[RunningRouter]:
     async with running([("a", fake.url)], tmp_path, yaml=QUIET) as router:
         yield router
 
@@ -41,8 +41,8 @@ def made(number: int, *, tokens: int = 10, size: int = 100, age_h: float = 0.0) 
     return Snapshot(name, space, KvDir("/kv"), ids, size, saved_at=saved_at)
 
 
-async def told(fleet: Fleet, *snapshots: Snapshot) -> None:
-    await fleet.router.engine.snapshots_found(snapshots)
+async def told(kvferry: RunningRouter, *snapshots: Snapshot) -> None:
+    await kvferry.router.engine.snapshots_found(snapshots)
 
 
 FOUR = (
@@ -57,19 +57,19 @@ def ids_of(answer: Answer) -> list[int]:
     return [int(row["id"][:8], 16) for row in answer.json["snapshots"]]
 
 
-async def left(fleet: Fleet) -> list[int]:
-    return sorted(ids_of(await fleet.get(PATH)))
+async def left(kvferry: RunningRouter) -> list[int]:
+    return sorted(ids_of(await kvferry.get(PATH)))
 
 
 async def test_what_was_saved_is_listed(fake: FakeLlama, tmp_path: Path) -> None:
     prompt = "p" * 300
-    async with running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as fleet:
-        await fleet.complete(prompt)
-        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
-        await fleet.until_quiet()
-        answer = await fleet.get(PATH)
+    async with running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as kvferry:
+        await kvferry.complete(prompt)
+        await kvferry.until(lambda state: state["snapshots"]["count"] == 1)
+        await kvferry.until_quiet()
+        answer = await kvferry.get(PATH)
         (row,) = answer.json["snapshots"]
-        one = (await fleet.get(f"{PATH}/{row['id'][:6]}")).json
+        one = (await kvferry.get(f"{PATH}/{row['id'][:6]}")).json
 
     assert (row["tokens"], row["uses"], row["in_use"]) == (307, 1, 0)
     assert (row["kv_dir"], row["extendable"], row["media"]) == (str(tmp_path), True, False)
@@ -83,11 +83,11 @@ async def test_what_was_saved_is_listed(fake: FakeLlama, tmp_path: Path) -> None
 
 
 async def test_a_restore_is_a_use(fake: FakeLlama, tmp_path: Path) -> None:
-    async with running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as fleet:
-        await fleet.complete("p" * 300, id_slot=0)
-        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
-        assert (await fleet.complete("p" * 400, id_slot=1)).source == "snapshot"
-        answer = await fleet.get(f"{PATH}?sort=longest")
+    async with running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as kvferry:
+        await kvferry.complete("p" * 300, id_slot=0)
+        await kvferry.until(lambda state: state["snapshots"]["count"] == 1)
+        assert (await kvferry.complete("p" * 400, id_slot=1)).source == "snapshot"
+        answer = await kvferry.get(f"{PATH}?sort=longest")
 
     row = next(row for row in answer.json["snapshots"] if row["tokens"] == 307)
     assert row["uses"] == 2
@@ -115,52 +115,56 @@ async def test_a_restore_is_a_use(fake: FakeLlama, tmp_path: Path) -> None:
         ({"limit": "2"}, [4, 3]),
     ],
 )
-async def test_filters_and_order(fleet: Fleet, query: dict[str, str], expected: list[int]) -> None:
-    await told(fleet, *FOUR)
+async def test_filters_and_order(
+    kvferry: RunningRouter, query: dict[str, str], expected: list[int]
+) -> None:
+    await told(kvferry, *FOUR)
 
-    assert ids_of(await fleet.get(f"{PATH}?{urlencode(query)}")) == expected
+    assert ids_of(await kvferry.get(f"{PATH}?{urlencode(query)}")) == expected
 
 
-async def test_what_was_used_is_not_unused(fleet: Fleet) -> None:
-    await told(fleet, *FOUR)
-    catalog = fleet.router.engine._scheduler.state.fleet.catalog
+async def test_what_was_used_is_not_unused(kvferry: RunningRouter) -> None:
+    await told(kvferry, *FOUR)
+    catalog = kvferry.router.engine._scheduler.state.inventory.catalog
     catalog.add_reference(FOUR[2].id, 0.0)
 
-    assert ids_of(await fleet.get(f"{PATH}?unused=true")) == [4, 2, 1]
-    assert ids_of(await fleet.get(f"{PATH}?sort=least_used")) == [1, 2, 4, 3]
-    assert (await fleet.get(PATH)).json["in_use"] == 1
+    assert ids_of(await kvferry.get(f"{PATH}?unused=true")) == [4, 2, 1]
+    assert ids_of(await kvferry.get(f"{PATH}?sort=least_used")) == [1, 2, 4, 3]
+    assert (await kvferry.get(PATH)).json["in_use"] == 1
 
 
 @pytest.mark.parametrize("sort", ["newest", "largest", "least_used"])
-async def test_pages_hold_each_once_whatever_goes_meanwhile(fleet: Fleet, sort: str) -> None:
+async def test_pages_hold_each_once_whatever_goes_meanwhile(
+    kvferry: RunningRouter, sort: str
+) -> None:
     """Equal ranks are ordered by id; the snapshot that the cursor names may be gone."""
     await told(
-        fleet, *(made(n, tokens=5 + n % 3, size=7 + n % 5, age_h=n % 4) for n in range(1, 51))
+        kvferry, *(made(n, tokens=5 + n % 3, size=7 + n % 5, age_h=n % 4) for n in range(1, 51))
     )
     seen: list[int] = []
     after: dict[str, str] = {}
     while True:
-        page = await fleet.get(f"{PATH}?{urlencode({'sort': sort, 'limit': '7'} | after)}")
+        page = await kvferry.get(f"{PATH}?{urlencode({'sort': sort, 'limit': '7'} | after)}")
         seen += ids_of(page)
         if page.json["next"] is None:
             break
         after = {"after": page.json["next"]}
         if len(seen) % 2:
-            assert (await purged(fleet, id=[f"{seen[-1]:08x}ff"])).json["count"] == 1
+            assert (await purged(kvferry, id=[f"{seen[-1]:08x}ff"])).json["count"] == 1
 
     assert sorted(seen) == list(range(1, 51))
 
 
-async def purged(fleet: Fleet, **wanted: Any) -> Answer:
-    return await fleet.post(f"{PATH}/purge", wanted)
+async def purged(kvferry: RunningRouter, **wanted: Any) -> Answer:
+    return await kvferry.post(f"{PATH}/purge", wanted)
 
 
-async def test_no_answer_grows_without_bound(fleet: Fleet) -> None:
-    await told(fleet, *(made(n, tokens=1) for n in range(1, 1201)))
-    answer = await fleet.get(f"{PATH}?limit=100000")
+async def test_no_answer_grows_without_bound(kvferry: RunningRouter) -> None:
+    await told(kvferry, *(made(n, tokens=1) for n in range(1, 1201)))
+    answer = await kvferry.get(f"{PATH}?limit=100000")
 
     assert (answer.json["count"], len(answer.json["snapshots"])) == (1200, 1000)
-    assert len(ids_of(await fleet.get(PATH))) == 100
+    assert len(ids_of(await kvferry.get(PATH))) == 100
 
 
 @pytest.mark.parametrize(
@@ -178,22 +182,22 @@ async def test_no_answer_grows_without_bound(fleet: Fleet) -> None:
     ],
 )
 async def test_a_query_that_means_nothing_is_refused(
-    fleet: Fleet, query: dict[str, str], why: str
+    kvferry: RunningRouter, query: dict[str, str], why: str
 ) -> None:
-    answer = await fleet.get(f"{PATH}?{urlencode(query)}")
+    answer = await kvferry.get(f"{PATH}?{urlencode(query)}")
 
     assert answer.status == 400
     assert why in answer.json["error"]["message"]
 
 
 @pytest.mark.parametrize("number", ["00000009ff", "0000000", "00000", "..", "a/b"])
-async def test_no_such_snapshot(fleet: Fleet, number: str) -> None:
+async def test_no_such_snapshot(kvferry: RunningRouter, number: str) -> None:
     """Ambiguous ids and ids that are too short find no snapshot either."""
-    await told(fleet, *FOUR)
-    async with fleet.session.get(f"{fleet.url}{PATH}/{number.replace('/', '%2F')}") as response:
+    await told(kvferry, *FOUR)
+    async with kvferry.session.get(f"{kvferry.url}{PATH}/{number.replace('/', '%2F')}") as response:
         assert response.status == 404 or number == ".."
-    assert (await purged(fleet, id=[number])).status == 404
-    assert await left(fleet) == [1, 2, 3, 4]
+    assert (await purged(kvferry, id=[number])).status == 404
+    assert await left(kvferry) == [1, 2, 3, 4]
 
 
 # -- purge and delete ------------------------------------------------------------------------------
@@ -210,42 +214,42 @@ async def test_no_such_snapshot(fleet: Fleet, number: str) -> None:
         ({"unused": True}, [1, 2, 3, 4]),
     ],
 )
-async def test_purge(fleet: Fleet, wanted: dict[str, Any], goes: list[int]) -> None:
+async def test_purge(kvferry: RunningRouter, wanted: dict[str, Any], goes: list[int]) -> None:
     """A dry run gives the same answer and discards nothing."""
-    await told(fleet, *FOUR)
-    tried = await purged(fleet, dry_run=True, **wanted)
-    assert await left(fleet) == [1, 2, 3, 4]
-    done = await purged(fleet, **wanted)
+    await told(kvferry, *FOUR)
+    tried = await purged(kvferry, dry_run=True, **wanted)
+    assert await left(kvferry) == [1, 2, 3, 4]
+    done = await purged(kvferry, **wanted)
 
     assert done.json["count"] == len(goes)
     assert done.json["size_bytes"] == sum(FOUR[n - 1].size_bytes for n in goes)
     assert done.json | {"dry_run": True} == tried.json
-    assert await left(fleet) == [n for n in (1, 2, 3, 4) if n not in goes]
+    assert await left(kvferry) == [n for n in (1, 2, 3, 4) if n not in goes]
 
 
-async def test_one_tenant_s_name_may_begin_with_another_s(fleet: Fleet) -> None:
+async def test_one_tenant_s_name_may_begin_with_another_s(kvferry: RunningRouter) -> None:
     spaces = {1: "ns", 2: "ns@bob", 3: "ns@bobby", 4: "ns@alice"}
-    await told(fleet, *(replace(made(n), namespace=Namespace(s)) for n, s in spaces.items()))
-    await purged(fleet, namespace="ns@bob")
-    assert await left(fleet) == [1, 3, 4]
-    await purged(fleet, namespace="ns")
-    assert await left(fleet) == []
+    await told(kvferry, *(replace(made(n), namespace=Namespace(s)) for n, s in spaces.items()))
+    await purged(kvferry, namespace="ns@bob")
+    assert await left(kvferry) == [1, 3, 4]
+    await purged(kvferry, namespace="ns")
+    assert await left(kvferry) == []
 
 
-async def test_delete_one(fleet: Fleet) -> None:
-    await told(fleet, *FOUR)
-    async with fleet.session.delete(f"{fleet.url}{PATH}/00000002") as response:
+async def test_delete_one(kvferry: RunningRouter) -> None:
+    await told(kvferry, *FOUR)
+    async with kvferry.session.delete(f"{kvferry.url}{PATH}/00000002") as response:
         assert response.status == 200
         assert (await response.json())["count"] == 1
 
-    assert await left(fleet) == [1, 3, 4]
+    assert await left(kvferry) == [1, 3, 4]
 
 
-async def test_more_than_are_taken_at_once(fleet: Fleet) -> None:
-    await told(fleet, *(made(n, tokens=1) for n in range(1, 351)))
+async def test_more_than_are_taken_at_once(kvferry: RunningRouter) -> None:
+    await told(kvferry, *(made(n, tokens=1) for n in range(1, 351)))
 
-    assert (await purged(fleet, all=True)).json["count"] == 350
-    assert await left(fleet) == []
+    assert (await purged(kvferry, all=True)).json["count"] == 350
+    assert await left(kvferry) == []
 
 
 @pytest.mark.parametrize(
@@ -262,25 +266,27 @@ async def test_more_than_are_taken_at_once(fleet: Fleet) -> None:
         {"namespace": ""},
     ],
 )
-async def test_a_purge_says_what_it_means(fleet: Fleet, wanted: dict[str, Any]) -> None:
-    await told(fleet, *FOUR)
+async def test_a_purge_says_what_it_means(kvferry: RunningRouter, wanted: dict[str, Any]) -> None:
+    await told(kvferry, *FOUR)
 
-    assert (await purged(fleet, **wanted)).status == 400
-    assert await left(fleet) == [1, 2, 3, 4]
+    assert (await purged(kvferry, **wanted)).status == 400
+    assert await left(kvferry) == [1, 2, 3, 4]
 
 
-async def test_no_page_in_a_browser_purges(fleet: Fleet) -> None:
+async def test_no_page_in_a_browser_purges(kvferry: RunningRouter) -> None:
     """A form cannot declare JSON; a page's script sends its origin."""
-    await told(fleet, *FOUR)
-    url = f"{fleet.url}{PATH}/purge"
-    async with fleet.session.post(url, data='{"all": true}') as response:
+    await told(kvferry, *FOUR)
+    url = f"{kvferry.url}{PATH}/purge"
+    async with kvferry.session.post(url, data='{"all": true}') as response:
         assert response.status == 415
-    for headers in ({"Origin": fleet.url}, {"X-Forwarded-For": "192.0.2.7"}):
-        assert (await fleet.post(f"{PATH}/purge", {"all": True}, headers=headers)).status == 403
-        async with fleet.session.delete(f"{fleet.url}{PATH}/00000001", headers=headers) as refused:
+    for headers in ({"Origin": kvferry.url}, {"X-Forwarded-For": "192.0.2.7"}):
+        assert (await kvferry.post(f"{PATH}/purge", {"all": True}, headers=headers)).status == 403
+        async with kvferry.session.delete(
+            f"{kvferry.url}{PATH}/00000001", headers=headers
+        ) as refused:
             assert refused.status == 403
 
-    assert await left(fleet) == [1, 2, 3, 4]
+    assert await left(kvferry) == [1, 2, 3, 4]
 
 
 async def test_with_a_token(fake: FakeLlama, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,23 +303,23 @@ async def test_with_a_token(fake: FakeLlama, monkeypatch: pytest.MonkeyPatch) ->
 async def test_the_file_is_there_for_as_long_as_it_is_restored_from(
     fake: FakeLlama, tmp_path: Path
 ) -> None:
-    async with running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as fleet:
-        await fleet.complete("p" * 300, id_slot=0)
-        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
-        await fleet.until_quiet()
-        (row,) = (await fleet.get(PATH)).json["snapshots"]
+    async with running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as kvferry:
+        await kvferry.complete("p" * 300, id_slot=0)
+        await kvferry.until(lambda state: state["snapshots"]["count"] == 1)
+        await kvferry.until_quiet()
+        (row,) = (await kvferry.get(PATH)).json["snapshots"]
         file = tmp_path / row["file"]
 
         fake.action_gate.clear()
         async with asyncio.TaskGroup() as group:
-            asked = group.create_task(fleet.complete("p" * 400, id_slot=1))
-            await fleet.until(lambda state: fake.actions_waiting == 1)
-            said = (await purged(fleet, all=True)).json
-            assert (await fleet.get(PATH)).json["snapshots"] == []
+            asked = group.create_task(kvferry.complete("p" * 400, id_slot=1))
+            await kvferry.until(lambda state: fake.actions_waiting == 1)
+            said = (await purged(kvferry, all=True)).json
+            assert (await kvferry.get(PATH)).json["snapshots"] == []
             assert file.exists()
             fake.action_gate.set()
 
         assert (said["count"], said["in_use"]) == (1, 1)
         assert (asked.result().status, asked.result().cached) == (200, 300)
-        await fleet.until(lambda _: not file.exists())
+        await kvferry.until(lambda _: not file.exists())
     assert fake.violations == []

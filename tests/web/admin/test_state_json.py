@@ -1,4 +1,4 @@
-"""The fleet as rows: the row of a slot, the summary of the snapshots, and the changes."""
+"""The state as rows: the row of a slot, the summary of the snapshots, and the changes."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from router.base.types import (
     SnapshotId,
     Source,
 )
-from router.core.fleet.catalog import Catalog
+from router.core.inventory.catalog import Catalog
 from router.core.model.effects import SaveReason
 from router.core.model.jobs import (
     CutStep,
@@ -36,7 +36,7 @@ from router.core.model.jobs import (
 from router.core.model.plan import Candidate, Plan, Price
 from router.core.model.slots import Slot
 from router.core.model.snapshot_limits import SnapshotLimits
-from router.engine.fleet_view import slot_view
+from router.engine.scheduler_view import slot_view
 from router.web.admin.state_json import Changes, Picture, changes, slot_row, survey
 from tests.support.scheduler.build import request
 
@@ -45,7 +45,7 @@ FROM, TO = SlotId(BackendId("a"), 0), SlotId(BackendId("b"), 0)
 
 rows = st.dictionaries(st.sampled_from("xy"), st.integers(0, 1))
 pictures = st.dictionaries(
-    st.sampled_from(["fleet", "slots"]), st.dictionaries(st.sampled_from("abc"), rows)
+    st.sampled_from(["host", "slots"]), st.dictionaries(st.sampled_from("abc"), rows)
 )
 
 

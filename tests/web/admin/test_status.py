@@ -15,7 +15,7 @@ from router.web.admin.routes import Audience
 from router.web.server.call import Call
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import render_chat
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 PROMPT = "p" * 300
 USER = {"role": "user", "content": "x"}
@@ -28,16 +28,16 @@ async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
 
 
 @pytest.fixture
-async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+async def kvferry(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[RunningRouter]:
     yaml = "health: {interval: 60s}"
     async with running([("a", fake.url)], tmp_path, yaml=yaml) as router:
         yield router
 
 
-async def test_state(fake: FakeLlama, fleet: Fleet) -> None:
-    await fleet.complete(PROMPT)
-    state = await fleet.until(lambda state: state["snapshots"]["count"] == 1)
-    state = await fleet.until_quiet()
+async def test_state(fake: FakeLlama, kvferry: RunningRouter) -> None:
+    await kvferry.complete(PROMPT)
+    state = await kvferry.until(lambda state: state["snapshots"]["count"] == 1)
+    state = await kvferry.until_quiet()
     (backend,), (snapshot,) = state["backends"], state["snapshots"]["items"]
 
     assert (backend["name"], backend["up"], backend["url"]) == ("a", True, fake.url)
@@ -53,13 +53,13 @@ async def test_state(fake: FakeLlama, fleet: Fleet) -> None:
     assert PROMPT not in str(state)
 
 
-async def test_queue_is_shown(fake: FakeLlama, fleet: Fleet) -> None:
+async def test_queue_is_shown(fake: FakeLlama, kvferry: RunningRouter) -> None:
     fake.decode_gate.clear()
     async with asyncio.TaskGroup() as group:
         for i in range(3):
-            group.create_task(fleet.complete(str(i)))
-        state = await fleet.until(lambda state: len(state["queue"]) == 1)
-        metrics = await fleet.metrics()
+            group.create_task(kvferry.complete(str(i)))
+        state = await kvferry.until(lambda state: len(state["queue"]) == 1)
+        metrics = await kvferry.metrics()
         fake.decode_gate.set()
 
     assert state["queue"][0]["prompt_tokens"] == 1
@@ -82,10 +82,10 @@ async def test_backend_that_is_down(fake: FakeLlama, tmp_path: Path) -> None:
     )
 
 
-async def test_gauges_are_the_state_as_it_is(fleet: Fleet) -> None:
-    await fleet.complete(PROMPT)
-    await fleet.until(lambda state: state["snapshots"]["count"] == 1)
-    state, metrics = await fleet.until_quiet(), await fleet.metrics()
+async def test_gauges_are_the_state_as_it_is(kvferry: RunningRouter) -> None:
+    await kvferry.complete(PROMPT)
+    await kvferry.until(lambda state: state["snapshots"]["count"] == 1)
+    state, metrics = await kvferry.until_quiet(), await kvferry.metrics()
     (backend,), snapshots = state["backends"], state["snapshots"]
 
     held = sum(slot["resident_tokens"] for slot in state["slots"])
@@ -97,7 +97,7 @@ async def test_gauges_are_the_state_as_it_is(fleet: Fleet) -> None:
 
 
 async def test_a_scrape_lets_others_have_their_turn(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    kvferry: RunningRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.web.admin.status._LONG_S", 0.0)
     turns, over = 0, asyncio.Event()
@@ -111,7 +111,7 @@ async def test_a_scrape_lets_others_have_their_turn(
     async with asyncio.TaskGroup() as group:
         group.create_task(others())
         call = Call(make_mocked_request("GET", "/metrics"), RequestId("r"))
-        handler = fleet.router.app.own.find(call.http, "/metrics", Audience.ALL)
+        handler = kvferry.router.app.own.find(call.http, "/metrics", Audience.ALL)
         assert handler is not None
         answer = await handler(call)
         assert isinstance(answer, web.Response)
@@ -152,10 +152,10 @@ async def test_one_scrape_for_all(fake: FakeLlama, tmp_path: Path) -> None:
     ],
 )
 async def test_a_dry_run_does_nothing(
-    fake: FakeLlama, fleet: Fleet, path: str, body: dict[str, object], tokens: int | None
+    fake: FakeLlama, kvferry: RunningRouter, path: str, body: dict[str, object], tokens: int | None
 ) -> None:
-    before, slots = dict(fake.counts), (await fleet.state())["slots"]
-    answer = (await fleet.post(f"/kvferry/plan?path={path}", body)).json
+    before, slots = dict(fake.counts), (await kvferry.state())["slots"]
+    answer = (await kvferry.post(f"/kvferry/plan?path={path}", body)).json
 
     assert answer["prompt_tokens"] == tokens
     assert (answer["unknown"] is None) == (tokens is not None)
@@ -164,16 +164,16 @@ async def test_a_dry_run_does_nothing(
     assert chosen["total_s"] == pytest.approx(sum(chosen["breakdown_s"].values()), abs=1e-5)
     assert all(loser["total_s"] >= chosen["total_s"] for loser in answer["plan"]["losers"])
     assert dict(fake.counts) == before
-    assert (await fleet.state())["slots"] == slots
+    assert (await kvferry.state())["slots"] == slots
 
 
-async def test_a_dry_run_says_what_then_happens(fleet: Fleet) -> None:
-    await fleet.complete(PROMPT)
+async def test_a_dry_run_says_what_then_happens(kvferry: RunningRouter) -> None:
+    await kvferry.complete(PROMPT)
     # During the save the content can be used from the file alone, and then from the slot.
-    await fleet.until(lambda state: state["snapshots"]["count"] == 1)
-    await fleet.until_quiet()
-    planned = (await fleet.post("/kvferry/plan?path=/completion", {"prompt": PROMPT})).json
-    answer = await fleet.complete(PROMPT)
+    await kvferry.until(lambda state: state["snapshots"]["count"] == 1)
+    await kvferry.until_quiet()
+    planned = (await kvferry.post("/kvferry/plan?path=/completion", {"prompt": PROMPT})).json
+    answer = await kvferry.complete(PROMPT)
 
     assert planned["plan"]["chosen"]["source"] == answer.source == "resident"
     assert planned["plan"]["chosen"]["reused_tokens"] == answer.cached

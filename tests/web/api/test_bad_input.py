@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Answer, Fleet, is_quiet, read_answer, running
+from tests.support.servers.running_router import (
+    Answer,
+    RunningRouter,
+    is_quiet,
+    read_answer,
+    running,
+)
 
 CHAT = "/v1/chat/completions"
 LIMITS = "limits: {max_body: 64KiB, body_timeout: 200ms}"
@@ -22,7 +28,7 @@ async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
 
 
 @pytest.fixture
-async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+async def kvferry(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[RunningRouter]:
     """Yield a router; afterwards nothing is held, and nothing has run since the attach."""
     async with running([("a", fake.url)], tmp_path, yaml=LIMITS) as router:
         before = dict(fake.counts)
@@ -31,9 +37,11 @@ async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
         assert dict(fake.counts) == before
 
 
-async def send(fleet: Fleet, raw: bytes, content_type: str = "application/json") -> Answer:
+async def send(
+    kvferry: RunningRouter, raw: bytes, content_type: str = "application/json"
+) -> Answer:
     headers = {"Content-Type": content_type}
-    async with fleet.session.post(fleet.url + CHAT, data=raw, headers=headers) as response:
+    async with kvferry.session.post(kvferry.url + CHAT, data=raw, headers=headers) as response:
         return await read_answer(response)
 
 
@@ -61,51 +69,53 @@ def assert_refused(answer: Answer, status: int, kind: str, *words: str) -> None:
         (b"[" * 5000, "not valid JSON"),
     ],
 )
-async def test_body_that_is_no_json_object(fleet: Fleet, raw: bytes, words: str) -> None:
-    assert_refused(await send(fleet, raw), 400, "invalid_request_error", words)
+async def test_body_that_is_no_json_object(kvferry: RunningRouter, raw: bytes, words: str) -> None:
+    assert_refused(await send(kvferry, raw), 400, "invalid_request_error", words)
 
 
-async def test_the_content_type_that_explains_it_is_named(fleet: Fleet) -> None:
-    answer = await send(fleet, b"prompt=x", "application/x-www-form-urlencoded")
+async def test_the_content_type_that_explains_it_is_named(kvferry: RunningRouter) -> None:
+    answer = await send(kvferry, b"prompt=x", "application/x-www-form-urlencoded")
 
     assert_refused(answer, 400, "invalid_request_error", "x-www-form-urlencoded", "send app")
 
 
-async def test_body_over_the_limit(fleet: Fleet) -> None:
-    answer = await send(fleet, b'{"a":"' + b"x" * 70_000 + b'"}')
+async def test_body_over_the_limit(kvferry: RunningRouter) -> None:
+    answer = await send(kvferry, b'{"a":"' + b"x" * 70_000 + b'"}')
 
     assert_refused(answer, 413, "invalid_request_error", "65536", "limits.max_body")
 
 
-async def test_small_body_that_unpacks_to_a_huge_one(fleet: Fleet) -> None:
+async def test_small_body_that_unpacks_to_a_huge_one(kvferry: RunningRouter) -> None:
     """The limit counts decompressed bytes."""
     packed = gzip.compress(b'{"a":"' + b"x" * 5_000_000 + b'"}')
     assert len(packed) < 10_000
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    async with fleet.session.post(fleet.url + CHAT, data=packed, headers=headers) as response:
+    async with kvferry.session.post(kvferry.url + CHAT, data=packed, headers=headers) as response:
         assert_refused(await read_answer(response), 413, "invalid_request_error")
 
 
-async def test_gzip_that_is_none(fleet: Fleet) -> None:
+async def test_gzip_that_is_none(kvferry: RunningRouter) -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    async with fleet.session.post(fleet.url + CHAT, data=b"no gzip", headers=headers) as response:
+    async with kvferry.session.post(
+        kvferry.url + CHAT, data=b"no gzip", headers=headers
+    ) as response:
         answer = await read_answer(response)
     assert_refused(answer, 400, "invalid_request_error", "Content-Encoding")
 
 
-async def test_body_that_does_not_arrive(fleet: Fleet) -> None:
+async def test_body_that_does_not_arrive(kvferry: RunningRouter) -> None:
     """A client that stops in mid-body gets an error, and holds nothing meanwhile."""
 
     async def stalled() -> AsyncIterator[bytes]:
         yield b'{"messages": ['
         await asyncio.Event().wait()
 
-    async with fleet.session.post(fleet.url + CHAT, data=stalled()) as response:
+    async with kvferry.session.post(kvferry.url + CHAT, data=stalled()) as response:
         assert_refused(await read_answer(response), 408, "invalid_request_error", "body_timeout")
 
 
-async def test_client_that_leaves_in_the_middle_of_its_body(fleet: Fleet) -> None:
-    reader, writer = await fleet.connect()
+async def test_client_that_leaves_in_the_middle_of_its_body(kvferry: RunningRouter) -> None:
+    reader, writer = await kvferry.connect()
     writer.write(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
     await writer.drain()
     writer.close()
@@ -124,8 +134,8 @@ async def test_client_that_leaves_in_the_middle_of_its_body(fleet: Fleet) -> Non
     ],
     ids=["length", "chunk", "smuggling", "TLS"],
 )
-async def test_broken_http(fleet: Fleet, raw: bytes) -> None:
-    reader, writer = await fleet.connect()
+async def test_broken_http(kvferry: RunningRouter, raw: bytes) -> None:
+    reader, writer = await kvferry.connect()
     writer.write(raw)
     answer = await reader.read()
     writer.close()
@@ -133,15 +143,15 @@ async def test_broken_http(fleet: Fleet, raw: bytes) -> None:
     assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
 
 
-async def test_an_expectation_that_nobody_knows(fleet: Fleet) -> None:
+async def test_an_expectation_that_nobody_knows(kvferry: RunningRouter) -> None:
     headers = {"Expect": "202-checking"}
-    async with fleet.session.post(fleet.url + CHAT, data=b"{}", headers=headers) as response:
+    async with kvferry.session.post(kvferry.url + CHAT, data=b"{}", headers=headers) as response:
         assert_refused(await read_answer(response), 417, "invalid_request_error", "100-continue")
 
 
-async def test_prompt_longer_than_the_context(fleet: Fleet) -> None:
+async def test_prompt_longer_than_the_context(kvferry: RunningRouter) -> None:
     """The refusal precedes any lease: no slot is emptied for it (llama-server.md section 2.3)."""
-    answer = await fleet.complete("x" * 1024)
+    answer = await kvferry.complete("x" * 1024)
 
     assert_refused(answer, 400, "exceed_context_size_error", "(1024 tokens)")
     assert (answer.json["error"]["n_prompt_tokens"], answer.json["error"]["n_ctx"]) == (1024, 1024)
@@ -149,8 +159,8 @@ async def test_prompt_longer_than_the_context(fleet: Fleet) -> None:
 
 async def test_one_model_answers_to_any_name(fake: FakeLlama, tmp_path: Path) -> None:
     """The router ignores the name, as llama-server itself does."""
-    async with running([("a", fake.url)], tmp_path) as fleet:
-        answer = await fleet.complete("x", model="gpt-4")
+    async with running([("a", fake.url)], tmp_path) as kvferry:
+        answer = await kvferry.complete("x", model="gpt-4")
 
         assert answer.status == 200
 
@@ -160,32 +170,32 @@ async def test_two_models(fake: FakeLlama, tmp_path: Path) -> None:
     (3) Without a name any backend may serve."""
     async with (
         FakeLlama(kv_dir=tmp_path, model="other") as other,
-        running([("a", fake.url), ("b", other.url)], tmp_path) as fleet,
+        running([("a", fake.url), ("b", other.url)], tmp_path) as kvferry,
     ):
         for model, backend in (("fake", "a"), ("other", "b")):
-            assert (await fleet.complete("x", model=model)).slot[0] == backend
-        answer = await fleet.complete("x", model="gpt-4")
+            assert (await kvferry.complete("x", model=model)).slot[0] == backend
+        answer = await kvferry.complete("x", model="gpt-4")
         assert_refused(answer, 404, "model_not_found", "'gpt-4'", "fake, other")
-        assert (await fleet.complete("x")).status == 200
-        models = await fleet.get("/v1/models")
+        assert (await kvferry.complete("x")).status == 200
+        models = await kvferry.get("/v1/models")
         assert [model["id"] for model in models.json["data"]] == ["fake", "other"]
-        tokenized = await fleet.post("/tokenize", {"content": "x", "model": "other"})
+        tokenized = await kvferry.post("/tokenize", {"content": "x", "model": "other"})
         assert tokenized.headers["x-kvferry-backend"] == "b"
-        assert (await fleet.post("/tokenize", {"content": "x", "model": "no"})).status == 404
+        assert (await kvferry.post("/tokenize", {"content": "x", "model": "no"})).status == 404
 
 
-async def test_every_refusal_is_counted(fleet: Fleet) -> None:
-    await send(fleet, b"{bad")
-    await fleet.get("/slots")
-    await fleet.complete("x" * 2000)
+async def test_every_refusal_is_counted(kvferry: RunningRouter) -> None:
+    await send(kvferry, b"{bad")
+    await kvferry.get("/slots")
+    await kvferry.complete("x" * 2000)
 
-    metrics = await fleet.metrics()
+    metrics = await kvferry.metrics()
     for outcome in ("bad_request", "forbidden", "context_too_long"):
         assert metrics[f'kvferry_requests_total{{outcome="{outcome}"}}'] == 1
 
 
-async def test_a_dry_run_of_a_bad_request(fleet: Fleet) -> None:
-    answer = await fleet.post("/kvferry/plan?path=/slots", {})
+async def test_a_dry_run_of_a_bad_request(kvferry: RunningRouter) -> None:
+    answer = await kvferry.post("/kvferry/plan?path=/slots", {})
     assert_refused(answer, 400, "invalid_request_error", "/slots")
-    async with fleet.session.post(fleet.url + "/kvferry/plan", data=b"{bad") as response:
+    async with kvferry.session.post(kvferry.url + "/kvferry/plan", data=b"{bad") as response:
         assert_refused(await read_answer(response), 400, "invalid_request_error")

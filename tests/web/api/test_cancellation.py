@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet, Json, running
+from tests.support.servers.running_router import PATIENCE_S, Answer, Json, RunningRouter, running
 
 PROMPT = "p" * 300  # more than store.min_tokens: gets a snapshot
 OTHER = "q" * 300
@@ -28,16 +28,16 @@ async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
 
 
 @pytest.fixture
-async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+async def kvferry(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[RunningRouter]:
     async with running([("a", fake.url)], tmp_path) as router:
         yield router
 
 
 @asynccontextmanager
-async def leaving(fleet: Fleet, prompt: str, **fields: object) -> AsyncIterator[None]:
+async def leaving(kvferry: RunningRouter, prompt: str, **fields: object) -> AsyncIterator[None]:
     """Send a request before the block, and disconnect after the block."""
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(fleet.complete(prompt, **fields))
+        task = group.create_task(kvferry.complete(prompt, **fields))
         yield
         task.cancel()
 
@@ -52,14 +52,14 @@ def phase(name: str) -> Callable[[Json], bool]:
     return lambda state: any(slot["phase"] == name for slot in state["slots"])
 
 
-async def saved(fleet: Fleet, prompt: str) -> Answer:
+async def saved(kvferry: RunningRouter, prompt: str) -> Answer:
     """Save `prompt` as a snapshot, then displace it from the slot; return the first answer."""
-    answer = await fleet.complete(prompt)
-    await fleet.until(lambda state: state["snapshots"]["count"] >= 1)
-    await fleet.until_quiet()
-    await fleet.complete(OTHER)
-    await fleet.until(lambda state: state["snapshots"]["count"] >= 2)
-    await fleet.until_quiet()
+    answer = await kvferry.complete(prompt)
+    await kvferry.until(lambda state: state["snapshots"]["count"] >= 1)
+    await kvferry.until_quiet()
+    await kvferry.complete(OTHER)
+    await kvferry.until(lambda state: state["snapshots"]["count"] >= 2)
+    await kvferry.until_quiet()
     return answer
 
 
@@ -68,104 +68,106 @@ def prompts(fake: FakeLlama) -> list[object]:
     return [body.get("prompt") for path, body in fake.bodies if path == "/completion"]
 
 
-async def test_while_queued(fake: FakeLlama, fleet: Fleet) -> None:
+async def test_while_queued(fake: FakeLlama, kvferry: RunningRouter) -> None:
     """An abandoned request causes no restore, prefill or save; the next in the queue is served."""
-    await saved(fleet, PROMPT)
+    await saved(kvferry, PROMPT)
     fake.decode_gate.clear()
     async with asyncio.TaskGroup() as group:
-        first = group.create_task(fleet.complete("first"))
-        await fleet.until(phase("running"))
-        async with leaving(fleet, PROMPT + "gone"):
-            await fleet.until(waiting(1))
-            third = group.create_task(fleet.complete("third"))
-            await fleet.until(waiting(2))
-        await fleet.until(waiting(1))
+        first = group.create_task(kvferry.complete("first"))
+        await kvferry.until(phase("running"))
+        async with leaving(kvferry, PROMPT + "gone"):
+            await kvferry.until(waiting(1))
+            third = group.create_task(kvferry.complete("third"))
+            await kvferry.until(waiting(2))
+        await kvferry.until(waiting(1))
         before = dict(fake.counts)
         fake.decode_gate.set()
         assert (await first).status == (await third).status == 200
-    await fleet.until_quiet()
+    await kvferry.until_quiet()
 
     assert PROMPT + "gone" not in prompts(fake)
     assert fake.counts["restore", 0] == before["restore", 0]
     assert fake.counts["completion", 0] == before["completion", 0] + 1
 
 
-async def test_all_who_queue_leave(fake: FakeLlama, fleet: Fleet) -> None:
+async def test_all_who_queue_leave(fake: FakeLlama, kvferry: RunningRouter) -> None:
     fake.decode_gate.clear()
     async with asyncio.TaskGroup() as group:
-        first = group.create_task(fleet.complete("first"))
-        await fleet.until(phase("running"))
-        others = [group.create_task(fleet.complete(f"other {i}")) for i in range(20)]
-        await fleet.until(waiting(20))
+        first = group.create_task(kvferry.complete("first"))
+        await kvferry.until(phase("running"))
+        others = [group.create_task(kvferry.complete(f"other {i}")) for i in range(20)]
+        await kvferry.until(waiting(20))
         for task in others:
             task.cancel()
-        await fleet.until(waiting(0))
+        await kvferry.until(waiting(0))
         fake.decode_gate.set()
         assert (await first).status == 200
-    await fleet.until_quiet()
+    await kvferry.until_quiet()
     assert not any("other" in str(prompt) for prompt in prompts(fake))
 
 
-async def test_during_a_restore(fake: FakeLlama, fleet: Fleet) -> None:
+async def test_during_a_restore(fake: FakeLlama, kvferry: RunningRouter) -> None:
     """A restore cannot be cancelled: at its end the slot is free and holds the restored tokens."""
-    cold = await saved(fleet, PROMPT)
+    cold = await saved(kvferry, PROMPT)
     fake.action_gate.clear()
-    async with leaving(fleet, PROMPT):
-        await fleet.until(phase("preparing"))
+    async with leaving(kvferry, PROMPT):
+        await kvferry.until(phase("preparing"))
         await fake.until(lambda: fake.actions_waiting == 1)
-    assert (await fleet.state())["slots"][0]["phase"] == "preparing"
+    assert (await kvferry.state())["slots"][0]["phase"] == "preparing"
     fake.action_gate.set()
-    await fleet.until_quiet()
+    await kvferry.until_quiet()
 
     asked = len(prompts(fake))
-    again = await fleet.complete(PROMPT)
+    again = await kvferry.complete(PROMPT)
     assert (again.text, again.source) == (cold.text, "resident")
     assert len(prompts(fake)) == asked + 1
 
 
-async def test_during_the_routers_own_prefill(fake: FakeLlama, fleet: Fleet) -> None:
+async def test_during_the_routers_own_prefill(fake: FakeLlama, kvferry: RunningRouter) -> None:
     """The prefill is stopped, and the client's own request is never sent."""
     fake.prefill_gate.clear()
-    async with leaving(fleet, LONG):
+    async with leaving(kvferry, LONG):
         await fake.until(lambda: fake.slots[0].busy)
-        assert (await fleet.state())["slots"][0]["phase"] == "preparing"
+        assert (await kvferry.state())["slots"][0]["phase"] == "preparing"
     await fake.until(lambda: not fake.slots[0].busy)
-    await fleet.until_quiet()
+    await kvferry.until_quiet()
     fake.prefill_gate.set()
 
     assert LONG not in prompts(fake)
-    assert (await fleet.complete("next")).status == 200
+    assert (await kvferry.complete("next")).status == 200
 
 
 @pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
-async def test_during_a_silent_prefill(fake: FakeLlama, fleet: Fleet, fields: Json) -> None:
+async def test_during_a_silent_prefill(
+    fake: FakeLlama, kvferry: RunningRouter, fields: Json
+) -> None:
     """The connection to the backend is closed at once, although no byte has come yet."""
     fake.prefill_gate.clear()
-    async with leaving(fleet, PROMPT, **fields):
+    async with leaving(kvferry, PROMPT, **fields):
         await fake.until(lambda: fake.slots[0].busy)
-        await fleet.until(phase("running"))
+        await kvferry.until(phase("running"))
     await fake.until(lambda: not fake.slots[0].busy)
-    state = await fleet.until_quiet()
+    state = await kvferry.until_quiet()
     fake.prefill_gate.set()
 
     assert state["slots"][0]["resident_tokens"] == 0  # nothing was computed
-    assert (await fleet.complete("next")).status == 200
+    assert (await kvferry.complete("next")).status == 200
 
 
-async def test_in_the_middle_of_a_stream(fake: FakeLlama, fleet: Fleet) -> None:
+async def test_in_the_middle_of_a_stream(fake: FakeLlama, kvferry: RunningRouter) -> None:
     """The backend stops; the length of its slot's content tells which tokens it has computed."""
     fake.faults.hang_after_chunks = 4
     body = {"prompt": PROMPT, "n_predict": 50, **STREAM}
-    async with fleet.session.post(fleet.url + "/completion", json=body) as response:
+    async with kvferry.session.post(kvferry.url + "/completion", json=body) as response:
         await response.content.readuntil(b"\n\n")
-        await fleet.until(phase("running"))
+        await kvferry.until(phase("running"))
     await fake.until(lambda: not fake.slots[0].busy)
-    state = await fleet.until_quiet()
+    state = await kvferry.until_quiet()
 
     assert state["slots"][0]["resident_tokens"] == len(fake.slots[0].tokens)
-    assert (await fleet.metrics())['kvferry_requests_total{outcome="client_gone"}'] == 1
+    assert (await kvferry.metrics())['kvferry_requests_total{outcome="client_gone"}'] == 1
     fake.faults.hang_after_chunks = None
-    assert (await fleet.complete(PROMPT)).cached == len(PROMPT) - 1
+    assert (await kvferry.complete(PROMPT)).cached == len(PROMPT) - 1
 
 
 @pytest.mark.fault(
@@ -174,28 +176,28 @@ async def test_in_the_middle_of_a_stream(fake: FakeLlama, fleet: Fleet) -> None:
     client="others wait until the slot is known to be idle",
 )
 async def test_slot_is_not_leased_again_before_the_backend_is_idle(
-    fake: FakeLlama, fleet: Fleet
+    fake: FakeLlama, kvferry: RunningRouter
 ) -> None:
     """The fake goes on with an abandoned request, as a real server may for a second."""
     fake.faults.ignores_leaving = True
     fake.decode_gate.clear()
-    async with leaving(fleet, PROMPT):
+    async with leaving(kvferry, PROMPT):
         await fake.until(lambda: fake.slots[0].busy)
-    await fleet.until(phase("abandoned"))
+    await kvferry.until(phase("abandoned"))
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(fleet.complete("next"))
-        await fleet.until(waiting(1))
+        task = group.create_task(kvferry.complete("next"))
+        await kvferry.until(waiting(1))
         assert fake.slots[0].busy
         fake.decode_gate.set()
         assert (await task).status == 200
 
 
-async def test_slow_reader_slows_the_backend(fake: FakeLlama, fleet: Fleet) -> None:
+async def test_slow_reader_slows_the_backend(fake: FakeLlama, kvferry: RunningRouter) -> None:
     """Data that the client does not read is not fetched: the data waits in the backend."""
     fake.faults.padding_bytes = 256 * 1024
     body = {"prompt": "x", "n_predict": 1000, **STREAM}  # a quarter of a gigabyte
-    async with fleet.session.post(
-        fleet.url + "/completion", json=body, read_bufsize=2**14
+    async with kvferry.session.post(
+        kvferry.url + "/completion", json=body, read_bufsize=2**14
     ) as response:
         async with asyncio.timeout(PATIENCE_S):
             sent = -1
@@ -205,29 +207,31 @@ async def test_slow_reader_slows_the_backend(fake: FakeLlama, fleet: Fleet) -> N
         # Socket buffers in both directions and two small ones of the router: some megabytes.
         assert 0 < fake.chunks_sent < 200
         response.close()
-    await fleet.until_quiet()
+    await kvferry.until_quiet()
     assert fake.chunks_sent < 200
 
 
-async def test_slow_reader_gets_everything(fake: FakeLlama, fleet: Fleet) -> None:
+async def test_slow_reader_gets_everything(fake: FakeLlama, kvferry: RunningRouter) -> None:
     fake.faults.padding_bytes = 64 * 1024
     body = {"prompt": "x", "n_predict": 100, **STREAM}
     size = 0
-    async with fleet.session.post(
-        fleet.url + "/completion", json=body, read_bufsize=2**14
+    async with kvferry.session.post(
+        kvferry.url + "/completion", json=body, read_bufsize=2**14
     ) as response:
         async for chunk in response.content.iter_chunked(2**14):
             size += len(chunk)
             await asyncio.sleep(0)
     assert size > 100 * 64 * 1024
-    await fleet.until_quiet()
+    await kvferry.until_quiet()
 
 
-async def test_leaving_between_the_grant_and_the_request(fake: FakeLlama, fleet: Fleet) -> None:
+async def test_leaving_between_the_grant_and_the_request(
+    fake: FakeLlama, kvferry: RunningRouter
+) -> None:
     """Many requests are abandoned, each at another moment: nothing is left over."""
     for steps in range(60):
-        async with leaving(fleet, PROMPT):
+        async with leaving(kvferry, PROMPT):
             for _ in range(steps):
                 await asyncio.sleep(0)
-    await fleet.until_quiet()
-    assert (await fleet.complete(PROMPT)).status == 200
+    await kvferry.until_quiet()
+    assert (await kvferry.complete(PROMPT)).status == 200

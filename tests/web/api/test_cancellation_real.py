@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Fleet, Json, running
+from tests.support.servers.running_router import Json, RunningRouter, running
 
 pytestmark = [pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]
 
@@ -50,94 +50,102 @@ async def caching(
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def fleet(server: LlamaServer) -> AsyncIterator[Fleet]:
+async def kvferry(server: LlamaServer) -> AsyncIterator[RunningRouter]:
     """Yield a router without snapshots: these tests are only about stopping."""
     async with running([("a", server.url)], None, yaml="policy: least_busy") as router:
         yield router
 
 
-async def look(server: LlamaServer, fleet: Fleet) -> Json:
+async def look(server: LlamaServer, kvferry: RunningRouter) -> Json:
     """Return the server's slot as it is now (`GET /slots`)."""
-    async with fleet.session.get(server.url + "/slots") as response:
+    async with kvferry.session.get(server.url + "/slots") as response:
         slots: list[Json] = await response.json()
         return slots[0]
 
 
-async def until_processing(server: LlamaServer, fleet: Fleet) -> None:
+async def until_processing(server: LlamaServer, kvferry: RunningRouter) -> None:
     while True:
-        if (await look(server, fleet))["is_processing"]:
+        if (await look(server, kvferry))["is_processing"]:
             return
         await asyncio.sleep(0.02)
 
 
-async def assert_stopped(server: LlamaServer, fleet: Fleet) -> Json:
+async def assert_stopped(server: LlamaServer, kvferry: RunningRouter) -> Json:
     """Check that the server's slot is idle and that the router leases it again; return the slot."""
-    await fleet.until_quiet()
-    first = await look(server, fleet)
+    await kvferry.until_quiet()
+    first = await look(server, kvferry)
     assert not first["is_processing"]
-    answer = await fleet.complete([1, 2, 3], n_predict=1)
+    answer = await kvferry.complete([1, 2, 3], n_predict=1)
     assert answer.status == 200
-    assert (await look(server, fleet))["n_prompt_tokens"] == 3
+    assert (await look(server, kvferry))["n_prompt_tokens"] == 3
     return first
 
 
 @pytest.mark.fault("a client leaves", "computing a prompt")
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_during_a_silent_prefill(server: LlamaServer, fleet: Fleet, stream: bool) -> None:
+async def test_during_a_silent_prefill(
+    server: LlamaServer, kvferry: RunningRouter, stream: bool
+) -> None:
     """The server notices the disconnect within a second or so, before its next batch."""
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(fleet.complete(TOKENS, stream=stream))
-        await until_processing(server, fleet)
+        task = group.create_task(kvferry.complete(TOKENS, stream=stream))
+        await until_processing(server, kvferry)
         task.cancel()
 
-    stopped = await assert_stopped(server, fleet)
+    stopped = await assert_stopped(server, kvferry)
     assert stopped["n_prompt_tokens"] < len(TOKENS)
 
 
 async def test_during_the_routers_own_prefill(server: LlamaServer, tmp_path: Path) -> None:
     kv_dir = server.kv_dir
-    async with running([("a", server.url)], kv_dir, yaml="policy: {coalesce_above: 10ms}") as fleet:
+    async with running(
+        [("a", server.url)], kv_dir, yaml="policy: {coalesce_above: 10ms}"
+    ) as kvferry:
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(fleet.complete(TOKENS))
-            await fleet.until(lambda state: state["slots"][0]["phase"] == "preparing")
-            await until_processing(server, fleet)
+            task = group.create_task(kvferry.complete(TOKENS))
+            await kvferry.until(lambda state: state["slots"][0]["phase"] == "preparing")
+            await until_processing(server, kvferry)
             task.cancel()
-        stopped = await assert_stopped(server, fleet)
+        stopped = await assert_stopped(server, kvferry)
         assert stopped["n_prompt_tokens"] < len(TOKENS)
 
 
 @pytest.mark.fault("a client leaves", "mid-stream")
-async def test_in_the_middle_of_a_stream(server: LlamaServer, fleet: Fleet) -> None:
+async def test_in_the_middle_of_a_stream(server: LlamaServer, kvferry: RunningRouter) -> None:
     body = ENDLESS | {"stream": True}
-    async with fleet.session.post(fleet.url + "/completion", json=body) as response:
+    async with kvferry.session.post(kvferry.url + "/completion", json=body) as response:
         for _ in range(5):
             await response.content.readuntil(b"\n\n")
 
-    stopped = await assert_stopped(server, fleet)
+    stopped = await assert_stopped(server, kvferry)
     assert 3 + 4 <= stopped["n_prompt_tokens"] < 60_000
 
 
 @pytest.mark.fault("a client leaves a request that does not stream", "generating")
-async def test_of_a_request_that_does_not_stream(server: LlamaServer, fleet: Fleet) -> None:
+async def test_of_a_request_that_does_not_stream(
+    server: LlamaServer, kvferry: RunningRouter
+) -> None:
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(fleet.post("/completion", ENDLESS))
-        await until_processing(server, fleet)
+        task = group.create_task(kvferry.post("/completion", ENDLESS))
+        await until_processing(server, kvferry)
         task.cancel()
 
-    stopped = await assert_stopped(server, fleet)
+    stopped = await assert_stopped(server, kvferry)
     assert stopped["n_prompt_tokens"] < 60_000
 
 
-async def test_conversation_id_does_not_keep_it_going(server: LlamaServer, fleet: Fleet) -> None:
+async def test_conversation_id_does_not_keep_it_going(
+    server: LlamaServer, kvferry: RunningRouter
+) -> None:
     """llama-server goes on with an abandoned request that has this header; the router drops it."""
     body = ENDLESS | {"stream": True}
     headers = {"X-Conversation-Id": "abc"}
-    async with fleet.session.post(
-        fleet.url + "/completion", json=body, headers=headers
+    async with kvferry.session.post(
+        kvferry.url + "/completion", json=body, headers=headers
     ) as response:
         await response.content.readuntil(b"\n\n")
 
-    stopped = await assert_stopped(server, fleet)
+    stopped = await assert_stopped(server, kvferry)
     assert stopped["n_prompt_tokens"] < 60_000
 
 
@@ -186,43 +194,45 @@ async def test_on_every_route(caching: LlamaServer, path: str, stream: bool, whe
     server = caching
     text, n = (_LONG, 1) if where == "prefill" else ("hi", 60_000)
     body = _bodies(text, n)[path] | {"stream": stream}
-    async with running([("a", server.url)], None, yaml="policy: least_busy") as fleet:
-        whole = (await fleet.post("/tokenize", {"content": _LONG})).json["tokens"]
+    async with running([("a", server.url)], None, yaml="policy: least_busy") as kvferry:
+        whole = (await kvferry.post("/tokenize", {"content": _LONG})).json["tokens"]
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(fleet.post(path, body))
-            await until_processing(server, fleet)
+            task = group.create_task(kvferry.post(path, body))
+            await until_processing(server, kvferry)
             assert not task.done()
             task.cancel()
-        stopped = await assert_stopped(server, fleet)
+        stopped = await assert_stopped(server, kvferry)
         assert stopped["n_prompt_tokens"] < (len(whole) if where == "prefill" else n)
 
 
-async def test_of_a_queue_nothing_reaches_the_server(server: LlamaServer, fleet: Fleet) -> None:
+async def test_of_a_queue_nothing_reaches_the_server(
+    server: LlamaServer, kvferry: RunningRouter
+) -> None:
     """Requests on all routes wait for a busy slot, and are abandoned in the queue."""
 
     async def computed() -> float:
-        async with fleet.session.get(server.url + "/metrics") as response:
+        async with kvferry.session.get(server.url + "/metrics") as response:
             lines = (await response.text()).splitlines()
         (value,) = [line.split()[1] for line in lines if line.startswith(_PROMPT_TOKENS + " ")]
         return float(value)
 
     async with asyncio.TaskGroup() as group:
-        first = group.create_task(fleet.post("/completion", ENDLESS))
-        await until_processing(server, fleet)
+        first = group.create_task(kvferry.post("/completion", ENDLESS))
+        await until_processing(server, kvferry)
         bodies = _bodies("one two three", 1).items()
         queued = [
-            group.create_task(fleet.post(path, body | {"stream": stream}))
+            group.create_task(kvferry.post(path, body | {"stream": stream}))
             for path, body in bodies
             for stream in (False, True)
         ]
-        await fleet.until(lambda state: len(state["queue"]) == len(queued))
+        await kvferry.until(lambda state: len(state["queue"]) == len(queued))
         for task in queued:
             task.cancel()
-        await fleet.until(lambda state: not state["queue"])
+        await kvferry.until(lambda state: not state["queue"])
         before = await computed()
         first.cancel()
 
-    await fleet.until_quiet()
+    await kvferry.until_quiet()
     assert await computed() <= before + 3  # the first request's own, if not counted yet
 
 

@@ -20,10 +20,10 @@ from router.web.server.call import Call
 from tests.config.test_auth import auth
 from tests.conftest import StartServer
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import (
+from tests.support.servers.running_router import (
     PATIENCE_S,
-    Fleet,
     Json,
+    RunningRouter,
     configuration_text,
     read_answer,
     running,
@@ -47,8 +47,8 @@ async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
         assert server.violations == []
 
 
-async def status(fleet: Fleet, method: str, path: str, **options: Any) -> int:
-    async with fleet.session.request(method, fleet.url + path, **options) as response:
+async def status(kvferry: RunningRouter, method: str, path: str, **options: Any) -> int:
+    async with kvferry.session.request(method, kvferry.url + path, **options) as response:
         await response.read()
         return response.status
 
@@ -100,8 +100,8 @@ def test_the_command_refuses_a_name_that_the_file_would(capsys: pytest.CaptureFi
     ],
 )
 async def test_a_good_key_opens(fake: FakeLlama, headers: dict[str, str]) -> None:
-    async with running([("a", fake.url)], None, yaml=KEYS) as fleet:
-        answer = await fleet.post("/completion", PROMPT, headers=headers)
+    async with running([("a", fake.url)], None, yaml=KEYS) as kvferry:
+        answer = await kvferry.post("/completion", PROMPT, headers=headers)
     assert answer.status == 200
 
 
@@ -110,12 +110,12 @@ async def test_a_good_key_opens(fake: FakeLlama, headers: dict[str, str]) -> Non
     [{}, bearer("kvf_wrong"), bearer(""), {"Authorization": "Basic x", "x-api-key": GOOD}],
 )
 async def test_no_other_does(fake: FakeLlama, headers: dict[str, str]) -> None:
-    async with running([("a", fake.url)], None, yaml=KEYS) as fleet:
+    async with running([("a", fake.url)], None, yaml=KEYS) as kvferry:
         before = len(fake.bodies)
-        answer = await fleet.post("/v1/chat/completions", {"messages": []}, headers=headers)
+        answer = await kvferry.post("/v1/chat/completions", {"messages": []}, headers=headers)
         assert len(fake.bodies) == before
-        metrics = await fleet.metrics()
-        assert (await fleet.get("/kvferry/requests")).json["requests"] == []
+        metrics = await kvferry.metrics()
+        assert (await kvferry.get("/kvferry/requests")).json["requests"] == []
     assert answer.status == 401
     assert answer.json == {
         "error": {"code": 401, "message": "Invalid API Key", "type": "authentication_error"}
@@ -125,8 +125,8 @@ async def test_no_other_does(fake: FakeLlama, headers: dict[str, str]) -> None:
 
 
 async def test_without_keys_it_is_open(fake: FakeLlama) -> None:
-    async with running([("a", fake.url)], None) as fleet:
-        assert (await fleet.post("/completion", PROMPT)).status == 200
+    async with running([("a", fake.url)], None) as kvferry:
+        assert (await kvferry.post("/completion", PROMPT)).status == 200
 
 
 ROUTES = [
@@ -159,8 +159,8 @@ async def test_the_same_routes_are_open_as_on_a_server_with_a_key(
         listening(router) as url,
         aiohttp.ClientSession() as session,
     ):
-        fleet = Fleet(url, router, session)
-        await fleet.until_up()
+        kvferry = RunningRouter(url, router, session)
+        await kvferry.until_up()
         for method, path in ROUTES:
             there = f"{server.url}{path}"
             body: Json | None = {} if method == "POST" else None
@@ -169,18 +169,18 @@ async def test_the_same_routes_are_open_as_on_a_server_with_a_key(
             async with session.request(method, url + path, json=body) as routed:
                 ours = await read_answer(routed)
             assert (ours.status, ours.json) == (theirs.status, theirs.json), path
-        answer = await fleet.post("/completion", PROMPT, headers=bearer(GOOD))
+        answer = await kvferry.post("/completion", PROMPT, headers=bearer(GOOD))
         assert answer.status == 200
 
 
 async def test_the_page_of_the_server_is_open(fake: FakeLlama) -> None:
     """The page asks for the key itself. The names of its files differ from all routes."""
-    async with running([("a", fake.url)], None, yaml=KEYS) as fleet:
+    async with running([("a", fake.url)], None, yaml=KEYS) as kvferry:
         for path in ("/", "/index.html", "/_app/immutable/x.1.js", "/favicon.svg"):
-            assert await status(fleet, "GET", path) != 401, path
-            assert await status(fleet, "POST", path) == 401, path
+            assert await status(kvferry, "GET", path) != 401, path
+            assert await status(kvferry, "POST", path) == 401, path
         for path in ("/v1/x.json", "/props.", "/.env", "/_app/%2e%2e/v1/x.json", "/slots.json/x"):
-            assert await status(fleet, "GET", path) in (401, 403), path
+            assert await status(kvferry, "GET", path) in (401, 403), path
 
 
 @pytest.mark.parametrize("size", [b"Content-Length: 1000", b"Transfer-Encoding: chunked"])
@@ -192,31 +192,31 @@ async def test_nothing_that_is_open_is_open_with_a_body(
     fake: FakeLlama, asked: bytes, size: bytes
 ) -> None:
     """The refusal does not wait for the body."""
-    async with running([("a", fake.url)], None, yaml=KEYS) as fleet:
+    async with running([("a", fake.url)], None, yaml=KEYS) as kvferry:
         before = len(fake.bodies)
-        reader, writer = await fleet.connect()
+        reader, writer = await kvferry.connect()
         writer.write(asked + b" HTTP/1.1\r\nHost: x\r\n" + size + b"\r\n\r\n")
         async with asyncio.timeout(PATIENCE_S):
             assert (await reader.readline()).split()[1] == b"401"
         writer.close()
         assert len(fake.bodies) == before
         method, path = asked.decode().split()
-        assert await status(fleet, method, path) != 401
-        assert await status(fleet, method, path, data=b"x", headers=bearer(GOOD)) != 401
-        assert await status(fleet, method, path, data=b"x", headers=bearer("kvf_wrong")) == 401
+        assert await status(kvferry, method, path) != 401
+        assert await status(kvferry, method, path, data=b"x", headers=bearer(GOOD)) != 401
+        assert await status(kvferry, method, path, data=b"x", headers=bearer("kvf_wrong")) == 401
 
 
 @pytest.mark.parametrize(
     "path", ["/metrics", "/kvferry/state", "/kvferry/requests", "/kvferry/", "/kvferry/snapshots"]
 )
 async def test_what_is_shown_of_all_tenants_is_for_operators(fake: FakeLlama, path: str) -> None:
-    async with running([("a", fake.url)], None, yaml=KEYS) as fleet:
-        assert await status(fleet, "GET", path) == 200
+    async with running([("a", fake.url)], None, yaml=KEYS) as kvferry:
+        assert await status(kvferry, "GET", path) == 200
         elsewhere = bearer(GOOD) | {"X-Forwarded-For": "10.0.0.1"}
-        assert await status(fleet, "GET", path, headers=elsewhere) == 403
+        assert await status(kvferry, "GET", path, headers=elsewhere) == 403
         for site, wanted in (("cross-site", 403), ("same-origin", 200), ("none", 200)):
-            assert await status(fleet, "GET", path, headers={"Sec-Fetch-Site": site}) == wanted
-        assert await status(fleet, "GET", "/kvferry/health", headers=elsewhere) == 200
+            assert await status(kvferry, "GET", path, headers={"Sec-Fetch-Site": site}) == wanted
+        assert await status(kvferry, "GET", "/kvferry/health", headers=elsewhere) == 200
 
 
 async def test_with_an_operators_token_only_that_opens_it(
@@ -224,32 +224,32 @@ async def test_with_an_operators_token_only_that_opens_it(
 ) -> None:
     monkeypatch.setenv("TOKEN", "secret")
     yaml = KEYS + "\nadmin: {token_env: TOKEN}"
-    async with running([("a", fake.url)], None, yaml=yaml) as fleet:
-        assert await status(fleet, "GET", "/kvferry/state") == 401
-        assert await status(fleet, "GET", "/kvferry/state", headers=bearer(GOOD)) == 401
-        assert await status(fleet, "GET", "/kvferry/state", headers=bearer("secret")) == 200
-        assert await status(fleet, "GET", "/v1/models", headers=bearer("secret")) == 401
+    async with running([("a", fake.url)], None, yaml=yaml) as kvferry:
+        assert await status(kvferry, "GET", "/kvferry/state") == 401
+        assert await status(kvferry, "GET", "/kvferry/state", headers=bearer(GOOD)) == 401
+        assert await status(kvferry, "GET", "/kvferry/state", headers=bearer("secret")) == 200
+        assert await status(kvferry, "GET", "/v1/models", headers=bearer("secret")) == 401
 
 
 async def test_a_dry_run_is_for_a_tenant(llama_server: StartServer) -> None:
     server = await llama_server("llama", slots=1)
-    async with running([("a", server.url)], None, yaml=KEYS) as fleet:
+    async with running([("a", server.url)], None, yaml=KEYS) as kvferry:
         body = {"prompt": list(range(300, 400)), "n_predict": 1}
-        await fleet.post("/completion", body, headers=bearer(GOOD))
-        await fleet.until_quiet()
+        await kvferry.post("/completion", body, headers=bearer(GOOD))
+        await kvferry.until_quiet()
         for tenant, expected in (("alice", "resident"), ("bob", "cold")):
             path = f"/kvferry/plan?path=/completion&tenant={tenant}"
-            assert (await fleet.post(path, body)).json["plan"]["chosen"]["source"] == expected
+            assert (await kvferry.post(path, body)).json["plan"]["chosen"]["source"] == expected
 
 
 # Keys and the decision log
 
 
 async def test_a_key_goes_no_further(fake: FakeLlama, capsys: pytest.CaptureFixture[str]) -> None:
-    async with running([("a", fake.url)], None, yaml=KEYS) as fleet:
-        await fleet.post("/completion", PROMPT, headers=bearer(GOOD) | {"x-api-key": ALSO})
-        await fleet.until_quiet()
-        told = (await fleet.get("/kvferry/requests")).json["requests"]
+    async with running([("a", fake.url)], None, yaml=KEYS) as kvferry:
+        await kvferry.post("/completion", PROMPT, headers=bearer(GOOD) | {"x-api-key": ALSO})
+        await kvferry.until_quiet()
+        told = (await kvferry.get("/kvferry/requests")).json["requests"]
     sent = {name.lower() for name in fake.headers["/completion"]}
     assert not sent & {"authorization", "x-api-key"}
     assert (told[0]["key"], told[0]["tenant"]) == ("laptop", "alice")
@@ -262,12 +262,12 @@ async def test_a_key_goes_no_further(fake: FakeLlama, capsys: pytest.CaptureFixt
 
 
 async def test_nobody_without_a_key_is_in_the_journal(fake: FakeLlama) -> None:
-    async with running([("a", fake.url)], None, yaml=KEYS) as fleet:
-        assert await status(fleet, "OPTIONS", "/slots") == 403
-        assert await status(fleet, "TRACE", "/x") == 405
-        assert await status(fleet, "GET", "/slots") == 401
-        assert await status(fleet, "GET", "/slots", headers=bearer(GOOD)) == 403
-        told = (await fleet.get("/kvferry/requests")).json["requests"]
+    async with running([("a", fake.url)], None, yaml=KEYS) as kvferry:
+        assert await status(kvferry, "OPTIONS", "/slots") == 403
+        assert await status(kvferry, "TRACE", "/x") == 405
+        assert await status(kvferry, "GET", "/slots") == 401
+        assert await status(kvferry, "GET", "/slots", headers=bearer(GOOD)) == 403
+        told = (await kvferry.get("/kvferry/requests")).json["requests"]
     assert [row["tenant"] for row in told] == ["alice"]
 
 
@@ -281,21 +281,21 @@ async def test_a_tenant_may_have_so_many_and_no_more(fake: FakeLlama) -> None:
         ("desk", OTHER, "bob"),
         limits="{name: alice, max_requests: 2}",
     )
-    async with running([("a", fake.url)], None, yaml=yaml) as fleet, asyncio.TaskGroup() as group:
+    async with running([("a", fake.url)], None, yaml=yaml) as kvferry, asyncio.TaskGroup() as group:
         fake.decode_gate.clear()
         for key in (GOOD, ALSO):
-            group.create_task(fleet.post("/completion", PROMPT, headers=bearer(key)))
-        await fleet.until(lambda state: all(s["phase"] == "running" for s in state["slots"]))
-        refused = await fleet.post("/completion", PROMPT, headers=bearer(GOOD))
+            group.create_task(kvferry.post("/completion", PROMPT, headers=bearer(key)))
+        await kvferry.until(lambda state: all(s["phase"] == "running" for s in state["slots"]))
+        refused = await kvferry.post("/completion", PROMPT, headers=bearer(GOOD))
         assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
         assert refused.json["error"]["type"] == "rate_limit_error"
-        other = group.create_task(fleet.post("/completion", PROMPT, headers=bearer(OTHER)))
-        await fleet.until(lambda state: len(state["queue"]) == 1)
+        other = group.create_task(kvferry.post("/completion", PROMPT, headers=bearer(OTHER)))
+        await kvferry.until(lambda state: len(state["queue"]) == 1)
         fake.decode_gate.set()
         assert (await other).status == 200
-        await fleet.until_quiet()
-        assert (await fleet.post("/completion", PROMPT, headers=bearer(GOOD))).status == 200
-        metrics = await fleet.metrics()
+        await kvferry.until_quiet()
+        assert (await kvferry.post("/completion", PROMPT, headers=bearer(GOOD))).status == 200
+        metrics = await kvferry.metrics()
     assert metrics['kvferry_tenant_limits_total{reason="max_requests"}'] == 1
     assert metrics['kvferry_requests_total{outcome="tenant_busy"}'] == 1
 
@@ -315,13 +315,13 @@ async def test_a_body_that_is_on_its_way_is_one_of_so_many(fake: FakeLlama, path
     plain_read = Bodies.read
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bodies, "read", read)
-        async with running([("a", fake.url)], None, yaml=yaml) as fleet:
+        async with running([("a", fake.url)], None, yaml=yaml) as kvferry:
             body = json.dumps(PROMPT | {"input": "ferry"}).encode()
             head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {GOOD}\r\n"
             head += f"Content-Length: {len(body)}\r\n"
             asks_first = head + "Expect: 100-continue\r\n\r\n"
             head += "\r\n"
-            first, second = await fleet.connect(), await fleet.connect()
+            first, second = await kvferry.connect(), await kvferry.connect()
             async with asyncio.timeout(PATIENCE_S):
                 first[1].write(head.encode())
                 await reading.wait()
@@ -329,13 +329,13 @@ async def test_a_body_that_is_on_its_way_is_one_of_so_many(fake: FakeLlama, path
                 second[1].write(asks_first.encode())
                 assert (await second[0].readline()).split()[1] == b"429"
                 assert not reading.is_set()
-                assert (await fleet.post(path, PROMPT, headers=bearer(OTHER))).status != 429
+                assert (await kvferry.post(path, PROMPT, headers=bearer(OTHER))).status != 429
                 first[1].write(body)
                 assert (await first[0].readline()).split()[1] == b"200"
             for _, writer in (first, second):
                 writer.close()
-            await fleet.until_quiet()
-            again = await fleet.post(path, PROMPT, headers=bearer(GOOD))
+            await kvferry.until_quiet()
+            again = await kvferry.post(path, PROMPT, headers=bearer(GOOD))
             assert again.status != 429
 
 
@@ -348,17 +348,17 @@ async def test_keys_come_and_go_with_a_reload(fake: FakeLlama, tmp_path: Path) -
     before, after = auth(("old", GOOD, "alice")), auth(("new", OTHER, "alice"))
     path.write_text(configuration_text(backends, None, yaml=before))
     async with (
-        running(backends, None, yaml=before, path=path) as fleet,
+        running(backends, None, yaml=before, path=path) as kvferry,
         asyncio.TaskGroup() as group,
     ):
         fake.decode_gate.clear()
-        task = group.create_task(fleet.post("/completion", PROMPT, headers=bearer(GOOD)))
-        await fleet.until(lambda state: any(s["phase"] == "running" for s in state["slots"]))
+        task = group.create_task(kvferry.post("/completion", PROMPT, headers=bearer(GOOD)))
+        await kvferry.until(lambda state: any(s["phase"] == "running" for s in state["slots"]))
         path.write_text(configuration_text(backends, None, yaml=after))
-        told = (await fleet.reload()).json
+        told = (await kvferry.reload()).json
         assert [change["key"] for change in told["changed"]] == ["auth.keys"]
         assert digest_of(OTHER).hex() not in json.dumps(told)
-        assert (await fleet.post("/completion", PROMPT, headers=bearer(GOOD))).status == 401
+        assert (await kvferry.post("/completion", PROMPT, headers=bearer(GOOD))).status == 401
         fake.decode_gate.set()
         assert (await task).status == 200
-        assert (await fleet.post("/completion", PROMPT, headers=bearer(OTHER))).status == 200
+        assert (await kvferry.post("/completion", PROMPT, headers=bearer(OTHER))).status == 200

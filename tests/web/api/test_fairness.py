@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 
 @pytest.fixture
@@ -22,16 +22,16 @@ async def order(fake: FakeLlama, many: dict[str, str], one: dict[str, str]) -> l
 
     The first request is running while the others come, one by one.
     """
-    async with running([("a", fake.url)], None) as fleet, asyncio.TaskGroup() as group:
+    async with running([("a", fake.url)], None) as kvferry, asyncio.TaskGroup() as group:
         fake.decode_gate.clear()
 
         async def come(name: str, headers: dict[str, str], before: int) -> None:
             body = {"prompt": name, "n_predict": 2}
-            group.create_task(fleet.post("/completion", body, headers=headers))
-            await fleet.until(lambda state: len(state["queue"]) == before)
+            group.create_task(kvferry.post("/completion", body, headers=headers))
+            await kvferry.until(lambda state: len(state["queue"]) == before)
 
         await come("many 0", many, 0)
-        await fleet.until(lambda state: state["slots"][0]["phase"] == "running")
+        await kvferry.until(lambda state: state["slots"][0]["phase"] == "running")
         for number in range(1, 4):
             await come(f"many {number}", many, number)
         await come("one", one, 4)
@@ -54,13 +54,13 @@ async def test_of_two_long_prompts_one_is_done_before_the_other_begins(tmp_path:
     """Left to the server, both prompts would be done only when the second is done."""
     async with (
         FakeLlama(kv_dir=tmp_path, n_slots=3) as fake,
-        running([("a", fake.url)], tmp_path) as fleet,
+        running([("a", fake.url)], tmp_path) as kvferry,
         asyncio.TaskGroup() as group,
     ):
         fake.prefill_gate.clear()
         for prompt in ("1" * 3500, "2" * 3500):
-            group.create_task(fleet.complete(prompt, n_predict=2, stream=True))
-        await fleet.until(
+            group.create_task(kvferry.complete(prompt, n_predict=2, stream=True))
+        await kvferry.until(
             lambda state: [s["phase"] for s in state["slots"]][:2] == ["preparing"] * 2
         )
         fake.prefill_gate.set()

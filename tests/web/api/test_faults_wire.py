@@ -9,7 +9,7 @@ import pytest
 from router.servers.program import free_port
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import generate
-from tests.support.servers.router_fleet import running
+from tests.support.servers.running_router import running
 
 PROMPT = "p" * 300
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -41,14 +41,14 @@ async def test_no_answer_at_all(
 ) -> None:
     """Another backend answers; the broken one is used again once it is well."""
     a, b = pair
-    async with running([("a", a.url), ("b", b.url)], None) as fleet:
+    async with running([("a", a.url), ("b", b.url)], None) as kvferry:
         a.faults.says = raw
-        answer = await fleet.complete(PROMPT, stream=stream)
+        answer = await kvferry.complete(PROMPT, stream=stream)
         assert (answer.status, answer.slot[0]) == (200, "b")
         assert answer.text == bytes(generate(list(PROMPT.encode()), 8)).decode()
-        await fleet.until_quiet()
+        await kvferry.until_quiet()
         a.faults.says = None
-        assert (await fleet.complete("other", id_slot=0)).status == 200
+        assert (await kvferry.complete("other", id_slot=0)).status == 200
 
 
 @pytest.mark.parametrize(
@@ -69,18 +69,18 @@ async def test_no_answer_at_all(
 async def test_half_an_answer(pair: tuple[FakeLlama, FakeLlama], raw: bytes) -> None:
     """Complete events are passed on, and the client's stream gets no proper end."""
     a, b = pair
-    async with running([("a", a.url), ("b", b.url)], None) as fleet:
+    async with running([("a", a.url), ("b", b.url)], None) as kvferry:
         a.faults.says = raw
         body = {"prompt": PROMPT, "stream": True}
-        async with fleet.session.post(fleet.url + "/completion", json=body) as response:
+        async with kvferry.session.post(kvferry.url + "/completion", json=body) as response:
             assert await response.content.readexactly(len(EVENT)) == EVENT
             with pytest.raises(aiohttp.ClientPayloadError):
                 await response.read()
-        await fleet.until_quiet()
-        metrics = await fleet.metrics()
+        await kvferry.until_quiet()
+        metrics = await kvferry.metrics()
         assert metrics['kvferry_requests_total{outcome="backend_error"}'] == 1
         a.faults.says = None
-        assert (await fleet.complete(PROMPT)).status == 200
+        assert (await kvferry.complete(PROMPT)).status == 200
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ async def test_a_backend_that_cannot_be_reached(
     pair: tuple[FakeLlama, FakeLlama], url: str, told: str
 ) -> None:
     backends = [("a", url), ("b", pair[1].url)]
-    async with running(backends, pair[1].kv_dir, wait_for=["b"]) as fleet:
-        answers = [await fleet.complete(f"{n}" * 300) for n in range(3)]
+    async with running(backends, pair[1].kv_dir, wait_for=["b"]) as kvferry:
+        answers = [await kvferry.complete(f"{n}" * 300) for n in range(3)]
         assert {(answer.status, answer.slot[0]) for answer in answers} == {(200, "b")}
-        health = (await fleet.get("/kvferry/health")).json["backends"]
+        health = (await kvferry.get("/kvferry/health")).json["backends"]
         assert health["a"].startswith(told)
         assert health["b"] == "up"
 
@@ -134,23 +134,25 @@ async def test_a_clock_that_is_set(
         monkeypatch.setattr(f"{module}.wall_now", lambda: clock[0])
     a = pair[0]
     yaml = "queue: {deadline: 5m}"
-    async with running([("a", a.url)], a.kv_dir, yaml=yaml) as fleet:
+    async with running([("a", a.url)], a.kv_dir, yaml=yaml) as kvferry:
         for number, jump in enumerate((0.0, DAY_S, -2 * DAY_S), 1):
             clock[0] += jump
             prompt = f"{number}" * 300
-            answer = await fleet.complete(prompt)
+            answer = await kvferry.complete(prompt)
             assert (answer.status, answer.cached) == (200, 0)
-            await fleet.until(lambda s, n=number: s["snapshots"]["count"] == n)  # type: ignore[misc]
-            rows = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
+            await kvferry.until(lambda s, n=number: s["snapshots"]["count"] == n)  # type: ignore[misc]
+            rows = (await kvferry.get("/kvferry/snapshots")).json["snapshots"]
             assert len(rows) == number
             assert all(row["age_s"] >= 0 for row in rows)
-            negative = {name for name, value in (await fleet.metrics()).items() if value < 0}
+            negative = {name for name, value in (await kvferry.metrics()).items() if value < 0}
             assert negative == set()
-        older = await fleet.post("/kvferry/snapshots/purge", {"older_than": "1h", "dry_run": True})
+        older = await kvferry.post(
+            "/kvferry/snapshots/purge", {"older_than": "1h", "dry_run": True}
+        )
         assert older.json["count"] == 0
-        again = await fleet.complete("1" * 300, id_slot=0)
+        again = await kvferry.complete("1" * 300, id_slot=0)
         assert again.cached == 299
         clock[0] += 3 * DAY_S
-        assert (await fleet.get("/kvferry/requests")).status == 200
-    async with running([("a", a.url)], a.kv_dir, yaml=yaml) as fleet:
-        assert (await fleet.state())["snapshots"]["count"] == 3
+        assert (await kvferry.get("/kvferry/requests")).status == 200
+    async with running([("a", a.url)], a.kv_dir, yaml=yaml) as kvferry:
+        assert (await kvferry.state())["snapshots"]["count"] == 3

@@ -11,7 +11,7 @@ from aiohttp.test_utils import make_mocked_request
 from router.llama.routes import why_forbidden
 from router.web.server.framing_checks import check_head
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 # The router itself calls these, too: in health checks and to attach a backend.
 # (method, target): the target as in the request line.
@@ -61,14 +61,14 @@ async def fake() -> AsyncIterator[FakeLlama]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(fake: FakeLlama) -> AsyncIterator[Fleet]:
-    async with running([("a", fake.url)], None, yaml="health: {interval: 60s}") as running_fleet:
-        yield running_fleet
+async def kvferry(fake: FakeLlama) -> AsyncIterator[RunningRouter]:
+    async with running([("a", fake.url)], None, yaml="health: {interval: 60s}") as running_router:
+        yield running_router
 
 
-async def send(fleet: Fleet, method: str, target: str) -> tuple[int, bytes]:
+async def send(kvferry: RunningRouter, method: str, target: str) -> tuple[int, bytes]:
     """Send a request line unchanged, as no client library would; return status and body."""
-    reader, writer = await fleet.connect()
+    reader, writer = await kvferry.connect()
     head = (
         f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\n"
     )
@@ -82,10 +82,10 @@ async def send(fleet: Fleet, method: str, target: str) -> tuple[int, bytes]:
 @pytest.mark.parametrize(("method", "target"), REFUSED)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_is_refused_and_reaches_no_backend(
-    fake: FakeLlama, fleet: Fleet, method: str, target: str
+    fake: FakeLlama, kvferry: RunningRouter, method: str, target: str
 ) -> None:
     before = len(fake.seen)
-    status, body = await send(fleet, method, target)
+    status, body = await send(kvferry, method, target)
 
     polls = ("GET", "/slots")  # the router's own; the error below is not the server's
     assert [request for request in fake.seen[before:] if request != polls] == []
@@ -113,10 +113,10 @@ async def test_is_refused_and_reaches_no_backend(
 )
 @pytest.mark.asyncio(loop_scope="module")
 async def test_all_else_passes_as_it_was_spelled(
-    fake: FakeLlama, fleet: Fleet, method: str, target: str, arrives: str
+    fake: FakeLlama, kvferry: RunningRouter, method: str, target: str, arrives: str
 ) -> None:
     before = len(fake.seen)
-    await send(fleet, method, target)
+    await send(kvferry, method, target)
 
     assert fake.seen[before:] == [(method, arrives)]
 
@@ -140,10 +140,10 @@ async def test_all_else_passes_as_it_was_spelled(
 )
 @pytest.mark.asyncio(loop_scope="module")
 async def test_paths_that_a_backend_would_read_otherwise(
-    fake: FakeLlama, fleet: Fleet, method: str, target: str
+    fake: FakeLlama, kvferry: RunningRouter, method: str, target: str
 ) -> None:
     before = len(fake.seen)
-    status, body = await send(fleet, method, target)
+    status, body = await send(kvferry, method, target)
 
     assert fake.seen[before:] == []
     assert status == 400
@@ -157,9 +157,11 @@ def test_every_other_escape_is_read_alike() -> None:
 
 @pytest.mark.parametrize("target", ["*", "somewhere.else:80"])
 @pytest.mark.asyncio(loop_scope="module")
-async def test_targets_that_are_no_path(fake: FakeLlama, fleet: Fleet, target: str) -> None:
+async def test_targets_that_are_no_path(
+    fake: FakeLlama, kvferry: RunningRouter, target: str
+) -> None:
     before = len(fake.seen)
-    status, _ = await send(fleet, "OPTIONS", target)
+    status, _ = await send(kvferry, "OPTIONS", target)
 
     assert fake.seen[before:] == []
     assert status in (400, 404)
@@ -167,9 +169,12 @@ async def test_targets_that_are_no_path(fake: FakeLlama, fleet: Fleet, target: s
 
 async def test_file_names_and_urls_stay_inside(tmp_path: Path, fake: FakeLlama) -> None:
     """The router's error after a failure names neither a backend's address nor a directory."""
-    async with FakeLlama(kv_dir=tmp_path) as other, running([("a", other.url)], tmp_path) as fleet:
+    async with (
+        FakeLlama(kv_dir=tmp_path) as other,
+        running([("a", other.url)], tmp_path) as kvferry,
+    ):
         other.faults.die_at_once = True
-        answer = await fleet.complete("x" * 300)
+        answer = await kvferry.complete("x" * 300)
         assert answer.status in (502, 503)
         assert str(other.port).encode() not in answer.body
         assert str(tmp_path).encode() not in answer.body

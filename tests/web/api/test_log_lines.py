@@ -19,7 +19,7 @@ from router.web.server.listener import Listener
 from router.web.server.settings import Settings
 from tests.conftest import StartServer
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Fleet, configuration_text, running
+from tests.support.servers.running_router import RunningRouter, configuration_text, running
 from tests.tools.test_cli import serving
 
 SECRET = "xyzzyplugh"
@@ -34,7 +34,7 @@ async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
 
 
 @pytest.fixture
-async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+async def kvferry(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[RunningRouter]:
     async with running([("a", fake.url)], tmp_path) as router:
         yield router
 
@@ -43,12 +43,12 @@ def about(lines: Lines) -> Lines:
     return [line for line in lines if line["event"] == "request"]
 
 
-async def test_the_clients_own_id_comes_back_and_is_logged(fleet: Fleet) -> None:
+async def test_the_clients_own_id_comes_back_and_is_logged(kvferry: RunningRouter) -> None:
     ours = "x-kvferry-request-id"
     with capture_logs() as lines:
-        first = await fleet.post("/completion", BODY, headers={"X-Request-Id": "mine-1"})
-        second = await fleet.post("/completion", BODY)
-        await fleet.until_quiet()
+        first = await kvferry.post("/completion", BODY, headers={"X-Request-Id": "mine-1"})
+        second = await kvferry.post("/completion", BODY)
+        await kvferry.until_quiet()
     assert (first.headers["x-request-id"], "x-request-id" in second.headers) == ("mine-1", False)
     a, b = about(lines)
     assert (a["request_id"], a["client_request_id"]) == (first.headers[ours], "mine-1")
@@ -61,25 +61,25 @@ async def test_the_clients_own_id_comes_back_and_is_logged(fleet: Fleet) -> None
     [("/v1/chat/completions", {"messages": 1}, 200), ("/slots", {}, 403), ("/props", None, 200)],
 )
 async def test_also_where_no_slot_is_taken(
-    fleet: Fleet, path: str, body: object, status: int
+    kvferry: RunningRouter, path: str, body: object, status: int
 ) -> None:
     headers = {"X-Request-Id": "mine"}
     method = "GET" if body is None else "POST"
     with capture_logs() as lines:
-        async with fleet.session.request(
-            method, fleet.url + path, json=body, headers=headers
+        async with kvferry.session.request(
+            method, kvferry.url + path, json=body, headers=headers
         ) as response:
             assert response.headers["x-request-id"] == "mine"
             assert "x-kvferry-request-id" in response.headers
-        await fleet.until_quiet()
+        await kvferry.until_quiet()
     assert all(line["client_request_id"] == "mine" for line in about(lines))
 
 
 @pytest.mark.parametrize("bad", ["x" * 129, "two words", "\u00e9"])
-async def test_an_id_that_is_fit_for_no_log(fleet: Fleet, bad: str) -> None:
+async def test_an_id_that_is_fit_for_no_log(kvferry: RunningRouter, bad: str) -> None:
     with capture_logs() as lines:
-        answer = await fleet.post("/completion", BODY, headers={"X-Request-Id": bad})
-        await fleet.until_quiet()
+        answer = await kvferry.post("/completion", BODY, headers={"X-Request-Id": bad})
+        await kvferry.until_quiet()
     assert "x-request-id" not in answer.headers
     assert "client_request_id" not in about(lines)[0]
 
@@ -98,12 +98,12 @@ async def test_a_body_that_cannot_be_read_is_one_line(
         gzip.compress(b"{}")[:-8] + b"no sum..",
         gzip.compress(b"{}")[:12] + b"\xff" * 9,
     ]
-    async with running([("a", "http://127.0.0.1:9")], None, yaml=yaml, wait_for=[]) as fleet:
+    async with running([("a", "http://127.0.0.1:9")], None, yaml=yaml, wait_for=[]) as kvferry:
         for raw in broken:
             caplog.clear()
             with capture_logs() as lines:
-                async with fleet.session.post(
-                    f"{fleet.url}/completion", data=raw, headers=headers
+                async with kvferry.session.post(
+                    f"{kvferry.url}/completion", data=raw, headers=headers
                 ) as response:
                     assert response.status == status
                     await response.read()

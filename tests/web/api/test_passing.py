@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 HASTY = "health: {interval: 50ms, timeout: 100ms}"  # a hanging server is given up soon
 BLIND = "health: {interval: 60s}"  # no check notices that a server hangs
@@ -53,9 +53,9 @@ async def b(tmp_path: Path) -> AsyncIterator[Hanging]:
         yield fake
 
 
-async def models(fleet: Fleet) -> list[str]:
+async def models(kvferry: RunningRouter) -> list[str]:
     async with asyncio.timeout(PATIENCE_S):
-        answer = await fleet.get("/v1/models")
+        answer = await kvferry.get("/v1/models")
     assert answer.status == 200
     return [model["id"] for model in answer.json["data"]]
 
@@ -71,10 +71,10 @@ async def test_a_server_that_is_given_up_is_not_waited_for(
     The server had been given up long before.
     """
     yaml = HASTY + (f"\npolicy: {policy}" if policy else "")
-    async with running([("a", a.url)], None, yaml=yaml) as fleet:
+    async with running([("a", a.url)], None, yaml=yaml) as kvferry:
         a.goes_on.clear()
         async with asyncio.timeout(PATIENCE_S):
-            answer = await fleet.post(path, {"content": "x", "prompt": "x"})
+            answer = await kvferry.post(path, {"content": "x", "prompt": "x"})
         assert (answer.status, answer.json["error"]["type"]) == (502, "server_error")
         assert "went down" in answer.json["error"]["message"]
 
@@ -83,22 +83,22 @@ async def test_a_server_that_is_given_up_is_not_waited_for(
 async def test_what_changes_nothing_is_asked_of_another(
     a: Hanging, b: Hanging, method: str, path: str
 ) -> None:
-    async with running([("a", a.url), ("b", b.url)], None, yaml=HASTY) as fleet:
+    async with running([("a", a.url), ("b", b.url)], None, yaml=HASTY) as kvferry:
         a.goes_on.clear()
         async with asyncio.timeout(PATIENCE_S):
             if method == "GET":
-                answer = await fleet.get(path)
+                answer = await kvferry.get(path)
             else:
-                answer = await fleet.post(path, {"content": "x"})
+                answer = await kvferry.post(path, {"content": "x"})
         assert answer.headers["x-kvferry-backend"] == "b"
         assert (method, path) in a.unanswered
 
 
 async def test_what_may_change_something_is_sent_once(a: Hanging, b: Hanging) -> None:
-    async with running([("a", a.url), ("b", b.url)], None, yaml=HASTY) as fleet:
+    async with running([("a", a.url), ("b", b.url)], None, yaml=HASTY) as kvferry:
         a.goes_on.clear()
         async with asyncio.timeout(PATIENCE_S):
-            answer = await fleet.post("/unknown", {})
+            answer = await kvferry.post("/unknown", {})
         assert answer.status == 502
         assert ("POST", "/unknown") in a.unanswered
         assert ("POST", "/unknown") not in b.seen
@@ -110,9 +110,9 @@ async def test_server_that_does_not_answer_is_checked_at_once(a: Hanging) -> Non
     Other requests went to the same server until the next regular check.
     """
     yaml = BLIND + "\nlimits: {first_byte_timeout: 200ms}"
-    async with running([("a", a.url)], None, yaml=yaml) as fleet:
+    async with running([("a", a.url)], None, yaml=yaml) as kvferry:
         a.goes_on.clear()
-        assert (await fleet.post("/tokenize", {"content": "x"})).status == 504
+        assert (await kvferry.post("/tokenize", {"content": "x"})).status == 504
         async with asyncio.timeout(PATIENCE_S):
             await a.until(lambda: ("GET", "/health") in a.unanswered)
 
@@ -123,12 +123,12 @@ async def test_the_models_of_a_server_that_hangs_are_left_out(
     """Regression: the whole answer failed, after 10 s."""
     monkeypatch.setattr("router.web.api.passing._MODELS_WITHIN_S", 0.2)
     b.model = "two"
-    async with running([("a", a.url), ("b", b.url)], None, yaml=BLIND) as fleet:
-        assert await models(fleet) == ["one", "two"]
+    async with running([("a", a.url), ("b", b.url)], None, yaml=BLIND) as kvferry:
+        assert await models(kvferry) == ["one", "two"]
         b.goes_on.clear()
-        assert await models(fleet) == ["one"]
+        assert await models(kvferry) == ["one"]
         a.goes_on.clear()
-        assert (await fleet.get("/v1/models")).status == 502
+        assert (await kvferry.get("/v1/models")).status == 502
 
 
 async def test_a_model_is_there_while_one_of_its_servers_answers(
@@ -137,6 +137,6 @@ async def test_a_model_is_there_while_one_of_its_servers_answers(
     monkeypatch.setattr("router.web.api.passing._MODELS_WITHIN_S", 0.2)
     async with Hanging(kv_dir=tmp_path, model="two") as c:
         backends = [("a", a.url), ("b", b.url), ("c", c.url)]
-        async with running(backends, None, yaml=BLIND) as fleet:
+        async with running(backends, None, yaml=BLIND) as kvferry:
             a.goes_on.clear()
-            assert await models(fleet) == ["one", "two"]
+            assert await models(kvferry) == ["one", "two"]

@@ -12,7 +12,7 @@ from aiohttp import web
 from router.base.types import BackendId
 from tests.support.conversations.conversing import saved
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Answer, Fleet, Json, running
+from tests.support.servers.running_router import Answer, Json, RunningRouter, running
 
 CHAT, TEMPLATE = "/v1/chat/completions", "/apply-template"
 FIRST: list[Json] = [{"role": "user", "content": "p" * 300}]
@@ -72,17 +72,17 @@ class Flaky(FakeLlama):
 class Two:
     """Two servers: `a` reads the prompts; the first chat is saved where both can restore it."""
 
-    def __init__(self, fleet: Fleet, a: Flaky, b: Flaky) -> None:
-        self.fleet, self.a, self.b = fleet, a, b
+    def __init__(self, kvferry: RunningRouter, a: Flaky, b: Flaky) -> None:
+        self.kvferry, self.a, self.b = kvferry, a, b
 
     async def goes_on(self) -> Answer:
         async with asyncio.timeout(30):
-            return await self.fleet.chat([*FIRST, MORE])
+            return await self.kvferry.chat([*FIRST, MORE])
 
     async def reason(self, answer: Answer) -> str:
-        await self.fleet.until_quiet()
+        await self.kvferry.until_quiet()
         path = f"/kvferry/requests/{answer.headers['x-kvferry-request-id']}"
-        return str((await self.fleet.get(path)).json["reason"])
+        return str((await self.kvferry.get(path)).json["reason"])
 
 
 @asynccontextmanager
@@ -90,16 +90,16 @@ async def two(kv_dir: Path) -> AsyncIterator[Two]:
     first, second = Flaky(kv_dir), Flaky(kv_dir)
     async with first, second:
         backends = [("first", first.url), ("second", second.url)]
-        async with running(backends, kv_dir, yaml=PATIENT) as fleet:
+        async with running(backends, kv_dir, yaml=PATIENT) as kvferry:
             # The backend that was up first reads the prompts.
-            sooner = next(iter(fleet.router.engine.infos))
+            sooner = next(iter(kvferry.router.engine.infos))
             reading, other = (first, second) if sooner == "first" else (second, first)
-            await fleet.chat(FIRST)
-            await fleet.until(saved(200))
-            await fleet.until_quiet()
+            await kvferry.chat(FIRST)
+            await kvferry.until(saved(200))
+            await kvferry.until_quiet()
             reading.seen.clear()
             other.seen.clear()
-            yield Two(fleet, reading, other)
+            yield Two(kvferry, reading, other)
         first.goes_on.set()
         second.goes_on.set()
         assert first.violations == second.violations == []
@@ -170,7 +170,7 @@ async def test_what_nobody_could_read_is_read_before_it_is_sent_anew(tmp_path: P
         answer = await at.goes_on()
 
         assert answer.status == 200
-        newest, *_ = (await at.fleet.get("/kvferry/requests")).json["requests"]
+        newest, *_ = (await at.kvferry.get("/kvferry/requests")).json["requests"]
         assert newest["outcome"] == "ok"
         assert "unknown" not in newest["reason"]  # and alone: it may have ended a server
 
@@ -185,10 +185,10 @@ async def test_one_that_loads_its_model_says_nothing_of_the_prompt(tmp_path: Pat
 async def test_it_is_who_hangs_that_is_looked_at(tmp_path: Path) -> None:
     """The backend that renders is well; the backend that tokenizes for the whole model hangs."""
     async with two(tmp_path) as at:
-        reader = at.fleet.router.selection.reader_of(BackendId("first"))
+        reader = at.kvferry.router.selection.reader_of(BackendId("first"))
         assert reader is not None
         speakers = reader._vocabulary.tokenizer._call.__self__  # type: ignore[attr-defined]
-        reading, other = at.fleet.router.engine.infos
+        reading, other = at.kvferry.router.engine.infos
         speakers.clients = {name: speakers.clients[name] for name in (other, reading)}
         at.b.goes_on.clear()
 
@@ -204,17 +204,17 @@ async def test_prompt_without_a_reader_is_read_when_one_is_back(
             one.goes_on.clear()
         async with asyncio.TaskGroup() as group:
             asked = group.create_task(at.goes_on())
-            while at.fleet.router.engine.infos:  # noqa: ASYNC110 - there is no event for it
+            while at.kvferry.router.engine.infos:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.01)
             for one in (at.a, at.b):
                 one.goes_on.set()
             for name in ("first", "second"):
-                at.fleet.router.selection.doubt(BackendId(name))
+                at.kvferry.router.selection.doubt(BackendId(name))
 
         assert asked.result().cached > 200
 
 
 async def test_what_one_refuses_no_other_is_asked(tmp_path: Path) -> None:
     async with two(tmp_path) as at:
-        await at.fleet.post(CHAT, {"messages": [{"content": "without a role"}]})
+        await at.kvferry.post(CHAT, {"messages": [{"content": "without a role"}]})
         assert (at.a.rendered, at.b.rendered) == (1, 0)

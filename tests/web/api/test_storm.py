@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import generate, render_chat, render_messages
-from tests.support.servers.router_fleet import Answer, Fleet, Json, running
+from tests.support.servers.running_router import Answer, Json, RunningRouter, running
 
 pytestmark = pytest.mark.thorough
 
@@ -84,9 +84,9 @@ def text_of(path: str, answer: Answer) -> str:
     return str(answer.json["content"][0]["text"])
 
 
-async def run(fleet: Fleet, client: Client) -> Answer | None:
+async def run(kvferry: RunningRouter, client: Client) -> Answer | None:
     """Send a client's request; return its answer, or None if the client disconnected."""
-    task = asyncio.ensure_future(fleet.post(client.path, client.body))  # noqa: TID251 - awaited
+    task = asyncio.ensure_future(kvferry.post(client.path, client.body))  # noqa: TID251 - awaited
     if client.patience is not None:
         for _ in range(client.patience):
             await asyncio.sleep(0)
@@ -116,9 +116,9 @@ async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeLlama]]:
 async def test_storm(fakes: list[FakeLlama], tmp_path: Path, seed: int, yaml: str) -> None:
     backends = [(name, fake.url) for name, fake in zip("ab", fakes, strict=True)]
     asked = clients(seed, leaving=0.3)
-    async with running(backends, tmp_path, yaml=yaml) as fleet:
-        answers = await asyncio.gather(*(run(fleet, client) for client in asked))
-        state = await fleet.until_quiet()
+    async with running(backends, tmp_path, yaml=yaml) as kvferry:
+        answers = await asyncio.gather(*(run(kvferry, client) for client in asked))
+        state = await kvferry.until_quiet()
 
     assert [fake.violations for fake in fakes] == [[], []]
     assert state["queue"] == []
@@ -138,11 +138,11 @@ async def test_tokens_add_up(fakes: list[FakeLlama], tmp_path: Path, seed: int) 
     backends = [(name, fake.url) for name, fake in zip("ab", fakes, strict=True)]
     asked = clients(seed, leaving=0.0)
     yaml = "policy: {coalesce_above: 20ms}"
-    async with running(backends, tmp_path, yaml=yaml) as fleet:
+    async with running(backends, tmp_path, yaml=yaml) as kvferry:
         by_the_probe = sum(fake.computed_tokens for fake in fakes)
-        answers = await asyncio.gather(*(run(fleet, client) for client in asked))
-        await fleet.until_quiet()
-        metrics = await fleet.metrics()
+        answers = await asyncio.gather(*(run(kvferry, client) for client in asked))
+        await kvferry.until_quiet()
+        metrics = await kvferry.metrics()
     assert all(answer is not None and answer.status == 200 for answer in answers)
 
     name = "kvferry_prompt_tokens_total"
@@ -169,9 +169,9 @@ async def test_one_prefix_for_everybody_is_computed_once_a_backend(
     """Twenty clients come at the same moment with the same 3,000 tokens; there are four slots."""
     backends = [(name, fake.url) for name, fake in zip("ab", fakes, strict=True)]
     prefix = "w" * 3000
-    async with running(backends, tmp_path) as fleet:
-        answers = await asyncio.gather(*(fleet.complete(prefix + str(i)) for i in range(20)))
-        metrics = await fleet.metrics()
+    async with running(backends, tmp_path) as kvferry:
+        answers = await asyncio.gather(*(kvferry.complete(prefix + str(i)) for i in range(20)))
+        metrics = await kvferry.metrics()
 
     assert [answer.status for answer in answers] == [200] * 20
     assert metrics['kvferry_prompt_tokens_total{source="computed"}'] < 2 * len(prefix) + 200
@@ -187,19 +187,19 @@ async def test_pinned_request_waits_until_an_unpinned_one_is_seen(
     """
     fake = fakes[0]
     message = {"role": "user", "content": "m" * 300}
-    async with running([("a", fake.url)], tmp_path, yaml="tokenizer: {mode: 'off'}") as fleet:
-        await fleet.chat([message], id_slot=1)
-        await fleet.complete("x", id_slot=0)
-        await fleet.complete("y", id_slot=1)
-        await fleet.until_quiet()
+    async with running([("a", fake.url)], tmp_path, yaml="tokenizer: {mode: 'off'}") as kvferry:
+        await kvferry.chat([message], id_slot=1)
+        await kvferry.complete("x", id_slot=0)
+        await kvferry.complete("y", id_slot=1)
+        await kvferry.until_quiet()
         fake.slots[1].tokens = list(render_chat([message]).encode())
         fake.decode_gate.clear()
         async with asyncio.TaskGroup() as group:
             body = {"messages": [message], "max_tokens": 4}
-            unpinned = group.create_task(fleet.post("/v1/messages", body))
+            unpinned = group.create_task(kvferry.post("/v1/messages", body))
             await fake.until(lambda: fake.slots[1].busy)
-            others = [group.create_task(fleet.complete(f"{i}")) for i in range(2)]
-            await fleet.until(lambda state: len(state["queue"]) == 1)
+            others = [group.create_task(kvferry.complete(f"{i}")) for i in range(2)]
+            await kvferry.until(lambda state: len(state["queue"]) == 1)
             fake.decode_gate.set()
 
     assert fake.violations == []

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
-from tests.support.servers.router_fleet import Answer, Fleet, Json, read_answer, running
+from tests.support.servers.running_router import Answer, Json, RunningRouter, read_answer, running
 from tests.web.api.test_faults import LONG, PROMPT, Two, text_of, two
 
 __all__ = ["two"]
@@ -28,13 +28,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def asked(
-    fleet: Fleet, prompt: str, path: str = "/completion", **fields: object
+    kvferry: RunningRouter, prompt: str, path: str = "/completion", **fields: object
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """Yield the head of a stream."""
     messages = [{"role": "user", "content": prompt}]
     given: Json = {"prompt": prompt} if path == "/completion" else {"messages": messages}
     body = given | {"stream": True, "temperature": 0, "max_tokens": 8} | fields
-    async with fleet.session.post(fleet.url + path, json=body) as response:
+    async with kvferry.session.post(kvferry.url + path, json=body) as response:
         assert (response.status, response.content_type) == (200, "text/event-stream")
         yield response
 
@@ -51,9 +51,9 @@ async def test_its_head_says_what_is_planned(
     two: Two, monkeypatch: pytest.MonkeyPatch, prompt: str
 ) -> None:
     monkeypatch.setattr("router.web.server.stream_start.PING_S", 600.0)
-    async with running(two.backends, two.kv_dir) as fleet:
+    async with running(two.backends, two.kv_dir) as kvferry:
         two.a.prefill_gate.clear()
-        async with asked(fleet, prompt) as response:
+        async with asked(kvferry, prompt) as response:
             two.a.prefill_gate.set()
             assert await rest_of(response) == text_of(prompt)
         assert response.headers["x-kvferry-backend"] == "a"
@@ -62,24 +62,26 @@ async def test_its_head_says_what_is_planned(
 
 @both
 async def test_it_pings_while_its_prompt_is_computed(two: Two, prompt: str) -> None:
-    async with running(two.backends, two.kv_dir) as fleet:
+    async with running(two.backends, two.kv_dir) as kvferry:
         two.a.prefill_gate.clear()
-        async with asked(fleet, prompt) as response:
+        async with asked(kvferry, prompt) as response:
             for _ in range(3):
                 assert await response.content.readexactly(3) == PING
             two.a.prefill_gate.set()
             assert await rest_of(response) == text_of(prompt)
-        await fleet.until_quiet()
+        await kvferry.until_quiet()
 
 
 async def test_it_pings_in_the_queue(two: Two) -> None:
-    async with running([("a", two.a.url)], None) as fleet:
+    async with running([("a", two.a.url)], None) as kvferry:
         two.a.decode_gate.clear()
         async with asyncio.TaskGroup() as before:
             for n in range(2):
-                before.create_task(fleet.complete(f"{n}" * 50))
-            await fleet.until(lambda state: [s["phase"] for s in state["slots"]] == ["running"] * 2)
-            async with asked(fleet, PROMPT) as response:
+                before.create_task(kvferry.complete(f"{n}" * 50))
+            await kvferry.until(
+                lambda state: [s["phase"] for s in state["slots"]] == ["running"] * 2
+            )
+            async with asked(kvferry, PROMPT) as response:
                 assert await response.content.readexactly(3) == PING
                 assert "x-kvferry-backend" not in response.headers  # none is chosen
                 two.a.decode_gate.set()
@@ -87,9 +89,9 @@ async def test_it_pings_in_the_queue(two: Two) -> None:
 
 
 async def test_another_backend_takes_over_after_the_head(two: Two) -> None:
-    async with running(two.backends, None) as fleet:
+    async with running(two.backends, None) as kvferry:
         two.a.prefill_gate.clear()
-        async with asked(fleet, PROMPT) as response:
+        async with asked(kvferry, PROMPT) as response:
             assert await response.content.readexactly(3) == PING
             await two.a.go_down()
             assert await rest_of(response) == text_of(PROMPT)
@@ -99,9 +101,9 @@ async def test_another_backend_takes_over_after_the_head(two: Two) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 async def test_an_error_after_the_head_is_an_event(two: Two, path: str) -> None:
-    async with running([("a", two.a.url)], None, yaml="queue: {no_backend_wait: 0s}") as fleet:
+    async with running([("a", two.a.url)], None, yaml="queue: {no_backend_wait: 0s}") as kvferry:
         two.a.prefill_gate.clear()
-        async with asked(fleet, PROMPT, path, model="fake") as response:
+        async with asked(kvferry, PROMPT, path, model="fake") as response:
             assert await response.content.readexactly(3) == PING
             await two.a.go_down()
             (event,) = (await read_answer(response)).events
@@ -111,18 +113,18 @@ async def test_an_error_after_the_head_is_an_event(two: Two, path: str) -> None:
 
 async def test_an_error_before_the_head_is_a_status(two: Two) -> None:
     two.a.faults.refuses = "no"
-    async with running([("a", two.a.url)], None) as fleet:
-        answer = await fleet.complete(PROMPT, stream=True)
+    async with running([("a", two.a.url)], None) as kvferry:
+        answer = await kvferry.complete(PROMPT, stream=True)
         assert (answer.status, answer.json["error"]["message"]) == (500, "no")
 
 
 @pytest.mark.parametrize("interval", [-1, 0])
 async def test_a_client_can_want_no_pings(two: Two, interval: int) -> None:
-    async with running(two.backends, None) as fleet:
+    async with running(two.backends, None) as kvferry:
         two.a.prefill_gate.clear()
-        async with asked(fleet, PROMPT, sse_ping_interval=interval) as quiet:
+        async with asked(kvferry, PROMPT, sse_ping_interval=interval) as quiet:
             two.b.prefill_gate.clear()
-            async with asked(fleet, PROMPT) as other:
+            async with asked(kvferry, PROMPT) as other:
                 for _ in range(3):
                     assert await other.content.readexactly(3) == PING
                 two.a.prefill_gate.set()
@@ -134,10 +136,10 @@ async def test_a_client_can_want_no_pings(two: Two, interval: int) -> None:
 
 
 async def test_a_plain_answer_waits_for_its_end(two: Two) -> None:
-    async with running(two.backends, None) as fleet:
+    async with running(two.backends, None) as kvferry:
         two.a.prefill_gate.clear()
         async with asyncio.TaskGroup() as group:
-            task: asyncio.Task[Answer] = group.create_task(fleet.complete(PROMPT))
+            task: asyncio.Task[Answer] = group.create_task(kvferry.complete(PROMPT))
             await two.a.until(lambda: two.a.slots[0].busy)
             await two.a.go_down()
         answer = await task
@@ -147,22 +149,22 @@ async def test_a_plain_answer_waits_for_its_end(two: Two) -> None:
 
 
 async def test_a_client_that_leaves_after_the_head_leaves_nothing(two: Two) -> None:
-    async with running([("a", two.a.url)], None) as fleet:
+    async with running([("a", two.a.url)], None) as kvferry:
         two.a.prefill_gate.clear()
-        async with asked(fleet, LONG) as response:
+        async with asked(kvferry, LONG) as response:
             assert await response.content.readexactly(3) == PING
             response.close()
         two.a.prefill_gate.set()
-        await fleet.until_quiet()
-        assert (await fleet.complete(LONG)).text == text_of(LONG)
+        await kvferry.until_quiet()
+        assert (await kvferry.complete(LONG)).text == text_of(LONG)
 
 
 async def test_progress_of_the_routers_own_prefill_is_shown(two: Two) -> None:
     """And the answer that follows has the same id."""
-    async with running([("a", two.a.url)], None) as fleet:
+    async with running([("a", two.a.url)], None) as kvferry:
         two.a.prefill_gate.clear()
         async with asked(
-            fleet, LONG, "/v1/chat/completions", model="fake", return_progress=True
+            kvferry, LONG, "/v1/chat/completions", model="fake", return_progress=True
         ) as response:
             line = await response.content.readline()
             while line == PING[:2] or line == b"\n":

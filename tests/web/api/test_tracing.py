@@ -17,7 +17,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from router.core.model import events as ev
 from router.telemetry.tracing import OtelTracing
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 PROMPT = "p" * 300
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -37,9 +37,9 @@ async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
 
 
 @pytest.fixture
-async def fleet(
+async def kvferry(
     fake: FakeLlama, tmp_path: Path, exporter: InMemorySpanExporter
-) -> AsyncIterator[Fleet]:
+) -> AsyncIterator[RunningRouter]:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     async with running([("a", fake.url)], tmp_path, tracing=OtelTracing(provider)) as router:
@@ -64,15 +64,15 @@ def said(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
 
-async def ask(fleet: Fleet, **headers: str) -> Any:
+async def ask(kvferry: RunningRouter, **headers: str) -> Any:
     body = {"prompt": PROMPT, "n_predict": 8, "stream": True, "model": "fake"}
-    return await fleet.post("/v1/completions", body, headers=headers)
+    return await kvferry.post("/v1/completions", body, headers=headers)
 
 
 async def test_where_the_time_of_a_request_went(
-    fleet: Fleet, exporter: InMemorySpanExporter
+    kvferry: RunningRouter, exporter: InMemorySpanExporter
 ) -> None:
-    answer = await ask(fleet)
+    answer = await ask(kvferry)
     root, parts = spans(exporter)
 
     assert (root.name, root.status.status_code) == ("text_completion fake", StatusCode.UNSET)
@@ -101,9 +101,9 @@ async def test_where_the_time_of_a_request_went(
 
 
 async def test_span_is_inside_the_clients_trace(
-    fake: FakeLlama, fleet: Fleet, exporter: InMemorySpanExporter
+    fake: FakeLlama, kvferry: RunningRouter, exporter: InMemorySpanExporter
 ) -> None:
-    await ask(fleet, traceparent=TRACEPARENT, tracestate="x=1")
+    await ask(kvferry, traceparent=TRACEPARENT, tracestate="x=1")
     root, _ = spans(exporter)
     assert root.parent is not None
     assert (f"{ids(root)[0]:032x}", f"{root.parent.span_id:016x}") == (TRACE, PARENT)
@@ -114,15 +114,15 @@ async def test_span_is_inside_the_clients_trace(
 
 
 async def test_one_that_never_got_a_slot(
-    fake: FakeLlama, fleet: Fleet, exporter: InMemorySpanExporter
+    fake: FakeLlama, kvferry: RunningRouter, exporter: InMemorySpanExporter
 ) -> None:
     await fake.go_down()
-    await fleet.until(lambda state: not state["backends"][0]["up"])
-    queue = fleet.router.engine._scheduler.state.queue
-    state = fleet.router.engine._scheduler.state.fleet
+    await kvferry.until(lambda state: not state["backends"][0]["up"])
+    queue = kvferry.router.engine._scheduler.state.queue
+    state = kvferry.router.engine._scheduler.state.inventory
     limits = type(queue.limits)(no_backend_s=0.05)
-    fleet.router.engine.tell(ev.Configured(state.policy, state.catalog.limits, limits))
-    await fleet.post("/v1/embeddings", {"input": PROMPT})
+    kvferry.router.engine.tell(ev.Configured(state.policy, state.catalog.limits, limits))
+    await kvferry.post("/v1/embeddings", {"input": PROMPT})
     root, parts = spans(exporter)
 
     assert (root.name, parts) == ("embeddings", [])
@@ -131,14 +131,14 @@ async def test_one_that_never_got_a_slot(
 
 
 async def test_a_client_that_leaves(
-    fake: FakeLlama, fleet: Fleet, exporter: InMemorySpanExporter
+    fake: FakeLlama, kvferry: RunningRouter, exporter: InMemorySpanExporter
 ) -> None:
     fake.decode_gate.clear()
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(ask(fleet))
+        task = group.create_task(ask(kvferry))
         await fake.until(lambda: fake.slots[0].busy)
         task.cancel()
-        await fleet.until(lambda state: state["slots"][0]["phase"] != "running")
+        await kvferry.until(lambda state: state["slots"][0]["phase"] != "running")
         fake.decode_gate.set()
     root, parts = spans(exporter)
 
@@ -146,16 +146,18 @@ async def test_a_client_that_leaves(
     assert [part.name for part in parts][:2] == PARTS[:2]
 
 
-async def test_no_span_says_what_was_said(fleet: Fleet, exporter: InMemorySpanExporter) -> None:
-    await ask(fleet, Authorization="Bearer xyzzyplugh")
+async def test_no_span_says_what_was_said(
+    kvferry: RunningRouter, exporter: InMemorySpanExporter
+) -> None:
+    await ask(kvferry, Authorization="Bearer xyzzyplugh")
     for span in exporter.get_finished_spans():
         assert PROMPT[:20] not in span.to_json()
         assert "xyzzyplugh" not in span.to_json()
 
 
 async def test_without_it_a_traceparent_passes_through(fake: FakeLlama, tmp_path: Path) -> None:
-    async with running([("a", fake.url)], tmp_path) as fleet:
-        await ask(fleet, traceparent=TRACEPARENT)
+    async with running([("a", fake.url)], tmp_path) as kvferry:
+        await ask(kvferry, traceparent=TRACEPARENT)
     sent = fake.headers["/v1/completions"]
     assert sent["traceparent"] == TRACEPARENT
 
@@ -184,8 +186,8 @@ async def test_to_a_collector(fake: FakeLlama) -> None:
     await site.start()
     endpoint = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"
     yaml = f"tracing: {{endpoint: '{endpoint}'}}"
-    async with running([("a", fake.url)], None, yaml=yaml) as fleet:
-        await ask(fleet)
+    async with running([("a", fake.url)], None, yaml=yaml) as kvferry:
+        await ask(kvferry)
     await runner.cleanup()
 
     (body,) = received

@@ -16,7 +16,7 @@ import pytest_asyncio
 from tests.support.models.tiny_models import tiny_model
 from tests.support.parity.pair import Pair, Seen, assert_equal, client
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.router_fleet import Json, running
+from tests.support.servers.running_router import Json, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,10 +36,10 @@ async def pair(
     model = tiny_model("llama").path
     async with (
         LlamaServer(model, slots=2, ctx=8192, kv_dir=kv_dir, argv=server_argv) as server,
-        running([("a", server.url)], kv_dir) as fleet,
+        running([("a", server.url)], kv_dir) as kvferry,
         client() as session,
     ):
-        yield Pair(server.url, fleet.url, session)
+        yield Pair(server.url, kvferry.url, session)
 
 
 GETS = [

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import Fleet, running
+from tests.support.servers.running_router import RunningRouter, running
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -33,69 +33,77 @@ async def fake() -> AsyncIterator[FakeLlama]:
 
 
 @pytest.fixture
-async def fleet(fake: FakeLlama) -> AsyncIterator[Fleet]:
+async def kvferry(fake: FakeLlama) -> AsyncIterator[RunningRouter]:
     async with running([("a", fake.url)], None, yaml=YAML) as made:
         yield made
 
 
-async def post(fleet: Fleet, raw: bytes, encoding: str = "", path: str = "/completion") -> int:
+async def post(
+    kvferry: RunningRouter, raw: bytes, encoding: str = "", path: str = "/completion"
+) -> int:
     headers = {"Content-Type": "application/json"} | (
         {"Content-Encoding": encoding} if encoding else {}
     )
-    async with fleet.session.post(fleet.url + path, data=BytesIO(raw), headers=headers) as response:
+    async with kvferry.session.post(
+        kvferry.url + path, data=BytesIO(raw), headers=headers
+    ) as response:
         return response.status
 
 
-def held(fleet: Fleet) -> int:
-    return fleet.router.app._bodies.held_bytes
+def held(kvferry: RunningRouter) -> int:
+    return kvferry.router.app._bodies.held_bytes
 
 
-async def test_bodies_in_progress_have_a_limit(fleet: Fleet, fake: FakeLlama) -> None:
+async def test_bodies_in_progress_have_a_limit(kvferry: RunningRouter, fake: FakeLlama) -> None:
     """Beyond it: 503 before the body is read. A client alone may take half of it."""
     fake.prefill_gate.clear()
     large = b'{"prompt": "%b", "n_predict": 1}' % (b"x" * 3_000)
     padded = large[:-1] + b', "x": "%b"}' % (b"y" * 3 * MIB)
     async with asyncio.TaskGroup() as group:
-        first = group.create_task(post(fleet, padded))
-        await fleet.until(lambda _: held(fleet) == len(padded))
-        async with fleet.session.post(fleet.url + "/completion", data=BytesIO(padded)) as response:
+        first = group.create_task(post(kvferry, padded))
+        await kvferry.until(lambda _: held(kvferry) == len(padded))
+        async with kvferry.session.post(
+            kvferry.url + "/completion", data=BytesIO(padded)
+        ) as response:
             told = await response.json()
             assert response.status == 503
             assert response.headers["Retry-After"] == "1"
             assert "limits.body_memory" in told["error"]["message"]
-        assert held(fleet) == len(padded)
-        small = group.create_task(post(fleet, BODY))
-        await fleet.until(lambda _: held(fleet) == len(padded) + len(BODY))
+        assert held(kvferry) == len(padded)
+        small = group.create_task(post(kvferry, BODY))
+        await kvferry.until(lambda _: held(kvferry) == len(padded) + len(BODY))
         fake.prefill_gate.set()
     assert [await first, await small] == [200, 200]
-    await fleet.until(lambda _: held(fleet) == 0)
+    await kvferry.until(lambda _: held(kvferry) == 0)
 
 
 @pytest.mark.parametrize("target", ["GET /kvferry/health", "GET /metrics", "POST /kvferry/reload"])
-async def test_body_of_a_route_that_takes_none_is_not_read(fleet: Fleet, target: str) -> None:
+async def test_body_of_a_route_that_takes_none_is_not_read(
+    kvferry: RunningRouter, target: str
+) -> None:
     """It would take memory from all clients, also for one without a key."""
-    reader, writer = await fleet.connect()
+    reader, writer = await kvferry.connect()
     head = f"{target} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {8 * MIB}\r\n\r\n"
     writer.write(head.encode())
     assert (await reader.readline()).split()[1] != b"503"
-    assert held(fleet) == 0
+    assert held(kvferry) == 0
     writer.close()
 
 
-async def test_what_was_counted_is_given_back(fleet: Fleet, fake: FakeLlama) -> None:
+async def test_what_was_counted_is_given_back(kvferry: RunningRouter, fake: FakeLlama) -> None:
     """After each kind of end: answered, refused, too large, broken, and left by its client."""
-    assert await post(fleet, BODY) == 200
-    assert await post(fleet, b"{bad") == 400
-    assert await post(fleet, b"x" * 5 * MIB) == 413
-    assert await post(fleet, b"x" * 100, "gzip") == 400
+    assert await post(kvferry, BODY) == 200
+    assert await post(kvferry, b"{bad") == 400
+    assert await post(kvferry, b"x" * 5 * MIB) == 413
+    assert await post(kvferry, b"x" * 100, "gzip") == 400
     fake.prefill_gate.clear()
     async with asyncio.TaskGroup() as group:
-        leaving = group.create_task(post(fleet, BODY))
-        await fleet.until(lambda _: held(fleet) > 0)
+        leaving = group.create_task(post(kvferry, BODY))
+        await kvferry.until(lambda _: held(kvferry) > 0)
         leaving.cancel()
     fake.prefill_gate.set()
-    await fleet.until(lambda _: held(fleet) == 0)
-    assert not fleet.router.app._bodies._held
+    await kvferry.until(lambda _: held(kvferry) == 0)
+    assert not kvferry.router.app._bodies._held
 
 
 PACKED: dict[str, Callable[[bytes], bytes]] = {
@@ -106,29 +114,31 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("encoding", PACKED)
-async def test_compressed_bodies(fleet: Fleet, encoding: str) -> None:
+async def test_compressed_bodies(kvferry: RunningRouter, encoding: str) -> None:
     """The Codex client sends zstd."""
     pack = PACKED[encoding]
-    assert await post(fleet, pack(BODY), encoding) == 200
-    assert await post(fleet, pack(BODY), encoding.upper()) == 200
+    assert await post(kvferry, pack(BODY), encoding) == 200
+    assert await post(kvferry, pack(BODY), encoding.upper()) == 200
     bomb = BODY[:-1] + b', "x": "%b"}' % (b"y" * 3 * MIB)
-    assert await post(fleet, pack(bomb), encoding) == 413
+    assert await post(kvferry, pack(bomb), encoding) == 413
     random = BODY[:-1] + b', "x": "%b"}' % os.urandom(MIB).hex().encode()
-    assert await post(fleet, pack(random), encoding) == 200
-    await fleet.until(lambda _: held(fleet) == 0)
+    assert await post(kvferry, pack(random), encoding) == 200
+    await kvferry.until(lambda _: held(kvferry) == 0)
 
 
 @pytest.mark.parametrize("encoding", ["br", "compress", "gzip, gzip", "x"])
-async def test_other_encodings_are_named_in_the_error(fleet: Fleet, encoding: str) -> None:
+async def test_other_encodings_are_named_in_the_error(
+    kvferry: RunningRouter, encoding: str
+) -> None:
     headers = {"Content-Encoding": encoding}
-    async with fleet.session.post(
-        fleet.url + "/completion", data=BODY, headers=headers, skip_auto_headers=["Content-Type"]
+    async with kvferry.session.post(
+        kvferry.url + "/completion", data=BODY, headers=headers, skip_auto_headers=["Content-Type"]
     ) as response:
         assert response.status == 415
         assert "gzip, deflate, zstd" in (await response.json())["error"]["message"]
 
 
-async def test_the_memory_of_the_process_stays_within_the_limit(fleet: Fleet) -> None:
+async def test_the_memory_of_the_process_stays_within_the_limit(kvferry: RunningRouter) -> None:
     """Twelve requests of 64 KB took 6.4 GB."""
     bomb = gzip.compress(b"a" * 63 * MIB)
     before = _resident_bytes()
@@ -136,7 +146,7 @@ async def test_the_memory_of_the_process_stays_within_the_limit(fleet: Fleet) ->
 
         async def send() -> int:
             async with session.post(
-                fleet.url + "/completion", data=bomb, headers={"Content-Encoding": "gzip"}
+                kvferry.url + "/completion", data=bomb, headers={"Content-Encoding": "gzip"}
             ) as response:
                 return response.status
 
@@ -154,9 +164,11 @@ def _resident_bytes() -> int:
 @pytest.mark.parametrize(
     "path", ["//completion", "/v1//completions", "/x/../completion", "/./infill"]
 )
-async def test_a_path_that_a_proxy_would_mend_takes_no_slot(fleet: Fleet, path: str) -> None:
+async def test_a_path_that_a_proxy_would_mend_takes_no_slot(
+    kvferry: RunningRouter, path: str
+) -> None:
     """Behind a proxy that drops empty segments it would run in a slot that nothing has leased."""
-    host, port = fleet.url.removeprefix("http://").split(":")
+    host, port = kvferry.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
     writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.recorder import Recorder, exchange
-from tests.support.servers.router_fleet import Fleet, Json, running
+from tests.support.servers.running_router import Json, RunningRouter, running
 from tests.web.server.test_smuggling import seen_by, statuses
 
 # Characters with a meaning in a head, a path, a file name, a shell, a log line or a page.
@@ -63,15 +63,15 @@ def get(target: bytes, *fields: bytes) -> bytes:
 
 @pytest.mark.parametrize("name", [b"x-request-id", b"Origin", b"Authorization", b"x-session-id"])
 @pytest.mark.asyncio(loop_scope="module")
-async def test_headers(backend: Recorder, fleet: Fleet, name: bytes) -> None:
+async def test_headers(backend: Recorder, kvferry: RunningRouter, name: bytes) -> None:
     """Headers that are echoed, logged or compared, on the router's own and on forwarded routes."""
     for value in ALWAYS:
-        told = await own_head_is_clean(fleet.url, get(b"/slots", name + b": " + value), backend)
+        told = await own_head_is_clean(kvferry.url, get(b"/slots", name + b": " + value), backend)
         assert told == [403], value
 
     async def ask(value: bytes) -> None:
         for target in (b"/x", b"/kvferry/state", b"/slots"):
-            await own_head_is_clean(fleet.url, get(target, name + b": " + value), backend)
+            await own_head_is_clean(kvferry.url, get(target, name + b": " + value), backend)
 
     await asyncio.to_thread(fuzzed_in, asyncio.get_running_loop(), RAW, ask)
 
@@ -92,11 +92,11 @@ async def test_headers(backend: Recorder, fleet: Fleet, name: bytes) -> None:
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")
-async def test_targets(backend: Recorder, fleet: Fleet, path: bytes) -> None:
+async def test_targets(backend: Recorder, kvferry: RunningRouter, path: bytes) -> None:
     async def ask(value: bytes) -> None:
-        await own_head_is_clean(fleet.url, get(path + value), backend)
+        await own_head_is_clean(kvferry.url, get(path + value), backend)
         escaped = b"".join(b"%%%02x" % byte for byte in value)
-        await own_head_is_clean(fleet.url, get(path + escaped), backend)
+        await own_head_is_clean(kvferry.url, get(path + escaped), backend)
 
     for value in ALWAYS:
         await ask(value)
@@ -124,7 +124,9 @@ JSON = st.recursive(
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")
-async def test_bodies(backend: Recorder, fleet: Fleet, path: bytes, keys: tuple[str, ...]) -> None:
+async def test_bodies(
+    backend: Recorder, kvferry: RunningRouter, path: bytes, keys: tuple[str, ...]
+) -> None:
     made = st.fixed_dictionaries({}, optional=dict.fromkeys(keys, JSON)).map(
         lambda body: json.dumps(body).encode()
     )
@@ -132,7 +134,7 @@ async def test_bodies(backend: Recorder, fleet: Fleet, path: bytes, keys: tuple[
     async def ask(value: bytes) -> None:
         head = b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" % path
         fields = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(value)
-        await own_head_is_clean(fleet.url, head + fields + value, backend)
+        await own_head_is_clean(kvferry.url, head + fields + value, backend)
 
     await asyncio.to_thread(fuzzed_in, asyncio.get_running_loop(), made, ask)
 
@@ -185,9 +187,9 @@ async def test_no_address_gets_out(tmp_path: Path, fault: str) -> None:
         there = [] if fault == "never there" else ["a"]
         if not there:
             await fake.go_down()
-        async with running([("a", fake.url)], kv_dir, yaml=yaml, wait_for=[]) as fleet:
+        async with running([("a", fake.url)], kv_dir, yaml=yaml, wait_for=[]) as kvferry:
             async with asyncio.timeout(60):
-                while there and (await fleet.get("/kvferry/health")).status != 200:
+                while there and (await kvferry.get("/kvferry/health")).status != 200:
                     pass
             if fault == "down":
                 await fake.go_down()
@@ -197,9 +199,9 @@ async def test_no_address_gets_out(tmp_path: Path, fault: str) -> None:
             answers = []
             for method, path in ASKED:
                 sent: Json = {"json": body | {"model": "m"}} if method == "POST" else {}
-                async with fleet.session.request(method, fleet.url + path, **sent) as response:
+                async with kvferry.session.request(method, kvferry.url + path, **sent) as response:
                     answers.append((response.status, dict(response.headers), await response.read()))
-            answers.append((0, {}, (await fleet.get("/kvferry/health")).body))
+            answers.append((0, {}, (await kvferry.get("/kvferry/health")).body))
             if fault in ("down", "never there"):
                 await fake.come_up()
     told = repr(answers)
@@ -214,15 +216,15 @@ async def test_no_file_is_named_by_a_client(tmp_path: Path) -> None:
     headers = {"x-request-id": "kvf-evil", "x-session-id": "../kvf-evil"}
     async with (
         FakeLlama(kv_dir=tmp_path) as fake,
-        running([("a", fake.url)], tmp_path) as fleet,
+        running([("a", fake.url)], tmp_path) as kvferry,
     ):
-        answer = await fleet.post(
+        answer = await kvferry.post(
             "/completion",
             {"prompt": odd * 20, "model": odd, "user": odd, "filename": odd, "n_predict": 2},
             headers=headers,
         )
         assert answer.status == 200
-        await fleet.until(lambda state: state["snapshots"]["count"] >= 1)
+        await kvferry.until(lambda state: state["snapshots"]["count"] >= 1)
         names = sorted(path.name for path in tmp_path.rglob("*"))  # noqa: ASYNC240 - a test's own
         assert [name for name in names if "evil" in name] == []
         known = r"kvf-[0-9a-f]{32}\.(kv|part|json|json\.new)|kvferry.*"

@@ -16,7 +16,7 @@ from router.engine.loop_throttle import LoopThrottle
 from router.web.server.listener import Listener, _Connection, client_of
 from router.web.server.settings import Settings
 from tests.support.servers.recorder import exchange
-from tests.support.servers.router_fleet import PATIENCE_S, Fleet, Json, running
+from tests.support.servers.running_router import PATIENCE_S, Json, RunningRouter, running
 from tests.web.server.test_smuggling import get, statuses
 
 GOOD = get(b"GET /kvferry/health HTTP/1.1", b"Host: x\r\nConnection: close\r\n")
@@ -24,11 +24,11 @@ KEPT = get(b"GET /kvferry/health HTTP/1.1")
 
 
 @asynccontextmanager
-async def limited(limits: str) -> AsyncIterator[Fleet]:
+async def limited(limits: str) -> AsyncIterator[RunningRouter]:
     async with running(
         [("a", "http://127.0.0.1:9")], None, yaml=f"limits: {{{limits}}}", wait_for=[]
-    ) as fleet:
-        yield fleet
+    ) as kvferry:
+        yield kvferry
 
 
 def error_in(answer: bytes) -> Json:
@@ -63,10 +63,10 @@ def error_in(answer: bytes) -> Json:
 )
 async def test_the_head_of_a_request(limits: str, raw: bytes, status: int, key: str) -> None:
     """The last case: aiohttp reports a size only; for equal limits the error names `max_header`."""
-    async with limited(limits) as fleet:
-        error = error_in(await exchange(fleet.url, raw))
-        fits = statuses(await exchange(fleet.url, GOOD))
-        metrics = await fleet.metrics()
+    async with limited(limits) as kvferry:
+        error = error_in(await exchange(kvferry.url, raw))
+        fits = statuses(await exchange(kvferry.url, GOOD))
+        metrics = await kvferry.metrics()
 
     assert (error["code"], error["type"]) == (status, "invalid_request_error")
     assert key in error["message"]
@@ -75,11 +75,11 @@ async def test_the_head_of_a_request(limits: str, raw: bytes, status: int, key: 
 
 
 async def test_what_just_fits() -> None:
-    async with limited("max_request_line: 100, max_header: 100, max_headers: 5") as fleet:
+    async with limited("max_request_line: 100, max_header: 100, max_headers: 5") as kvferry:
         line = get(b"GET /kvferry/health?" + b"x" * 79 + b" HTTP/1.1", b"Host: x\r\n")
         fields = b"A: " + b"x" * 99 + b"\r\nB: b\r\nC: c\r\nConnection: close\r\n\r\n"
 
-        assert statuses(await exchange(fleet.url, line[:-2] + fields)) == [503]
+        assert statuses(await exchange(kvferry.url, line[:-2] + fields)) == [503]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ async def test_what_just_fits() -> None:
 )
 async def test_a_head_that_drips(raw: bytes) -> None:
     """Each byte comes in time and the head too late: the time counts from the head's first byte."""
-    async with limited("header_timeout: 300ms, keep_alive_timeout: 1m") as fleet:
-        reader, writer = await fleet.connect()
+    async with limited("header_timeout: 300ms, keep_alive_timeout: 1m") as kvferry:
+        reader, writer = await kvferry.connect()
         writer.write(raw)
         if raw:
             await reader.readuntil(b"}}")
@@ -151,12 +151,12 @@ IDLE: dict[str, tuple[Packets, list[int]]] = {
 }
 
 
-async def sent(fleet: Fleet, packets: Packets, wait_s: float) -> tuple[list[int], bool]:
+async def sent(kvferry: RunningRouter, packets: Packets, wait_s: float) -> tuple[list[int], bool]:
     """Send packets one by one, the first with the connection; return the statuses of the answers.
 
     Also return whether the connection was closed within `wait_s` seconds of the last packet.
     """
-    host, port = fleet.url.removeprefix("http://").split(":")
+    host, port = kvferry.url.removeprefix("http://").split(":")
     raw = socket.create_connection((host, int(port)))  # blocking: the loop runs only after sendall
     raw.sendall(packets[0])
     reader, writer = await asyncio.open_connection(sock=raw)
@@ -173,9 +173,9 @@ async def sent(fleet: Fleet, packets: Packets, wait_s: float) -> tuple[list[int]
 
 
 async def all_sent(cases: dict[str, tuple[Packets, list[int]]], wait_s: float) -> Json:
-    async with limited("header_timeout: 300ms, keep_alive_timeout: 1m") as fleet:
+    async with limited("header_timeout: 300ms, keep_alive_timeout: 1m") as kvferry:
         found = await asyncio.gather(
-            *(sent(fleet, packets, wait_s) for packets, _ in cases.values())
+            *(sent(kvferry, packets, wait_s) for packets, _ in cases.values())
         )
     return dict(zip(cases, found, strict=True))
 
@@ -230,8 +230,8 @@ async def test_half_a_head_while_an_answer_is_made() -> None:
 
 async def test_a_head_that_comes_in_time_and_a_slow_answer() -> None:
     """The timeout is for the head alone: the body and the next head may come later."""
-    async with limited("header_timeout: 200ms, body_timeout: 1m") as fleet:
-        reader, writer = await fleet.connect()
+    async with limited("header_timeout: 200ms, body_timeout: 1m") as kvferry:
+        reader, writer = await kvferry.connect()
         writer.write(b"POST /kvferry/plan HTTP/1.1\r\nHost: x\r\nContent-Le")
         await asyncio.sleep(0.05)
         writer.write(b"ngth: 1\r\n\r\n")
@@ -248,8 +248,8 @@ async def test_a_head_that_comes_in_time_and_a_slow_answer() -> None:
 @pytest.mark.parametrize("raw", [b"", KEPT], ids=["before the first", "after an answer"])
 async def test_a_connection_without_a_request(raw: bytes) -> None:
     """An idle connection is closed without an error: there is no request to answer."""
-    async with limited("keep_alive_timeout: 200ms") as fleet:
-        answer = await exchange(fleet.url, raw)
+    async with limited("keep_alive_timeout: 200ms") as kvferry:
+        answer = await exchange(kvferry.url, raw)
 
     assert statuses(answer) == ([503] if raw else [])
 
@@ -257,12 +257,12 @@ async def test_a_connection_without_a_request(raw: bytes) -> None:
 @pytest.mark.parametrize("key", ["connections", "connections_per_client"])
 async def test_one_connection_too_many(key: str) -> None:
     """The refused client gets the reason; once a connection is closed there is room again."""
-    async with limited(f"{key}: 2") as fleet:
-        open_ = [await fleet.connect() for _ in range(2)]
+    async with limited(f"{key}: 2") as kvferry:
+        open_ = [await kvferry.connect() for _ in range(2)]
         for reader, writer in open_:
             writer.write(KEPT)
             await reader.readuntil(b"}}")
-        error = error_in(await exchange(fleet.url, b""))
+        error = error_in(await exchange(kvferry.url, b""))
         assert (error["code"], error["type"]) == (503, "unavailable_error")
         assert f"limits.{key})" in error["message"]
 
@@ -272,10 +272,10 @@ async def test_one_connection_too_many(key: str) -> None:
         open_[0][1].close()
         await open_[0][1].wait_closed()
         async with asyncio.timeout(10):
-            while error_or_good(await exchange(fleet.url, GOOD)) != "no backend":
+            while error_or_good(await exchange(kvferry.url, GOOD)) != "no backend":
                 pass
         open_[1][1].close()
-        assert (await fleet.metrics())[
+        assert (await kvferry.metrics())[
             'kvferry_requests_total{outcome="too_many_connections"}'
         ] >= 1
 
@@ -361,8 +361,8 @@ async def test_request_that_waits_for_its_turn_is_answered() -> None:
     came = asyncio.Event()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LoopThrottle, "_has_room", lambda _: came.set())
-        async with limited("connections: 10") as fleet:
-            reader, writer = await fleet.connect()
+        async with limited("connections: 10") as kvferry:
+            reader, writer = await kvferry.connect()
             writer.write(KEPT)
             async with asyncio.timeout(PATIENCE_S):
                 await came.wait()

@@ -7,7 +7,7 @@ used again.
 import pytest
 
 from tests.support.servers.recorder import Recorder, exchange, plain
-from tests.support.servers.router_fleet import Fleet
+from tests.support.servers.running_router import RunningRouter
 from tests.web.server.test_smuggling import get, statuses
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -92,9 +92,9 @@ def first(answer: bytes) -> tuple[bytes, bytes]:
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_no_answer(backend: Recorder, fleet: Fleet, name: str) -> None:
+async def test_what_is_no_answer(backend: Recorder, kvferry: RunningRouter, name: str) -> None:
     backend.answers = {b"/odd": BROKEN[name]}
-    answer = await exchange(fleet.url, ASK + LAST)
+    answer = await exchange(kvferry.url, ASK + LAST)
 
     assert statuses(answer) == [502, 200]
     assert b"stolen" not in answer
@@ -104,10 +104,12 @@ async def test_what_is_no_answer(backend: Recorder, fleet: Fleet, name: str) -> 
 
 @pytest.mark.parametrize("name", ONE)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_more_than_an_answer(backend: Recorder, fleet: Fleet, name: str) -> None:
+async def test_what_is_more_than_an_answer(
+    backend: Recorder, kvferry: RunningRouter, name: str
+) -> None:
     raw, status, wanted = ONE[name]
     backend.answers = {b"/odd": raw}
-    answer = await exchange(fleet.url, ASK + LAST)
+    answer = await exchange(kvferry.url, ASK + LAST)
 
     head, body = first(answer)
     assert statuses(answer) == [status, 200]
@@ -122,31 +124,31 @@ async def test_what_is_more_than_an_answer(backend: Recorder, fleet: Fleet, name
 @pytest.mark.parametrize("more", [SECOND, SECOND[:30], plain(b""), b"more"])
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_connection_that_said_too_much(
-    backend: Recorder, fleet: Fleet, more: bytes
+    backend: Recorder, kvferry: RunningRouter, more: bytes
 ) -> None:
     """The connection is not used again: the surplus bytes would answer the next request."""
     backend.answers = {b"/odd": plain(b"mine") + more}
-    assert (await fleet.get("/odd")).body == b"mine"
-    assert (await fleet.get("/next")).body == b"{}"
+    assert (await kvferry.get("/odd")).body == b"mine"
+    assert (await kvferry.get("/next")).body == b"{}"
 
     first, second = backend.came_on[-2:]
     assert first != second
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_connection_that_is_used_again(backend: Recorder, fleet: Fleet) -> None:
+async def test_a_connection_that_is_used_again(backend: Recorder, kvferry: RunningRouter) -> None:
     """Connections are reused by default; otherwise the test above would prove nothing."""
     backend.answers = {}
     for _ in range(5):
-        assert (await fleet.get("/next")).body == b"{}"
+        assert (await kvferry.get("/next")).body == b"{}"
 
     assert len(set(backend.came_on[-5:])) < 5
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_body_for_a_head(backend: Recorder, fleet: Fleet) -> None:
+async def test_a_body_for_a_head(backend: Recorder, kvferry: RunningRouter) -> None:
     backend.answers = {b"/odd": plain(b"mine")}
-    answer = await exchange(fleet.url, ASK.replace(b"GET", b"HEAD") + LAST)
+    answer = await exchange(kvferry.url, ASK.replace(b"GET", b"HEAD") + LAST)
 
     head, _, rest = answer.partition(b"\r\n\r\n")
     assert b"Content-Length: 4" in head
@@ -157,27 +159,27 @@ async def test_a_body_for_a_head(backend: Recorder, fleet: Fleet) -> None:
 @pytest.mark.parametrize("late", [SECOND, SECOND[:30], b"x", b"\r\n"])
 @pytest.mark.asyncio(loop_scope="module")
 async def test_bytes_on_a_connection_that_is_kept(
-    backend: Recorder, fleet: Fleet, late: bytes
+    backend: Recorder, kvferry: RunningRouter, late: bytes
 ) -> None:
     """The bytes were not requested: the next request must not get them."""
     backend.answers = {}
-    assert (await fleet.get("/first")).body == b"{}"
+    assert (await kvferry.get("/first")).body == b"{}"
     await backend.say(late)
     before = backend.connections
 
-    assert (await fleet.get("/next")).body == b"{}"
+    assert (await kvferry.get("/next")).body == b"{}"
     assert backend.connections > before
 
 
 @pytest.mark.parametrize("sent", [plain(b"whole")[:-2], OK + CHUNKED + b"\r\n5\r\nwho"])
 @pytest.mark.asyncio(loop_scope="module")
-async def test_half_an_answer(backend: Recorder, fleet: Fleet, sent: bytes) -> None:
+async def test_half_an_answer(backend: Recorder, kvferry: RunningRouter, sent: bytes) -> None:
     """The head has been sent on already.
 
     The connection is broken off, so that later bytes are not taken for the rest of the answer.
     """
     backend.answers, backend.then_close = {b"/odd": sent}, True
-    answer = await exchange(fleet.url, ASK + LAST)
+    answer = await exchange(kvferry.url, ASK + LAST)
     backend.then_close = False
 
     assert answer.count(b"HTTP/1.1") == 1

@@ -13,7 +13,7 @@ import pytest
 
 from router.web.server.relayed_response import HOP_BY_HOP
 from tests.support.servers.recorder import Recorder, exchange
-from tests.support.servers.router_fleet import Fleet
+from tests.support.servers.running_router import RunningRouter
 
 LAST = b"GET /last HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 Seen = list[tuple[bytes, bytes, bytes]]
@@ -254,13 +254,13 @@ def statuses(answer: bytes) -> list[int]:
 
 @pytest.mark.parametrize("we", We)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_a_backend_sees(backend: Recorder, fleet: Fleet, we: We) -> None:
+async def test_what_a_backend_sees(backend: Recorder, kvferry: RunningRouter, we: We) -> None:
     wrong = []
     for name, (raw, what) in CASES.items():
         if what is not we:
             continue
         backend.requests.clear()
-        answer = await exchange(fleet.url, raw + LAST)
+        answer = await exchange(kvferry.url, raw + LAST)
         reading, seen, told = strict(raw + LAST), seen_by(backend), statuses(answer)
         if not is_as_expected(we, reading, seen, told):
             wrong.append((name, reading.refused, seen, told))
@@ -283,11 +283,11 @@ def is_as_expected(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_comes_with_a_refusal(backend: Recorder, fleet: Fleet) -> None:
+async def test_what_comes_with_a_refusal(backend: Recorder, kvferry: RunningRouter) -> None:
     """Bytes behind a refused request are not read; one before it in the packet is refused, too."""
     backend.requests.clear()
     good = get(b"GET /good HTTP/1.1")
-    answer = await exchange(fleet.url, good + post(b"Content-Length: +2\r\n", b"{}") + LAST)
+    answer = await exchange(kvferry.url, good + post(b"Content-Length: +2\r\n", b"{}") + LAST)
 
     assert statuses(answer) == [400]
     assert seen_by(backend) == []
@@ -303,10 +303,12 @@ async def test_what_comes_with_a_refusal(backend: Recorder, fleet: Fleet) -> Non
     ids=["none", "length", "chunked"],
 )
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_upgrade_is_declined(backend: Recorder, fleet: Fleet, raw: bytes) -> None:
+async def test_an_upgrade_is_declined(
+    backend: Recorder, kvferry: RunningRouter, raw: bytes
+) -> None:
     """The connection stays HTTP/1.1. JDK clients ask for HTTP/2 with each first request."""
     backend.requests.clear()
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(fleet.url.rpartition(":")[2]))
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(kvferry.url.rpartition(":")[2]))
     writer.write(raw)
     first = await reader.readuntil(b"{}")
     writer.write(LAST)
@@ -329,22 +331,26 @@ async def test_an_upgrade_is_declined(backend: Recorder, fleet: Fleet, raw: byte
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")
-async def test_with_nothing_behind_it(backend: Recorder, fleet: Fleet, raw: bytes) -> None:
+async def test_with_nothing_behind_it(
+    backend: Recorder, kvferry: RunningRouter, raw: bytes
+) -> None:
     """Input that the parser rejects only when more follows is refused by itself, too."""
     backend.requests.clear()
 
-    assert statuses(await exchange(fleet.url, raw))[0] in (400, 405)
+    assert statuses(await exchange(kvferry.url, raw))[0] in (400, 405)
     assert seen_by(backend) == []
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_headers_that_a_client_names_in_connection(backend: Recorder, fleet: Fleet) -> None:
+async def test_headers_that_a_client_names_in_connection(
+    backend: Recorder, kvferry: RunningRouter
+) -> None:
     """Headers named in `Connection` are for the next hop alone: the router."""
     backend.requests.clear()
     fields = (
         b"Host: x\r\nConnection: close, X-Hop, x-OTHER\r\nx-hop: a\r\nX-Other: b\r\nX-Stays: c\r\n"
     )
-    await exchange(fleet.url, get(b"GET /x HTTP/1.1", fields))
+    await exchange(kvferry.url, get(b"GET /x HTTP/1.1", fields))
 
     ((_, headers, _),) = backend.requests
     names = {name.lower() for name, _ in headers}
@@ -353,12 +359,14 @@ async def test_headers_that_a_client_names_in_connection(backend: Recorder, flee
 
 @pytest.mark.parametrize("path", [b"/completion", b"/v1/chat/completions", b"/embeddings"])
 @pytest.mark.asyncio(loop_scope="module")
-async def test_requests_that_take_a_slot(backend: Recorder, fleet: Fleet, path: bytes) -> None:
+async def test_requests_that_take_a_slot(
+    backend: Recorder, kvferry: RunningRouter, path: bytes
+) -> None:
     """The router rewrites these bodies: the length is that of the body it sends."""
     backend.requests.clear()
     body = b'{"prompt": "x", "messages": [{"role": "user", "content": "x"}], "id_slot": 0}'
     raw = post(b"Transfer-Encoding: chunked\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
-    answer = await exchange(fleet.url, raw.replace(b"/x", path, 1) + LAST)
+    answer = await exchange(kvferry.url, raw.replace(b"/x", path, 1) + LAST)
 
     assert statuses(answer) == [200, 200]
     assert [target for _, target, _ in seen_by(backend)] == [path, b"/last"]

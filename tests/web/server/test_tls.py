@@ -23,7 +23,7 @@ from router.tools.console.client import CallError, connected
 from router.tools.doctor.check import check_text
 from router.web.server import tls
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.router_fleet import configuration_text, running
+from tests.support.servers.running_router import configuration_text, running
 
 
 @pytest.fixture(autouse=True)
@@ -95,25 +95,25 @@ async def asks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> by
 async def test_a_client_that_trusts_the_issuer(files: Files) -> None:
     """Both addresses use TLS: operators' tokens travel over the second."""
     yaml = files.yaml + "\nadmin: {listen: '127.0.0.1:0'}"
-    async with running(NO_TENANT, None, yaml=yaml, wait_for=[]) as fleet:
-        assert fleet.url.startswith("https://")
-        assert fleet.router.admin_url is not None
-        for url in (fleet.url, fleet.router.admin_url):
-            async with fleet.session.get(url + "/kvferry/health", ssl=files.client()) as response:
+    async with running(NO_TENANT, None, yaml=yaml, wait_for=[]) as kvferry:
+        assert kvferry.url.startswith("https://")
+        assert kvferry.router.admin_url is not None
+        for url in (kvferry.url, kvferry.router.admin_url):
+            async with kvferry.session.get(url + "/kvferry/health", ssl=files.client()) as response:
                 assert "status" in await response.json()
         with pytest.raises(ssl.SSLCertVerificationError):
-            await handshake(fleet.url, ssl.create_default_context())
+            await handshake(kvferry.url, ssl.create_default_context())
 
 
 async def test_what_a_command_says_that_speaks_otherwise(files: Files) -> None:
     """Regression: an unknown issuer was reported as "Operation not permitted"."""
     async with (
-        running(NO_TENANT, None, yaml=files.yaml, wait_for=[]) as fleet,
+        running(NO_TENANT, None, yaml=files.yaml, wait_for=[]) as kvferry,
         FakeLlama() as plain,
     ):
         for url, why in (
-            (fleet.url, "its certificate is not accepted: .*SSL_CERT_FILE=FILE"),
-            (fleet.url.replace("https:", "http:"), r"closed the connection; is it https://\?"),
+            (kvferry.url, "its certificate is not accepted: .*SSL_CERT_FILE=FILE"),
+            (kvferry.url.replace("https:", "http:"), r"closed the connection; is it https://\?"),
             (plain.url.replace("http:", "https:"), r"does not accept TLS here, .*; try http://"),
         ):
             async with connected(url) as router:
@@ -123,7 +123,7 @@ async def test_what_a_command_says_that_speaks_otherwise(files: Files) -> None:
 
 async def test_old_versions_are_refused(files: Files) -> None:
     assert tls.server_context().minimum_version is ssl.TLSVersion.TLSv1_2
-    async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[]) as fleet:
+    async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[]) as kvferry:
         for version, works in (
             (ssl.TLSVersion.TLSv1_1, False),
             (ssl.TLSVersion.TLSv1_2, True),
@@ -134,7 +134,7 @@ async def test_old_versions_are_refused(files: Files) -> None:
                 client.minimum_version = client.maximum_version = version
             client.set_ciphers("ALL:@SECLEVEL=0")
             try:
-                _, writer, _ = await handshake(fleet.url, client)
+                _, writer, _ = await handshake(kvferry.url, client)
                 writer.close()
                 assert works
             except (ssl.SSLError, ConnectionError):
@@ -143,21 +143,21 @@ async def test_old_versions_are_refused(files: Files) -> None:
 
 async def test_plain_http_on_the_port_of_tls(files: Files) -> None:
     """The client gets no answer, and the next client is served."""
-    async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[]) as fleet:
-        port = int(fleet.url.rpartition(":")[2])
+    async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[]) as kvferry:
+        port = int(kvferry.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert not (await reader.read()).startswith(b"HTTP")
         writer.close()
-        reader, writer, _ = await handshake(fleet.url, files.client())
+        reader, writer, _ = await handshake(kvferry.url, files.client())
         assert await asks(reader, writer) == b"503"
         writer.close()
 
 
 async def test_a_handshake_that_is_never_finished(files: Files) -> None:
     yaml = files.yaml + "\nlimits: {header_timeout: 300ms}"
-    async with running(NO_TENANT, None, yaml=yaml, wait_for=[]) as fleet:
-        port = int(fleet.url.rpartition(":")[2])
+    async with running(NO_TENANT, None, yaml=yaml, wait_for=[]) as kvferry:
+        port = int(kvferry.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"\x16\x03\x01")
         async with asyncio.timeout(20):
@@ -172,19 +172,19 @@ async def test_a_renewed_certificate(files: Files, tmp_path: Path) -> None:
     """
     path = tmp_path / "kvferry.yaml"
     path.write_text(configuration_text(NO_TENANT, None, yaml=files.yaml))
-    async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[], path=path) as fleet:
-        reader, writer, first = await handshake(fleet.url, files.client())
+    async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[], path=path) as kvferry:
+        reader, writer, first = await handshake(kvferry.url, files.client())
         files.renew()
-        _, other, still = await handshake(fleet.url, files.client())
+        _, other, still = await handshake(kvferry.url, files.client())
         other.close()
-        await fleet.router.reload()
-        _, other, renewed = await handshake(fleet.url, files.client())
+        await kvferry.router.reload()
+        _, other, renewed = await handshake(kvferry.url, files.client())
         other.close()
         moved = Files(tmp_path / "moved.pem", tmp_path / "moved.key", files.ca)
         moved.renew()
         path.write_text(configuration_text(NO_TENANT, None, yaml=moved.yaml))
-        told = await fleet.router.reload()
-        _, other, elsewhere = await handshake(fleet.url, files.client())
+        told = await kvferry.router.reload()
+        _, other, elsewhere = await handshake(kvferry.url, files.client())
         other.close()
 
         assert await asks(reader, writer) == b"503"
@@ -198,15 +198,15 @@ async def test_a_renewed_certificate(files: Files, tmp_path: Path) -> None:
 async def test_a_reload_with_files_that_do_not_fit(files: Files, tmp_path: Path) -> None:
     path = tmp_path / "kvferry.yaml"
     path.write_text(configuration_text(NO_TENANT, None, yaml=files.yaml))
-    async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[], path=path) as fleet:
-        _, writer, before = await handshake(fleet.url, files.client())
+    async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[], path=path) as kvferry:
+        _, writer, before = await handshake(kvferry.url, files.client())
         writer.close()
         key = files.key.read_bytes()
         files.renew()
         files.key.write_bytes(key)
         with pytest.raises(Exception, match=r"tls\.key: .* is not the key of"):
-            await fleet.router.reload()
-        _, writer, after = await handshake(fleet.url, files.client())
+            await kvferry.router.reload()
+        _, writer, after = await handshake(kvferry.url, files.client())
         writer.close()
 
     assert before == after
@@ -215,9 +215,9 @@ async def test_a_reload_with_files_that_do_not_fit(files: Files, tmp_path: Path)
 async def test_tls_is_not_switched_on_by_a_reload(files: Files, tmp_path: Path) -> None:
     path = tmp_path / "kvferry.yaml"
     path.write_text(configuration_text(NO_TENANT, None, yaml=files.yaml))
-    async with running(NO_TENANT, None, wait_for=[], path=path) as fleet:
-        told = await fleet.router.reload()
-        assert (await fleet.get("/kvferry/health")).status == 503
+    async with running(NO_TENANT, None, wait_for=[], path=path) as kvferry:
+        told = await kvferry.router.reload()
+        assert (await kvferry.get("/kvferry/health")).status == 503
 
     assert {change["key"] for change in told["needs_restart"]} == {"tls.certificate", "tls.key"}  # type: ignore[attr-defined]
 
@@ -313,8 +313,8 @@ async def test_an_expired_certificate_is_used_with_a_warning(files: Files, tmp_p
     assert code == 0
     assert text.endswith(f"Warning: tls.certificate: {files.certificate}: certificate has expired.")
     with structlog.testing.capture_logs() as log:
-        async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[]) as fleet:
-            assert fleet.url.startswith("https://")
+        async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[]) as kvferry:
+            assert kvferry.url.startswith("https://")
     assert [entry["log_level"] for entry in log if "has expired" in str(entry)] == ["warning"]
 
 

@@ -3,7 +3,7 @@
 import { Timeline, drawReuse, drawTtft, percentiles, promptTokens } from "./charts.js";
 import { Decisions } from "./decisions.js";
 import { Detail } from "./detail.js";
-import { Fleet } from "./fleet.js";
+import { Backends } from "./backends.js";
 import { apply, pictureOf } from "./picture.js";
 import { h, percent, seconds, setText, short, whole } from "./show.js";
 import { fullness, showSnapshots } from "./snapshots.js";
@@ -13,7 +13,7 @@ const CHARTS_MS = 900; // every other event
 const AGAIN_MS = 10_000; // after a refusal, when a browser does not reconnect by itself
 
 const find = (id) => document.getElementById(id);
-const fleet = new Fleet(find("fleet"), find("legend"), find("slots-table"));
+const backends = new Backends(find("backends"), find("legend"), find("slots-table"));
 const decisions = new Decisions(find("decisions"), new Detail(find("detail")));
 const snapshots = { note: find("snapshots-note"), sizes: find("sizes"), top: find("top") };
 
@@ -50,7 +50,7 @@ function connect() {
     const over = change.decisions ?? [];
     over.forEach(note);
     decisions.add(over);
-    if (!paused) fleet.flash(over);
+    if (!paused) backends.flash(over);
     render();
   });
   stream.addEventListener("error", () => {
@@ -78,14 +78,14 @@ function render() {
 }
 
 function show() {
-  const { policy, stopping } = picture.fleet.get("router");
+  const { policy, stopping } = picture.host.get("router");
   setText(find("policy"), stopping ? `${policy}, stopping` : policy);
-  showServers(picture.fleet.get("servers").items);
-  showHosts(picture.fleet.get("hosts").items);
-  fleet.show(picture);
+  showServers(picture.host.get("servers").items);
+  showHosts(picture.host.get("hosts").items);
+  backends.show(picture);
   decisions.show();
-  const store = picture.fleet.get("store");
-  const survey = picture.fleet.get("snapshots");
+  const store = picture.host.get("store");
+  const survey = picture.host.get("snapshots");
   if (survey !== shownSurvey || store !== shownStore) {
     showSnapshots(snapshots, store, survey);
     [shownSurvey, shownStore] = [survey, store];
@@ -122,8 +122,8 @@ function charts() {
 
 function figures(all) {
   const slots = [...picture.slots.values()];
-  const queue = picture.fleet.get("queue");
-  const store = picture.fleet.get("store");
+  const queue = picture.host.get("queue");
+  const store = picture.host.get("store");
   const total = promptTokens(all);
   const [p50, p90] = percentiles(all.ttft);
   const waiting = queue.depth + queue.waiting_for_backend;

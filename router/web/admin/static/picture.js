@@ -1,6 +1,6 @@
-// The fleet as the server last described it. A change holds whole rows; null removes a row.
+// The state as the server last described it. A change holds whole rows; null removes a row.
 
-const SECTIONS = ["fleet", "backends", "slots"];
+const SECTIONS = ["host", "backends", "slots"];
 
 export function pictureOf(message) {
   return Object.fromEntries(

@@ -159,7 +159,7 @@ def _doing(slot: Slot, job: Job | None) -> str | None:
     return _DOING[type(job.doing)] if worked_on == slot.id else None
 
 
-class FleetView:
+class SchedulerView:
     """The scheduler's state at the moment of each call."""
 
     def __init__(self, state: State) -> None:
@@ -168,7 +168,7 @@ class FleetView:
     @property
     def policy(self) -> PolicyName:
         """Return the name of the policy in force."""
-        return self._state.fleet.policy.name
+        return self._state.inventory.policy.name
 
     @property
     def is_stopping(self) -> bool:
@@ -178,7 +178,7 @@ class FleetView:
     @property
     def has_jobs(self) -> bool:
         """Return whether a slot is leased."""
-        return bool(self._state.fleet.jobs)
+        return bool(self._state.inventory.jobs)
 
     @property
     def queue_limits(self) -> QueueLimits:
@@ -188,7 +188,7 @@ class FleetView:
     @property
     def store(self) -> StoreView:
         """Return the totals of the snapshots."""
-        catalog = self._state.fleet.catalog
+        catalog = self._state.inventory.catalog
         limits = catalog.limits
         return StoreView(
             n_snapshots=len(catalog),
@@ -201,11 +201,11 @@ class FleetView:
 
     def slots(self) -> list[SlotView]:
         """Return all slots, in the order of their ids."""
-        return [slot_view(slot, self._state.fleet.jobs) for slot in self._state.fleet.slots]
+        return [slot_view(slot, self._state.inventory.jobs) for slot in self._state.inventory.slots]
 
     def slot_of(self, request: RequestId) -> SlotId:
         """Return the slot that a request holds. Raises KeyError if it holds none."""
-        return self._state.fleet.jobs[request].slot
+        return self._state.inventory.jobs[request].slot
 
     def queue(self) -> list[WaitingView]:
         """Return the queued requests, the oldest first."""
@@ -229,43 +229,43 @@ class FleetView:
                 retry_at=server.retry_at,
                 load_s=server.load_s.value if server.load_s.n else None,
             )
-            for server in self._state.fleet.servers
+            for server in self._state.inventory.servers
         ]
 
     @property
     def server_models(self) -> list[frozenset[str]]:
         """Return the names of each model that has servers on demand."""
-        found = dict.fromkeys(server.spec.models for server in self._state.fleet.servers)
+        found = dict.fromkeys(server.spec.models for server in self._state.inventory.servers)
         return [frozenset(names) for names in found]
 
     @property
     def server_swaps(self) -> int:
         """Return how often a model was stopped for another."""
-        return self._state.fleet.servers.swaps
+        return self._state.inventory.servers.swaps
 
     def is_loaded(self, model: str | None) -> bool:
         """Return whether a server on demand of the model can take requests now."""
-        return self._state.fleet.is_loaded(model)
+        return self._state.inventory.is_loaded(model)
 
     def takes_requests(self, now: float) -> bool:
         """Return whether requests for some server on demand may wait for it, or are served."""
-        return any(server.may_serve(now) for server in self._state.fleet.servers)
+        return any(server.may_serve(now) for server in self._state.inventory.servers)
 
     def is_on_demand(self, model: str | None) -> bool:
         """Return whether a server for the model can be started."""
-        return bool(self._state.fleet.servers.of(model))
+        return bool(self._state.inventory.servers.of(model))
 
     def snapshots(self) -> list[tuple[Snapshot, int, int]]:
         """Return every usable snapshot with its uses and references."""
-        return self._state.fleet.catalog.snapshots()
+        return self._state.inventory.catalog.snapshots()
 
     def used_at(self, snapshot: SnapshotId) -> float | None:
         """Return when a snapshot was last restored, in clock seconds; None: not yet."""
-        return self._state.fleet.catalog.used_at(snapshot)
+        return self._state.inventory.catalog.used_at(snapshot)
 
     def rates(self, backend: BackendId) -> RatesView:
         """Return the learned rates of a backend. Raises KeyError."""
-        rates = self._state.fleet.backends[backend].rates
+        rates = self._state.inventory.backends[backend].rates
         return RatesView(
             prefill_tokens_per_s=rates.speeds.prefill_tokens,
             output_tokens_per_s=rates.speeds.output_tokens,
@@ -276,16 +276,16 @@ class FleetView:
 
     def is_waited_for(self, backend: BackendId) -> bool:
         """Return whether a queued request could be served by a slot more of the backend."""
-        fleet, queue = self._state.fleet, self._state.queue
-        there = fleet.up.get(backend)
+        inventory, queue = self._state.inventory, self._state.queue
+        there = inventory.up.get(backend)
         if there is None:
             return bool(queue)
         oldest = islice(queue, TUNING.checked_for_backend)
-        return any(fleet.serves(there, waiting.request) for waiting in oldest)
+        return any(inventory.serves(there, waiting.request) for waiting in oldest)
 
     def limit(self, backend: BackendId) -> str | None:
         """Return why a backend does less than its probe showed; None: it does not."""
-        known = self._state.fleet.backends.get(backend)
+        known = self._state.inventory.backends.get(backend)
         if known is None:
             return None
         if not known.may_write:
@@ -295,7 +295,7 @@ class FleetView:
     def learned_rates(self) -> dict[KvDir, dict[Namespace, LearnedRates]]:
         """Return the learned speeds of the models that are up, by their KV directories."""
         found: dict[KvDir, dict[Namespace, LearnedRates]] = {}
-        for backend in self._state.fleet.up.values():
+        for backend in self._state.inventory.up.values():
             info, learned = backend.info, backend.rates.learned
             if info.kv_dir is not None and learned is not None:
                 found.setdefault(info.kv_dir, {})[info.namespace] = learned
@@ -303,14 +303,14 @@ class FleetView:
 
     def serves(self, backend: BackendId, request: Request) -> bool:
         """Return whether a backend is up, fits the request and is not draining."""
-        there = self._state.fleet.up.get(backend)
-        return there is not None and self._state.fleet.serves(there, request)
+        there = self._state.inventory.up.get(backend)
+        return there is not None and self._state.inventory.serves(there, request)
 
     def up(self) -> list[BackendInfo]:
         """Return the backends that are up and not draining."""
-        fleet = self._state.fleet
-        return [info for info in fleet.infos() if info.id not in fleet.draining]
+        inventory = self._state.inventory
+        return [info for info in inventory.infos() if info.id not in inventory.draining]
 
     def known_namespaces(self) -> set[Namespace]:
         """Return all namespaces that a backend could belong to."""
-        return self._state.fleet.known_namespaces()
+        return self._state.inventory.known_namespaces()

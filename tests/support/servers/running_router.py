@@ -1,6 +1,6 @@
 """A whole router in the test's own loop, in front of servers that the test started.
 
-`async with running([("a", fake.url)], kv_dir) as fleet`, then `fleet.chat(...)`.
+`async with running([("a", fake.url)], kv_dir) as kvferry`, then `kvferry.chat(...)`.
 """
 
 import asyncio
@@ -117,7 +117,7 @@ async def read_answer(response: aiohttp.ClientResponse) -> Answer:
 
 
 @dataclass
-class Fleet:
+class RunningRouter:
     """A running router and a client for it."""
 
     url: str
@@ -269,7 +269,7 @@ async def running(
     no_backend_s: float | None = None,
     path: Path | None = None,
     tracing: Tracing | None = None,
-) -> AsyncIterator[Fleet]:
+) -> AsyncIterator[RunningRouter]:
     """Run a router on a free port; yield once the backends in `wait_for` are up (None: all of
     them).
 
@@ -285,7 +285,7 @@ async def running(
         if no_backend_s is not None:
             queue = router.engine._scheduler.state.queue
             queue.limits = replace(queue.limits, no_backend_s=no_backend_s)
-        fleet = Fleet(url, router, session)
+        kvferry = RunningRouter(url, router, session)
         if wait_for is None or wait_for:
-            await fleet.until_up(*(wait_for or ()))
-        yield fleet
+            await kvferry.until_up(*(wait_for or ()))
+        yield kvferry

@@ -10,7 +10,7 @@ const MOVED = new Set(["snapshot", "copy"]);
 const CALM = matchMedia("(prefers-reduced-motion: reduce)");
 const MOVES = { save: "out", restore: "in", cut: "in" };
 
-export class Fleet {
+export class Backends {
   constructor(root, legend, table) {
     this.root = root;
     this.table = table;

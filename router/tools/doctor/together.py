@@ -26,29 +26,29 @@ from router.tools.doctor.facts import Facts
 from router.tools.doctor.findings import Finding, Level, file_name, restores
 
 
-def of_fleet(fleet: Sequence[Facts], config: Config) -> list[Finding]:
+def of_several(all_facts: Sequence[Facts], config: Config) -> list[Finding]:
     """Return the findings about the backends together and about the configuration."""
     return [
-        *_duplicates(fleet),
-        *_exchange(fleet),
-        *_streams(fleet),
-        *_folders(fleet),
+        *_duplicates(all_facts),
+        *_exchange(all_facts),
+        *_streams(all_facts),
+        *_folders(all_facts),
         *_settings(config),
         *(Finding(Level.WARNING, door.what, door.remedy) for door in open_doors(config)),
         *_lacking(config),
     ]
 
 
-def verdict(fleet: Sequence[Facts], config: Config) -> tuple[int, str]:
+def verdict(all_facts: Sequence[Facts], config: Config) -> tuple[int, str]:
     """Return the exit code and the last line of output.
 
     The code is 1 in three cases: a backend cannot be used; `kvferry serve` would not start; the
     policy moves KV and no backend can restore.
     """
-    unusable = [facts.name for facts in fleet if facts.attached is None]
+    unusable = [facts.name for facts in all_facts if facts.attached is None]
     refused = [path_text(lack.path) for lack in _lacks(config)]
-    refused += [f"kv_dir of {facts.name}" for facts in fleet if _shut_out(facts, config)]
-    able = [facts.name for facts in fleet if restores(facts)]
+    refused += [f"kv_dir of {facts.name}" for facts in all_facts if _shut_out(facts, config)]
+    able = [facts.name for facts in all_facts if restores(facts)]
     moves_kv = Policy(name=config.policy.name).moves_kv
     if unusable:
         return 1, f"Not ready: {', '.join(unusable)} cannot be used; see above."
@@ -58,7 +58,7 @@ def verdict(fleet: Sequence[Facts], config: Config) -> tuple[int, str]:
         return 0, f"Ready. Policy {config.policy.name} never moves KV."
     if not able:
         return 1, "Not ready: no backend can restore KV; see above."
-    if len(able) < len(fleet):
+    if len(able) < len(all_facts):
         return 0, f"Ready, but only {', '.join(able)} can restore KV; see above."
     return 0, "Ready: every backend can save and restore KV."
 
@@ -83,8 +83,8 @@ def _lacking(config: Config) -> Iterator[Finding]:
         yield Finding(Level.ERROR, what, "`kvferry serve` does not start without it")
 
 
-def _duplicates(fleet: Sequence[Facts]) -> Iterator[Finding]:
-    for a, b in combinations(fleet, 2):
+def _duplicates(all_facts: Sequence[Facts]) -> Iterator[Finding]:
+    for a, b in combinations(all_facts, 2):
         if a.props is None or b.props is None:
             continue
         if a.props.process == b.props.process and not a.props.told_by_nothing:
@@ -93,16 +93,16 @@ def _duplicates(fleet: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding(Level.WARNING, what, do)
 
 
-def _groups(fleet: Sequence[Facts]) -> list[list[Facts]]:
+def _groups(all_facts: Sequence[Facts]) -> list[list[Facts]]:
     groups: dict[Namespace, list[Facts]] = {}
-    for facts in fleet:
+    for facts in all_facts:
         if facts.attached is not None and not facts.untried:
             groups.setdefault(facts.attached.info.namespace, []).append(facts)
     return sorted(groups.values(), key=len, reverse=True)
 
 
-def _exchange(fleet: Sequence[Facts]) -> Iterator[Finding]:
-    groups = _groups(fleet)
+def _exchange(all_facts: Sequence[Facts]) -> Iterator[Finding]:
+    groups = _groups(all_facts)
     for group in groups:
         names = [facts.name for facts in group if restores(facts)]
         if len(names) > 1:
@@ -178,9 +178,9 @@ def _first(layout: Layout) -> AttentionBlock | None:
     return next((block for block in layout.attention if block.cell_count), None)
 
 
-def _streams(fleet: Sequence[Facts]) -> Iterator[Finding]:
+def _streams(all_facts: Sequence[Facts]) -> Iterator[Finding]:
     """Yield a note if states must be restreamed between servers."""
-    for group in _groups(fleet):
+    for group in _groups(all_facts):
         by_number: dict[int, list[str]] = {}
         for facts in group:
             if facts.attached is not None and restores(facts):
@@ -195,9 +195,9 @@ def _streams(fleet: Sequence[Facts]) -> Iterator[Finding]:
             )
 
 
-def _folders(fleet: Sequence[Facts]) -> Iterator[Finding]:
+def _folders(all_facts: Sequence[Facts]) -> Iterator[Finding]:
     """Yield a note if states must be linked or copied between KV directories."""
-    for group in _groups(fleet):
+    for group in _groups(all_facts):
         folders = {
             facts.folder.identity: str(facts.backend.kv_dir)
             for facts in group

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from router.base.tokens import EMPTY, Tokens
 from router.base.types import BackendId, SlotId, Tenant
-from router.core.fleet.prefix_index import PrefixIndex
+from router.core.inventory.prefix_index import PrefixIndex
 from router.core.model.slots import Bench, Phase, SlotTable
 
 

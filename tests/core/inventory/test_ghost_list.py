@@ -1,6 +1,6 @@
 """Ghost list: token sequences that were held once are remembered, within bounds."""
 
-from router.core.fleet.ghost_list import GhostList
+from router.core.inventory.ghost_list import GhostList
 from tests.support.scheduler.build import NS, OTHER_NS, run_of, tokens
 
 

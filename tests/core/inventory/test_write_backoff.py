@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from router.base.types import KvDir, RequestId, Snapshot, SnapshotId, Source, StateShape
-from router.core.fleet.write_backoff import WriteBackoff
+from router.core.inventory.write_backoff import WriteBackoff
 from router.core.model import events as ev
 from router.core.model.effects import Effect, Save, SaveReason
 from router.core.scheduler import Scheduler
@@ -56,7 +56,7 @@ def test_a_save_that_works_ends_it() -> None:
     s.handle(ev.Tick(), NOW + 1.0)
     effects = s.handle(ev.Saved(RequestId("save-3"), A0, SNAP, 0.001), NOW + 1.0)
     assert names(effects) == ["Save"]
-    assert s.state.fleet.backends[A].backoff == WriteBackoff()
+    assert s.state.inventory.backends[A].backoff == WriteBackoff()
 
 
 def test_requests_displace_without_a_save_meanwhile() -> None:
@@ -87,8 +87,8 @@ def test_a_file_is_not_blamed_for_the_disk() -> None:
     for name in ("r", "r2", "r3"):
         failed = ev.RestoreFailed(RequestId(name), SnapshotId("s"), "full", ev.Blame.DISK)
         assert names(s.handle(failed, NOW)) == ["Dispatch"]
-    assert SnapshotId("s") in s.state.fleet.catalog
-    assert not s.state.fleet.backends[A].may_write
+    assert SnapshotId("s") in s.state.inventory.catalog
+    assert not s.state.inventory.backends[A].may_write
 
 
 def test_a_backend_that_goes_away_is_not_blamed_for_its_saves() -> None:
@@ -96,5 +96,5 @@ def test_a_backend_that_goes_away_is_not_blamed_for_its_saves() -> None:
     s.handle(ev.BackendDown(A), NOW)
     s.handle(ev.Removed(A), NOW)
     fails(s, 3, NOW)
-    assert A not in s.state.fleet.backends
+    assert A not in s.state.inventory.backends
     saved(s, SNAP)  # no backend vouches for it

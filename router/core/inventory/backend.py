@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from router.base.types import BackendId, BackendInfo, Namespace, Request, Stall
-from router.core.fleet.backend_queues import PlacementGate, PrefillQueue
-from router.core.fleet.ghost_list import GhostList
-from router.core.fleet.write_backoff import WriteBackoff
+from router.core.inventory.backend_queues import PlacementGate, PrefillQueue
+from router.core.inventory.ghost_list import GhostList
+from router.core.inventory.write_backoff import WriteBackoff
 from router.core.model.rates import Rates
 from router.core.model.slots import Bench, Phase, Slot
 
@@ -21,7 +21,7 @@ class Backend:
 
     info: BackendInfo  # while it is down, the last one
     rates: Rates = field(default_factory=Rates)
-    slots: Bench = field(default_factory=Bench)  # the same as in `Fleet.slots`
+    slots: Bench = field(default_factory=Bench)  # the same as in `Inventory.slots`
     gate: PlacementGate = field(default_factory=PlacementGate)
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
     backoff: WriteBackoff = field(default_factory=WriteBackoff)

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from router.base.tokens import count, pack
 from router.base.types import MemoryKind, Snapshot, SnapshotId, StateShape
-from router.core.fleet.catalog import Basis, Catalog
-from router.core.fleet.prefix_index import Match
+from router.core.inventory.catalog import Basis, Catalog
+from router.core.inventory.prefix_index import Match
 from router.core.model.snapshot_limits import SnapshotLimits
 from tests.support.scheduler.build import NS, OTHER_NS, run_of, snapshot, tokens
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from router.base.tokens import Tokens, count
 from router.base.types import Namespace
-from router.core.fleet.prefix_index import PrefixIndex
+from router.core.inventory.prefix_index import PrefixIndex
 from router.core.model.tuning import TUNING
 
 _ITEM_TOKENS = 64  # overhead of a sequence, in tokens

@@ -1,4 +1,4 @@
-"""The fleet: the data that decisions depend on, and queries that decide nothing."""
+"""The inventory: the data that decisions depend on, and queries that decide nothing."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ from router.base.types import (
     RequestId,
     SlotId,
 )
-from router.core.fleet.backend import Backend
-from router.core.fleet.catalog import Catalog
-from router.core.fleet.ghost_list import GhostList
-from router.core.fleet.servers import Servers
-from router.core.fleet.slot_index import Holdings
+from router.core.inventory.backend import Backend
+from router.core.inventory.catalog import Catalog
+from router.core.inventory.ghost_list import GhostList
+from router.core.inventory.servers import Servers
+from router.core.inventory.slot_index import Holdings
 from router.core.model.jobs import Job, RequestJob, SlotWatch
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.policy import Policy
@@ -29,7 +29,7 @@ from router.core.model.tuning import TUNING
 
 
 @dataclass(slots=True)
-class Fleet:
+class Inventory:
     """Backends, slots, jobs and snapshots. Owned and changed by the scheduler alone."""
 
     policy: Policy = field(default_factory=Policy)

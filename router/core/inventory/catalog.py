@@ -10,9 +10,9 @@ from enum import IntEnum
 
 from router.base.tokens import Tokens, count
 from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId
-from router.core.fleet.eviction_order import EvictionOrder
-from router.core.fleet.ghost_list import GhostList
-from router.core.fleet.prefix_index import Match, PrefixIndex
+from router.core.inventory.eviction_order import EvictionOrder
+from router.core.inventory.ghost_list import GhostList
+from router.core.inventory.prefix_index import Match, PrefixIndex
 from router.core.model.memory_kinds import goes_back, reusable_tokens, subsumes
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.model.tuning import TUNING
