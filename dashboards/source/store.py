@@ -39,9 +39,10 @@ STORE = Dashboard(
             ),
             Panel(
                 "Size",
-                "Bytes of the snapshots, their limit, and the free bytes of the disk.",
+                "Bytes of all snapshots and of the protected ones, the limit, and the free disk.",
                 [
                     ("sum(kvferry_snapshot_bytes)", "snapshots"),
+                    ("sum(kvferry_snapshot_protected_bytes)", "protected"),
                     ("sum(kvferry_snapshot_bytes_limit) < +Inf", "limit"),
                     ("kvferry_kv_dir_free_bytes", "left in {{kv_dir}}"),
                 ],

@@ -32,7 +32,10 @@ def policy_of(config: Config) -> Policy:
 
 def limits_of(config: Config) -> SnapshotLimits:
     """Return the limits on snapshots."""
-    return SnapshotLimits(config.store.max_bytes, config.store.max_tokens, config.store.min_tokens)
+    store = config.store
+    return SnapshotLimits(
+        store.max_bytes, store.max_tokens, store.min_tokens, store.protected_share
+    )
 
 
 def queue_limits_of(config: Config) -> QueueLimits:

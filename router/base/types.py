@@ -182,6 +182,7 @@ class Request(Struct, frozen=True):
     tenant: Tenant = NO_TENANT  # the prompt's tenant, where tenants are kept apart
     client: str | None = None  # the queue is fair between clients
     session: Session | None = None  # a hint: tokens decide, where they are known
+    keep_s: float = 0.0  # its client says that it asks for the prompt again within this time
     avoid: frozenset[BackendId] = frozenset()  # failed for it already, or not to be used for it
     clients_id: str | None = None  # the client's own id for it; for the log
     caller: Caller | None = None  # for the log; None: no keys are configured
@@ -433,6 +434,7 @@ class Stats(Struct, frozen=True):
     snapshot_tokens_limit: float = inf
     servers: tuple[ServerStats, ...] = ()
     server_swaps: int = 0
+    protected_bytes: int = 0
 
 
 class SlotStatus(Struct, frozen=True):

@@ -15,7 +15,7 @@ from router.core.model.policy import Policy
 _LIVE = frozenset(
     {
         *("store.max_bytes", "store.max_tokens", "store.min_tokens"),
-        *("store.idle_save_after", "store.save_on_shutdown"),
+        *("store.idle_save_after", "store.save_on_shutdown", "store.protected_share"),
         *("policy", "queue", "answers", "limits", "health", "probe", "auth", "browsers"),
         *("logging.level", "shutdown_grace", "tls.certificate", "tls.key"),
     }

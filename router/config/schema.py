@@ -94,6 +94,7 @@ class StoreConfig(ConfigSection):
     max_bytes: values.SizeOrNoLimit = 32 * GIB  # -1: no limit, 0: off
     max_tokens: values.CountOrNoLimit = NO_LIMIT  # the same
     min_tokens: values.Count = 128
+    protected_share: values.Ratio = 0.25
     fsync: bool = True
     group_access: bool = False
     idle_save_after_s: values.SecondsOrOff = Field(default=0.5, alias="idle_save_after")

@@ -5,7 +5,7 @@ backend answers as it would without a router. Only a body that is no JSON object
 the backend refuses wrong fields.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -16,8 +16,9 @@ from router.base.decoding import UndecodableError, json_bytes
 from router.base.errors import BadRequestError
 from router.base.tokens import Tokens, pack, pieces, unpack
 from router.llama import json_offload
-from router.llama.anthropic import anthropic_to_chat
-from router.llama.responses import responses_to_chat
+from router.llama.bodies.anthropic import anthropic_to_chat
+from router.llama.bodies.cache_hints import NO_HINTS, CacheHints, hints_of
+from router.llama.bodies.responses import responses_to_chat
 from router.llama.routes import Shape
 
 INT32_MAX = 2**31 - 1
@@ -97,6 +98,7 @@ class ParsedRequest(Struct, frozen=True):
     shifts: bool  # the server may shift chunks of KV for it (llama-server.md section 2.3)
     pinnable: bool
     prompt_source: PromptSource
+    hints: CacheHints = NO_HINTS
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -133,6 +135,7 @@ def parse_request(shape: Shape, body: dict[str, Any]) -> ParsedRequest:
     # /v1/messages has no id_slot, n, cache_prompt or lora (llama-server.md section 2.1).
     fields = body
     source: PromptSource
+    convert: Callable[[dict[str, Any]], dict[str, Any]] = dict
     match shape:
         case Shape.COMPLETION | Shape.OAI_COMPLETION:
             source, batch = _native_prompt(body)
@@ -163,6 +166,7 @@ def parse_request(shape: Shape, body: dict[str, Any]) -> ParsedRequest:
         shifts=_int32(fields.get("n_cache_reuse", 0)) != 0,  # null: the server's `--cache-reuse`
         pinnable=shape is not Shape.MESSAGES,
         prompt_source=source,
+        hints=hints_of(body, convert) if isinstance(source, ChatPrompt) else NO_HINTS,
     )
 
 

@@ -6,7 +6,7 @@ prompt. Rendering is an argument; a conversation that cannot be rendered gives n
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -97,10 +97,13 @@ class BoundaryFinder:
         self._named: frozenset[str] = frozenset()
         self._marks: frozenset[int] = frozenset()
 
-    async def find(self, body: Json, prompt: Tokens) -> tuple[int, ...]:
+    async def find(
+        self, body: Json, prompt: Tokens, forks: Sequence[list[Json]] = ()
+    ) -> tuple[int, ...]:
         """Return the boundaries of a chat without media that has the tokens `prompt`.
 
-        Raises nothing. Four conversations are compared with the prompt:
+        `forks`: the messages of other chats that begin like this one, as its client marked them
+        (`llama/cache_hints.py`). Raises nothing. Four conversations are compared with the prompt:
 
         1. the same system prompt and tools, another first message;
         2. the same up to the last message of a user or a tool, which is replaced;
@@ -138,6 +141,9 @@ class BoundaryFinder:
         seen = await search.end(near)
         end = count(prompt) if seen is None else seen
         user, *tool = _next_turns(body, asked)
+        marked = asyncio.gather(
+            *(search.agreed(whole, partial(_instead, fork), count(prompt)) for fork in forks)
+        )
         last, *going_on = await asyncio.gather(
             search.agreed(near, _other_last, count(prompt)),
             search.agreed(far, partial(_followed_by, user), end),
@@ -147,7 +153,8 @@ class BoundaryFinder:
         if again - max(going_on) > NEAR:
             going_on.append(again)
         system = settle(prompt, opening, marks, count(prompt)) if opening else 0
-        return tuple(sorted({at for at in (system, last, *going_on) if 0 < at < count(prompt)}))
+        found = {system, last, *going_on, *await marked}
+        return tuple(sorted(at for at in found if 0 < at < count(prompt)))
 
     async def _frame(self, body: Json, whole: _Frame, messages: list[Json]) -> _Frame:
         """Return a frame of some of the messages; `whole` if they cannot be rendered."""
@@ -240,6 +247,10 @@ def _other_last(messages: list[Json]) -> list[Json]:
 
 def _followed_by(turn: list[Json], messages: list[Json]) -> list[Json]:
     return [*messages, *turn]
+
+
+def _instead(fork: list[Json], _: list[Json]) -> list[Json]:
+    return fork
 
 
 def _last_parts(messages: list[Json]) -> tuple[list[Json], list[Json]]:

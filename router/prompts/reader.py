@@ -74,14 +74,14 @@ class PromptReader:
         Unknown too if it surely has more than `n_ctx` tokens: to count them would take seconds,
         for a request that the backend refuses. Raises BackendError if the backend does not answer,
         which says nothing of the request.
-        `boundaries` asks for the boundaries too, in up to four more renderings. Only chats without
+        `boundaries` asks for the boundaries too, in up to eight more renderings. Only chats without
         media have boundaries: the router does not claim what a slot holds of media chats.
         """
         source = parsed.prompt_source
         try:
             prompt = await self._read(parsed, n_ctx)
             if boundaries and isinstance(source, ChatPrompt) and not source.media:
-                found = await self._finder.find(source.body, prompt.tokens)
+                found = await self._finder.find(source.body, prompt.tokens, parsed.hints.forks)
                 prompt = replace(prompt, boundaries=found)
             return prompt
         except BackendRefusedError as error:

@@ -47,6 +47,11 @@ class EngineCollector(Collector):
             "Limit on snapshot tokens: store.max_tokens",
             stats.snapshot_tokens_limit,
         )
+        yield GaugeMetricFamily(
+            "kvferry_snapshot_protected_bytes",
+            "Bytes of snapshots that are not evicted: their clients want them kept",
+            stats.protected_bytes,
+        )
         yield CounterMetricFamily(
             "kvferry_snapshots_evicted", "Snapshots evicted to make room", stats.evicted
         )

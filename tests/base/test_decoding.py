@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from router.base import decoding
 from router.base.decoding import UndecodableError, json_bytes, json_decoder, json_of, text_of
 from router.hosts.messages import Hello, PromptRead, QuoteAsk, QuoteReply
-from router.llama.anthropic import dump_like_server
+from router.llama.bodies.anthropic import dump_like_server
 from router.store.sidecars import SnapshotRecord
 from router.store.slot_journal import JournalEntry
 

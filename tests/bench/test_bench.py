@@ -9,12 +9,14 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 from rich.console import Console
 
 from bench import (
     agent,
+    hints,
     hosts,
     instructions,
     latency,
@@ -128,6 +130,15 @@ def test_streaming(tmp_path: Path) -> None:
     assert [row["streams"] for row in rows] == [1, 1, 1, 2, 2, 2]
     counts = {row["events each"] for row in rows}
     assert len(counts) == 1
+
+
+@pytest.mark.real
+def test_hints(tmp_path: Path) -> None:
+    rows = run(hints.main, tmp_path, "--words", "1000", "--kinds", "llama,gemma3")
+
+    reused = {(row["memory"], row["marked"]): cast("float", row["reused"]) for row in rows}
+    assert reused["sliding window", "yes"] > 0.95 > 0.8 > reused["sliding window", "no"]
+    assert reused["full attention", "yes"] == reused["full attention", "no"] > 0.95
 
 
 def test_planning(tmp_path: Path) -> None:

@@ -352,6 +352,8 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         backend.gate.take(job.id)
     if chosen.snapshot is not None:
         inventory.catalog.add_reference(chosen.snapshot, now)
+        if request.keep_s:
+            inventory.catalog.protect(chosen.snapshot, now + request.keep_s)
         job.use(chosen.snapshot)
     inventory.granted += 1
     if inventory.policy.name is PolicyName.STICKY:

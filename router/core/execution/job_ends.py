@@ -139,7 +139,7 @@ def _follow(state: State, job: RequestJob, actual: Slot) -> None:
     job.move(actual.lease(job.id, work))
     job.runs_on(actual.content.resident)
     actual.start(job.lease)
-    actual.hold(replace(actual.content, tenant=work.tenant))
+    actual.hold(replace(actual.content, tenant=work.tenant, keep_s=leased.content.keep_s))
 
 
 def finished(state: State, event: ev.Finished, now: float) -> None:

@@ -17,7 +17,6 @@ from router.base.types import (
     MemoryKind,
     RequestId,
     Snapshot,
-    SnapshotId,
     Stall,
 )
 from router.core.execution import deadline, placement_gate, prefill_queue
@@ -182,6 +181,8 @@ def _dispatch(state: State, job: RequestJob, now: float) -> None:
         used.start(lease)
         used.do(replace(used.work, busy_until=ends_at))
     slot.do(replace(slot.work, pending=job.request.prompt.tokens, sharing=False))
+    if slot.content.keep_s != job.request.keep_s:
+        slot.hold(replace(slot.content, keep_s=job.request.keep_s))
     prefill_queue.hand_over(state, job, now)
     job.dispatch(slot.content.resident, now)
     if not backend.info.is_managed:
@@ -195,6 +196,10 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
     """Note a new snapshot; its tokens are the truth about the slot."""
     snapshot = event.snapshot
     info = state.inventory.info(event.slot.backend)
+    job = state.inventory.jobs.get(event.request)
+    held = job is not None and job.lease_of(event.slot) is not None
+    # Without a lease the slot may be gone, or another one by now.
+    keep_s = state.inventory.slots[event.slot].content.keep_s if held else 0.0
     if info is None or info.namespace != model_of(snapshot.namespace):
         # The backend went away during the save: nothing vouches for the file.
         state.delete([snapshot])
@@ -205,13 +210,13 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
         backend.rates.observe_save(
             len(snapshot), snapshot.size_bytes, event.seconds, event.handling_s
         )
-        state.keep(snapshot, info.memory_kind)
+        state.keep(snapshot, info.memory_kind, now + keep_s if keep_s else -inf)
+        state.inventory.catalog.lapse(now)
         if not snapshot.shape.useful:
             # Shorter than the window, which the probe has not seen to its end: save none so short.
             window = max(info.window, len(snapshot))
             backend.info = replace(info, window=window)
-    job = state.inventory.jobs.get(event.request)
-    if job is not None and job.lease_of(event.slot) is not None:
+    if held:
         slot = state.inventory.slots[event.slot]
         read = Resident(snapshot.tokens, 0, slot.content.resident.checkpoints)
         slot.hold(replace(slot.content, resident=read))
@@ -233,7 +238,7 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
         return
     state.backend_of(job).rates.rewrite.observe(1.0, trunk.size_bytes, event.seconds)
     if job.steps:
-        usable = _find(state, trunk)
+        usable = state.inventory.catalog.equal(trunk.namespace, trunk.tokens)
         if usable is None:
             _restore_the_whole(state, job, "the snapshot limits leave no room for the cut prefix")
         else:
@@ -290,21 +295,14 @@ def _copy_over(
         job.give_back([lease])
         source.release(lease, replace(source.content, saved=True), source.last_used)
     if job.steps and isinstance(job.steps[0], RestoreStep):
-        usable = _find(state, snapshot) if snapshot is not None else None
+        catalog = state.inventory.catalog
+        usable = catalog.equal(snapshot.namespace, snapshot.tokens) if snapshot else None
         job.replace_next(RestoreStep(usable))
         if usable is None:
             job.went_cold("the copy failed")
         else:
             state.inventory.catalog.add_reference(usable, now)
             job.use(usable)
-
-
-def _find(state: State, snapshot: Snapshot) -> SnapshotId | None:
-    """Return the catalog's snapshot with these tokens: this one or an older equal."""
-    for match in state.inventory.catalog.match(snapshot.namespace, snapshot.tokens, limit=4):
-        if match.common == match.length == len(snapshot):
-            return match.item
-    return None
 
 
 def restored(state: State, event: ev.Restored, now: float) -> None:
@@ -323,7 +321,7 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
     slot = state.slot_of(job)
     whole = Resident(snapshot.tokens, 0, snapshot.shape.checkpoints)
     read = whole if event.n_tokens == len(snapshot) else UNKNOWN
-    slot.hold(slot.content.replaced_by(read))
+    slot.hold(slot.content.replaced_by(read, job.request.keep_s))
     state.restore_over(event.request)
     next_step(state, job, now)
 
@@ -426,7 +424,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         compare(state, job, slot.content.resident, job.doing.now, event.reported, now)
         limit = state.backend_of(job).info.checkpoints
         held = after_prefill(slot.content.resident, job.doing.now, event.reported, limit)
-        slot.hold(slot.content.replaced_by(held))
+        slot.hold(slot.content.replaced_by(held, job.request.keep_s))
         job.note_prefill(event.reported)
         state.backend_of(job).rates.observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)

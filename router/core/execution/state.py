@@ -59,9 +59,16 @@ class State:
         """Delete snapshots that the catalog dropped."""
         self.out.extend(Delete(snapshot) for snapshot in snapshots)
 
-    def keep(self, snapshot: Snapshot, kind: MemoryKind) -> None:
-        """Offer a new snapshot to the catalog, and delete what the catalog drops for it."""
-        self.delete(self.inventory.catalog.add(snapshot, kind, *worth_of(self.inventory, snapshot)))
+    def keep(self, snapshot: Snapshot, kind: MemoryKind, until: float = -inf) -> None:
+        """Offer a new snapshot to the catalog, and delete what the catalog drops for it.
+
+        `until`: so long it is protected, in clock seconds.
+        """
+        catalog = self.inventory.catalog
+        self.delete(catalog.add(snapshot, kind, *worth_of(self.inventory, snapshot)))
+        held = catalog.equal(snapshot.namespace, snapshot.tokens) if until > -inf else None
+        if held is not None:
+            catalog.protect(held, until)
 
     def backend_of(self, job: Job) -> Backend:
         """Return the backend of the job's slot."""

@@ -7,14 +7,16 @@ last reference is released.
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 
 from router.base.tokens import Tokens, count
 from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId
 from router.core.inventory.eviction_order import EvictionOrder
 from router.core.inventory.ghost_list import GhostList
 from router.core.inventory.prefix_index import Match, PrefixIndex
+from router.core.inventory.protection import Protection
 from router.core.model.memory_kinds import goes_back, reusable_tokens, subsumes
-from router.core.model.snapshot_limits import SnapshotLimits
+from router.core.model.snapshot_limits import UNLIMITED, SnapshotLimits
 from router.core.model.tuning import TUNING
 
 # Called with a snapshot that became usable (True), or is usable no more.
@@ -54,8 +56,9 @@ class _Entry:
 class Catalog:
     """All usable snapshots, by namespace and by prefix.
 
-    The snapshot with the least seconds / bytes / time since its last use is evicted first. Tokens
-    that a longer snapshot also holds save no seconds. In a conversation with answers that come
+    The snapshot with the least seconds / bytes / time since its last use is evicted first, but no
+    protected one while these fit their share. Tokens that a longer snapshot also holds save no
+    seconds. In a conversation with answers that come
     back changed, as without their reasoning, each state leaves the one before it little value.
     """
 
@@ -63,6 +66,7 @@ class Catalog:
     _entries: dict[SnapshotId, _Entry] = field(default_factory=dict)
     _index: dict[Namespace, PrefixIndex[SnapshotId]] = field(default_factory=dict)
     _ranks: EvictionOrder[SnapshotId] = field(default_factory=EvictionOrder)
+    _protection: Protection = field(default_factory=Protection)  # these have no rank
     _doubtful: dict[SnapshotId, None] = field(default_factory=dict)  # basis is not `OWN`
     _anew: list[SnapshotId] = field(default_factory=list)  # of these, still to value again
     _value: Callable[[Snapshot], tuple[float, Basis]] = lambda _: (0.0, Basis.GUESS)
@@ -135,7 +139,10 @@ class Catalog:
             for match in index.prefixes(snapshot.tokens)
             if subsumes(kind) and index.branches_at(self[match.item].tokens) == 1
         ]
+        until = max(map(self._protection.until, superfluous), default=-inf)
         doomed = [gone for item in superfluous for gone in self.remove(item)]
+        if until > -inf:
+            self._protect(entry, until)
         if goes_back(kind):
             part = [match for match in alike if match.common < match.length < len(snapshot)]
             self._outdate(part)
@@ -280,9 +287,41 @@ class Catalog:
         entry.references += 1
         entry.uses += 1
         entry.used_at = now
-        if not entry.doomed:
+        if not entry.doomed and snapshot not in self._protection:
             self._ranks.use(snapshot, entry.density)
         return entry.snapshot
+
+    def protect(self, snapshot: SnapshotId, until: float) -> None:
+        """Keep a usable snapshot from eviction until a time, in clock seconds."""
+        entry = self._entries.get(snapshot)
+        if entry is not None and not entry.doomed:
+            self._protect(entry, until)
+
+    def _protect(self, entry: _Entry, until: float) -> None:
+        self._protection.add(entry.snapshot.id, until, entry.snapshot.size_bytes)
+        self._ranks.drop(entry.snapshot.id)
+
+    def lapse(self, now: float) -> None:
+        """End the protection of the snapshots whose time is over, or that exceed the share."""
+        share = self.limits.protected_share * self.limits.max_bytes
+        limited = self.limits.max_bytes != UNLIMITED
+        self._rank_again(self._protection.lapsed(now, share if limited else inf))
+
+    def _rank_again(self, snapshots: list[SnapshotId]) -> None:
+        for snapshot in snapshots:
+            self._ranks.use(snapshot, self._entries[snapshot].density)
+
+    @property
+    def protected_bytes(self) -> int:
+        """Return the total size of the protected snapshots."""
+        return self._protection.total_bytes
+
+    def equal(self, namespace: Namespace, tokens: Tokens) -> SnapshotId | None:
+        """Return the snapshot with exactly these tokens; None if there is none."""
+        for match in self.match(namespace, tokens, limit=4):
+            if match.common == match.length == count(tokens):
+                return match.item
+        return None
 
     def drop_reference(self, snapshot: SnapshotId) -> list[Snapshot]:
         """End a use; return the snapshot if its deletion waited for this."""
@@ -332,6 +371,7 @@ class Catalog:
             del self._index[entry.snapshot.namespace]
         self._doubtful.pop(snapshot, None)
         self._ranks.drop(snapshot)
+        self._protection.drop(snapshot)
         self.changes += 1
         self.watch(entry.snapshot, False)
         self.total_bytes -= entry.snapshot.size_bytes
@@ -344,6 +384,8 @@ class Catalog:
 
     def _evict(self) -> list[Snapshot]:
         """Evict the least valuable snapshot. There is one, because the limits are exceeded."""
+        if not len(self._ranks):  # a limit of tokens, say: it has no share for the protected
+            self._rank_again(self._protection.lapsed(-inf, 0.0))
         while True:
             entry = self._entries[self._ranks.least()]
             before, entry.own = entry.own, self._own_share(entry)

@@ -28,6 +28,10 @@ class Policy(Struct, frozen=True):
     idle_save_after_s: float | None = 0.5  # None: off
     keeps_apart: bool = False  # tenants: content without an owner is not reused
 
+    def reuse_chance(self, keep_s: float) -> float:
+        """Return the chance that content is asked for again; `keep_s`: what its client says."""
+        return 1.0 if keep_s else self.reuse_probability
+
     @property
     def moves_kv(self) -> bool:
         """Return whether this policy saves and restores state files; the others are baselines."""

@@ -146,15 +146,19 @@ class Content(Struct, frozen=True):
     # The router cannot see whether a server restarted, so a slot that was lost may still hold it.
     savable: bool = True
     saved: bool = False  # an idle save was tried or ruled out
+    keep_s: float = 0.0  # `Request.keep_s` of the last request
 
     @property
     def is_unsaved(self) -> bool:
         """Return whether it is due for an idle save."""
         return self.savable and not self.saved and len(self.resident) > 0
 
-    def replaced_by(self, resident: Resident) -> "Content":
-        """Return the content after the router computed or restored `resident`: all else is gone."""
-        return replace(self, resident=resident, savable=True)
+    def replaced_by(self, resident: Resident, keep_s: float) -> "Content":
+        """Return the content after the router computed or restored `resident`: all else is gone.
+
+        `keep_s`: of the request that it was for.
+        """
+        return replace(self, resident=resident, savable=True, keep_s=keep_s)
 
     def mixed_with(self, request: Request) -> "Content":
         """Return the content if a request may have used the slot: several tenants' is no one's."""

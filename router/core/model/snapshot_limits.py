@@ -11,6 +11,7 @@ class SnapshotLimits(Struct, frozen=True):
     max_bytes: int = UNLIMITED
     max_tokens: int = UNLIMITED
     min_tokens: int = 1
+    protected_share: float = 0.25  # of `max_bytes`, for snapshots that clients want kept
 
     def admits(self, tokens: int, size_bytes: float) -> bool:
         """Return whether a snapshot of this size could be kept at all."""

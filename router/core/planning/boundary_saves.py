@@ -34,7 +34,7 @@ def boundary_saves(
     if not backend.reuses(request):
         return (), 0.0
     rates, catalog = backend.rates, inventory.catalog
-    chance, running = inventory.policy.reuse_probability, backend.slots.running
+    chance, running = inventory.policy.reuse_chance(request.keep_s), backend.slots.running
     # Besides the save: one more request before it, and one more check of a file after it.
     handling_s = 2 * rates.handling_s.value
     namespace = namespace_of(info, request.tenant)

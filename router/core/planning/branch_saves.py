@@ -56,5 +56,5 @@ def _chance(policy: Policy, backend: Backend, own: Slot, job: RequestJob, shared
     for slot in others:
         held = slot.work.pending or slot.content.resident.tokens
         if shared < 2 * common_prefix(held, tokens):
-            return policy.reuse_probability
+            return policy.reuse_chance(job.request.keep_s)
     return TUNING.branch_chance

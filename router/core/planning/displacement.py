@@ -42,11 +42,10 @@ _NOTHING: Displaced = (0.0, 0.0, False)
 class Displacing:
     """Prices of displacement on one backend at this moment, for many slots at once."""
 
-    __slots__ = ("_apart", "_backend", "_chance", "_inventory", "_stopped")
+    __slots__ = ("_apart", "_backend", "_inventory", "_stopped")
 
     def __init__(self, inventory: Inventory, backend: Backend) -> None:
         self._inventory, self._backend = inventory, backend
-        self._chance = inventory.policy.reuse_probability
         self._apart = inventory.policy.keeps_apart
         self._stopped = 1 + backend.slots.running
 
@@ -72,7 +71,8 @@ class Displacing:
         ):
             return _NOTHING
         rates, stopped = self._backend.rates, self._stopped
-        chance = self._chance / (1 + self._inventory.neglect(slot))
+        chance = self._inventory.policy.reuse_chance(slot.content.keep_s)
+        chance /= 1 + self._inventory.neglect(slot)
         if kept and kept >= max(held.checkpoints, default=n_held):
             # The request goes on from the end of the slot's last prompt: it is the next turn, and
             # the client has changed the answer that is left over.

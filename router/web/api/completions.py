@@ -200,6 +200,7 @@ class Completions:
             avoid=avoid,
             **origin,
             session=session_of(call.http.headers, parsed.body, origin["tenant"]),
+            keep_s=parsed.hints.keep_s,
         )
 
     def _not_a_completion(self, call: Call, model: str | None) -> Request:

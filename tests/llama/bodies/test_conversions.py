@@ -14,7 +14,7 @@ import pytest
 
 from router.base.decoding import json_of
 from router.base.tokens import Tokens, count, pack
-from router.llama.anthropic import (
+from router.llama.bodies.anthropic import (
     anthropic_to_chat,
     dump_like_server,
     normalize_billing_header,

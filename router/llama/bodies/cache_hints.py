@@ -1,0 +1,113 @@
+"""What a client says about caching: how long its prompt is wanted, and where others go on from it.
+
+Anthropic's `cache_control` and OpenAI's `prompt_cache_breakpoint` mark a part: all up to its end
+will be asked for again. `prompt_cache_retention` and `prompt_cache_options` name a time. Sources:
+docs/clients.md, "Hints". The server ignores these fields.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from msgspec import Struct
+
+Json = dict[str, Any]
+
+_MARKS = ("cache_control", "prompt_cache_breakpoint")
+_TIME = re.compile(r"(\d{1,4})([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DEFAULT_S = 300.0  # of a mark without a time, as at Anthropic
+_MOST_S = 86400.0
+_MOST_FORKS = 4  # Anthropic allows four marks; of more the last ones count
+
+
+class CacheHints(Struct, frozen=True):
+    """The hints of one request.
+
+    `keep_s`: so long the prompt is wanted; 0: nothing is said. `forks`: the messages of other chats
+    that agree with this one up to a mark inside of a message.
+    """
+
+    keep_s: float = 0.0
+    forks: tuple[list[Any], ...] = ()
+
+
+NO_HINTS = CacheHints()
+
+
+def hints_of(body: Json, convert: Callable[[Json], Json]) -> CacheHints:
+    """Return the hints in a chat body of any shape; `convert` makes llama-server's chat of it.
+
+    Never raises: a hint of a wrong type is none.
+    """
+    marked = list(_marked(body))
+    options = body.get("prompt_cache_options")
+    times = [_seconds(mark.get("ttl")) or _DEFAULT_S for mark, _ in marked]
+    times.append(_seconds(body.get("prompt_cache_retention")))
+    times.append(_seconds(options.get("ttl") if isinstance(options, dict) else None))
+    forks = []
+    for _, fork in marked[-_MOST_FORKS:]:
+        try:
+            found = convert(fork).get("messages") if fork is not None else None
+        except ValueError:
+            continue
+        if isinstance(found, list):
+            forks.append(found)
+    keep_s = min(max(times), _MOST_S)
+    return CacheHints(keep_s, tuple(forks)) if keep_s else NO_HINTS
+
+
+def _marked(body: Json) -> Iterator[tuple[Json, Json | None]]:
+    """Yield each mark, and the body of another chat that agrees with this one up to there.
+
+    None where the mark ends its message: the boundaries of messages are found without it.
+    """
+    for holder in (body, *_listed(body, "tools")):
+        yield from ((mark, None) for mark in _marks_of(holder))
+    system = _listed(body, "system")
+    for at, part in enumerate(system):
+        for mark in _marks_of(part):
+            cut = _cut(system, at)
+            first = _listed(body, "messages")[:1]
+            yield mark, None if cut is None else {**body, "system": cut, "messages": first}
+    for name in ("messages", "input"):
+        items = _listed(body, name)
+        for at, item in enumerate(items):
+            yield from ((mark, None) for mark in _marks_of(item))
+            parts = _listed(item, "content")
+            for n, part in enumerate(parts):
+                for mark in _marks_of(part):
+                    cut = _cut(parts, n)
+                    # One message more: some templates want a user's after the system prompt.
+                    after = [{**item, "content": cut}, *items[at + 1 : at + 2]]
+                    yield mark, None if cut is None else {**body, name: [*items[:at], *after]}
+
+
+def _cut(parts: list[Any], at: int) -> list[Any] | None:
+    """Return the parts up to `at`, and a text unlike what follows; None if nothing does."""
+    if at + 1 >= len(parts):
+        return None
+    following = parts[at + 1] if isinstance(parts[at + 1], dict) else {}
+    text = following.get("text")
+    letter = "Q" if isinstance(text, str) and text.lstrip().startswith("Z") else "Z"
+    kind = "input_text" if following.get("type") == "input_text" else "text"
+    return [*parts[: at + 1], {"type": kind, "text": letter}]
+
+
+def _marks_of(holder: object) -> list[Json]:
+    """Return the marks that an object carries itself."""
+    if not isinstance(holder, dict):
+        return []
+    found = [holder[name] for name in _MARKS if holder.get(name)]
+    return [mark if isinstance(mark, dict) else {} for mark in found]
+
+
+def _listed(holder: object, name: str) -> list[Any]:
+    found = holder.get(name) if isinstance(holder, dict) else None
+    return found if isinstance(found, list) else []
+
+
+def _seconds(value: object) -> float:
+    """Return a time such as "5m", "1h" or "24h" in seconds; 0 if it is none."""
+    found = _TIME.fullmatch(value) if isinstance(value, str) else None
+    return 0.0 if found is None else float(found[1]) * _SECONDS[found[2]]
