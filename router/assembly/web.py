@@ -14,10 +14,10 @@ from router.telemetry.backend_metrics import BackendMetrics
 from router.web.admin.actions import OperatorActions
 from router.web.admin.live import Live, Subject
 from router.web.admin.page import load_page
-from router.web.admin.requests import Requests
+from router.web.admin.prompts import PromptRoutes
+from router.web.admin.requests import Requests, SessionRoutes
 from router.web.admin.routes import OwnRoutes
 from router.web.admin.servers import ServerRoutes
-from router.web.admin.sessions import SessionRoutes
 from router.web.admin.snapshots import Snapshots
 from router.web.admin.state_json import picture_of, survey
 from router.web.admin.status import StatusRoutes
@@ -115,7 +115,6 @@ async def _own_routes(
         parts.registry,
         BackendMetrics(parts.clients, parts.registry),
         now,
-        bodies,
         None if made.hosts is None else made.hosts.view,
     )
     shows = made.config.diagnostics.show_content
@@ -127,6 +126,7 @@ async def _own_routes(
         Snapshots(engine, guard, now, wall_now, made.watched.journal.erase, bodies),
         Requests(parts.decision_log, selection, show_content=shows),
         SessionRoutes(parts.sessions),
+        PromptRoutes(engine, selection, completions, bodies, guard),
         live,
         await asyncio.to_thread(load_page),
     )

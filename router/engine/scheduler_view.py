@@ -42,6 +42,7 @@ from router.core.model.policy import PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerPhase
 from router.core.model.slots import Phase, Slot
+from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.stats import waiting_for
 
@@ -169,6 +170,19 @@ class SchedulerView:
     def policy(self) -> PolicyName:
         """Return the name of the policy in force."""
         return self._state.inventory.policy.name
+
+    def saved_tokens(self, backend: BackendId, request: Request) -> int:
+        """Return how many tokens of a prompt a snapshot for this backend can give back."""
+        info = self._state.inventory.info(backend)
+        if info is None:
+            return 0
+        namespace = namespace_of(info, request.tenant)
+        catalog = self._state.inventory.catalog
+        return catalog.reach(info.memory_kind, namespace, request.prompt.tokens)
+
+    def kept(self) -> list[tuple[Snapshot, int]]:
+        """Return the snapshots that are kept for good, each with its uses."""
+        return self._state.inventory.catalog.kept_for_good()
 
     @property
     def is_stopping(self) -> bool:

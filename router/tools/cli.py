@@ -24,6 +24,7 @@ from router.tools.console.servers import servers
 from router.tools.console.sessions import sessions
 from router.tools.console.snapshots import add_options as add_snapshot_options
 from router.tools.console.snapshots import snapshots
+from router.tools.console.warm import add_warm_options, warm
 from router.tools.doctor.check import check_text
 from router.tools.fleet.command import add_fleet_commands
 from router.tools.serving.flags import add_server_options, given_flags, servers_from
@@ -131,6 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print the JSON of the router")
     _where(command)
     command.set_defaults(run=sessions)
+
+    command = commands.add_parser("warm", help="compute and save a prompt ahead of use")
+    add_warm_options(command, _where)
+    command.set_defaults(run=warm)
 
     command = commands.add_parser("servers", help="list, start and stop servers on demand")
     add_servers_options(command, _where)

@@ -31,6 +31,7 @@ from router.core.model.jobs import (
     SaveStep,
     Step,
 )
+from router.core.model.memory_kinds import goes_back
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import Waiting
@@ -39,7 +40,7 @@ from router.core.model.slots import Slot, Work
 from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import sticky_key
 from router.core.planning.deferral import decide
-from router.core.planning.displacement import saving_pays
+from router.core.planning.displacement import can_save, saving_pays
 from router.core.planning.wait_candidates import hope_ends
 from router.core.reporting.miss_reasons import coverage_of
 
@@ -426,8 +427,13 @@ def _steps_of(
         steps += [PrefillStep(head(tokens, length)), SaveStep(chosen.slot, SaveReason.BOUNDARY)]
     # All but one token: the state is then a strict prefix of every prompt like it. The client's own
     # request has one token left to compute, and none is computed twice.
-    n_first = len(request.prompt) - 1
+    n_first = len(request.prompt) if request.warms else len(request.prompt) - 1
     if decision.prefill_first and n_first not in decision.boundary_saves:
         steps.append(PrefillStep(head(tokens, n_first)))
+    # Of kinds that cannot go back, the boundary saves are those that others can use.
+    backend = state.inventory.backend_of(chosen.slot)
+    whole_is_of_use = goes_back(backend.info.memory_kind)
+    if request.warms and whole_is_of_use and can_save(state.inventory, backend, n_first):
+        steps.append(SaveStep(chosen.slot, SaveReason.WARM))
     steps.append(DispatchStep())
     return steps

@@ -105,7 +105,8 @@ class Catalog:
         2. It exceeds a limit by itself, or can never be reused: reject it. Else everything else
            would be evicted before it.
         3. A snapshot with equal tokens exists: reject the new one.
-        4. Remove the snapshots that it makes superfluous, unless other prompts branch off there.
+        4. Remove the snapshots that it makes superfluous, unless other prompts branch off there,
+           or they are kept for good.
         5. Shorter snapshots that diverge from it lose the value of the shared prefix.
         6. Evict the least valuable, as in `shrink`.
         """
@@ -137,7 +138,9 @@ class Catalog:
         superfluous = [
             match.item
             for match in index.prefixes(snapshot.tokens)
-            if subsumes(kind) and index.branches_at(self[match.item].tokens) == 1
+            if subsumes(kind)
+            and index.branches_at(self[match.item].tokens) == 1
+            and self._protection.until(match.item) < inf
         ]
         until = max(map(self._protection.until, superfluous), default=-inf)
         doomed = [gone for item in superfluous for gone in self.remove(item)]
@@ -315,6 +318,14 @@ class Catalog:
     def protected_bytes(self) -> int:
         """Return the total size of the protected snapshots."""
         return self._protection.total_bytes
+
+    def kept_for_good(self) -> list[tuple[Snapshot, int]]:
+        """Return the snapshots whose protection has no end, each with its uses."""
+        return [
+            (entry.snapshot, entry.uses)
+            for name, entry in self._entries.items()
+            if self._protection.until(name) == inf
+        ]
 
     def equal(self, namespace: Namespace, tokens: Tokens) -> SnapshotId | None:
         """Return the snapshot with exactly these tokens; None if there is none."""

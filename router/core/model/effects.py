@@ -31,6 +31,7 @@ class SaveReason(StrEnum):
     BOUNDARY = "boundary"  # prompts diverge there, and the memory kind cannot go back
     BRANCH = "branch"  # before a long answer: other prompts may branch off meanwhile
     IDLE = "idle"
+    WARM = "warm"  # an operator wants the prompt kept
 
 
 class Save(Struct, frozen=True):

@@ -106,6 +106,7 @@ def _prefill_first(request: Request, chosen: Candidate, inventory: Inventory) ->
     1. The request is server-placed: afterwards the leased slot has by far the longest common
        prefix, so the server picks it (llama-server.md section 2.2).
     2. The prefill takes long: other requests with the same prefix can then share it.
+    3. There is no client's request after it.
     """
     prompt, backend = request.prompt, inventory.backend_of(chosen.slot)
     claim = inventory.claim(backend, request)
@@ -113,6 +114,8 @@ def _prefill_first(request: Request, chosen: Candidate, inventory: Inventory) ->
         return False
     if not prompt.is_exact or not request.reuse or not backend.reuses(request):
         return False
+    if request.warms:
+        return True
     if len(prompt) - chosen.reused_tokens < 2:
         return False  # only the last token is left, and the client's request computes that
     if claim is not SlotClaim.PINNED:

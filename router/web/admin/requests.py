@@ -16,6 +16,7 @@ from router.base.types import BackendId, Nearest, RequestId
 from router.prompts.divergence import Part
 from router.prompts.reader import without_prompt
 from router.telemetry.decision_log import DecisionLog
+from router.telemetry.sessions import Sessions
 from router.web.admin.plan_json import plan_json
 from router.web.api.backend_selection import BackendSelection
 from router.web.server.call import Call
@@ -24,6 +25,7 @@ from router.web.server.error_responses import error_response, json_response
 Json = dict[str, Any]
 
 PATH = "/kvferry/requests"
+SESSIONS = "/kvferry/sessions"
 
 _LIMIT = 100
 _NAMED = 3  # ids that an ambiguous id is reported to match
@@ -131,3 +133,17 @@ class Requests:
             with suppress(BackendError):
                 text = await monitor.client.detokenize(ids)
         return {"ids": ids, "text": text}
+
+
+class SessionRoutes:
+    """The route of sessions. They are hashed: no client can be recognized by one."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    async def recent(self, call: Call) -> web.Response:
+        """List the sessions with the latest request first; at most `?limit=`."""
+        limit = limit_of(call)
+        return json_response(
+            {"sessions": [one.as_json() for one in self._sessions.recent()[:limit]]}
+        )

@@ -5,26 +5,19 @@ from collections.abc import Callable
 from time import perf_counter
 
 from aiohttp import web
-from msgspec.structs import replace
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
-from router.base.errors import BadRequestError
-from router.base.types import Standing, Tenant
+from router.base.types import Standing
 from router.engine.engine import Engine
-from router.llama import json_offload
-from router.llama.routes import shape_of
-from router.llama.wire import parse_body, parse_request
 from router.telemetry.backend_metrics import BackendMetrics
 from router.web.admin.hosts import HostsView, hosts_row
-from router.web.admin.plan_json import plan_json
 from router.web.admin.servers import server_row
 from router.web.admin.state_json import backend_row, slot_row, snapshot_row, store_row
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.completions import Completions
-from router.web.server.bodies import Bodies
 from router.web.server.call import Call
-from router.web.server.error_responses import OWN_HEADERS, error_response, json_response
+from router.web.server.error_responses import OWN_HEADERS, json_response
 
 # Of a scrape, in one event-loop iteration.
 _LONG_S = 0.002
@@ -51,12 +44,10 @@ class StatusRoutes:
         registry: CollectorRegistry,
         backend_metrics: BackendMetrics,
         now: Callable[[], float],
-        bodies: Bodies,
         hosts: HostsView | None = None,
     ) -> None:
         """Set up the handlers. `hosts` None: there are no other hosts."""
         self._hosts = hosts
-        self._bodies = bodies
         self._engine = engine
         self._selection = selection
         self._completions = completions
@@ -143,35 +134,5 @@ class StatusRoutes:
                     }
                     for waiting in view.queue()
                 ],
-            }
-        )
-
-    async def plan(self, call: Call) -> web.Response:
-        """Run the planner without effect: candidates, prices, choice.
-
-        `?path=` names the route, chat by default; `?tenant=` the tenant, where tenants are kept
-        apart.
-        """
-        path = call.http.query.get("path", "/v1/chat/completions")
-        shape = shape_of(path)
-        if shape is None:
-            return error_response(
-                BadRequestError(f"path: {path!r} is not a completion route"), call.id
-            )
-        await self._bodies.read(call)
-        body = await json_offload.read(call.raw, parse_body, call.raw)
-        call.parsed = await json_offload.read(call.raw, parse_request, shape, body)
-        call.name_model(call.parsed.model)
-        await self._completions.describe(call)
-        described = call.scheduled
-        if tenant := call.http.query.get("tenant"):
-            described = replace(described, tenant=Tenant(tenant))
-        made = self._engine.plan(described)
-        return json_response(
-            {
-                "prompt_tokens": None if described.prompt.unknown else len(described.prompt),
-                "unknown": described.prompt.unknown,
-                "plan": plan_json(made) if made else None,
-                "reason": made.reason if made else "no slot is free: the request would wait",
             }
         )

@@ -6,13 +6,12 @@ from router.web.admin.actions import BACKENDS, OperatorActions
 from router.web.admin.guard import Guard
 from router.web.admin.live import Live
 from router.web.admin.page import PREFIX, StaticFile, to_page
+from router.web.admin.prompts import WARM, PromptRoutes
 from router.web.admin.requests import PATH as REQUESTS
-from router.web.admin.requests import Requests
+from router.web.admin.requests import SESSIONS, Requests, SessionRoutes
 from router.web.admin.routes import HEALTH, METRICS, AdminRoute, OwnRoutes
 from router.web.admin.servers import PATH as SERVERS
 from router.web.admin.servers import ServerRoutes
-from router.web.admin.sessions import PATH as SESSIONS
-from router.web.admin.sessions import SessionRoutes
 from router.web.admin.snapshots import PATH as SNAPSHOTS
 from router.web.admin.snapshots import Snapshots
 from router.web.admin.status import StatusRoutes
@@ -26,6 +25,7 @@ def own_routes(
     snapshots: Snapshots,
     requests: Requests,
     sessions: SessionRoutes,
+    prompts: PromptRoutes,
     live: Live,
     page: Mapping[str, StaticFile],
 ) -> OwnRoutes:
@@ -35,7 +35,7 @@ def own_routes(
             AdminRoute("GET", METRICS, status.metrics),
             AdminRoute("GET", HEALTH, status.health),
             AdminRoute("GET", "/kvferry/state", status.state),
-            AdminRoute("POST", "/kvferry/plan", status.plan),
+            AdminRoute("POST", "/kvferry/plan", prompts.plan),
             AdminRoute("POST", "/kvferry/reload", operations.reload),
             AdminRoute("POST", f"{BACKENDS}{{name}}/{{action}}", operations.backend),
             AdminRoute("GET", SERVERS, servers.all),
@@ -48,6 +48,8 @@ def own_routes(
             AdminRoute("GET", REQUESTS, requests.recent),
             AdminRoute("GET", f"{REQUESTS}/{{id}}", requests.one),
             AdminRoute("GET", SESSIONS, sessions.recent),
+            AdminRoute("GET", WARM, prompts.kept),
+            AdminRoute("POST", WARM, prompts.warm),
             AdminRoute("GET", "/kvferry/events", live.events),
             AdminRoute("GET", PREFIX.rstrip("/"), to_page),
             *(AdminRoute("GET", path, file.answer) for path, file in page.items()),

@@ -1,0 +1,149 @@
+"""Operators' own prompts: plan one without effect, or have it computed and saved ahead of use."""
+
+import re
+from math import inf
+
+from aiohttp import web
+from msgspec.structs import replace
+
+from router.base.errors import BadRequestError, ConflictError
+from router.base.types import Outcome, Reported, Tenant
+from router.engine.engine import Engine, Timing
+from router.llama import json_offload
+from router.llama.routes import shape_of
+from router.llama.wire import parse_body, parse_request
+from router.web.admin.guard import Guard
+from router.web.admin.plan_json import plan_json
+from router.web.api.backend_selection import BackendSelection
+from router.web.api.completions import Completions
+from router.web.server.bodies import Bodies
+from router.web.server.call import Call
+from router.web.server.error_responses import json_response
+
+WARM = "/kvferry/warm"
+
+_TIME = re.compile(r"(\d{1,6})([smhd])")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+class PromptRoutes:
+    """The handlers. The body of each call is that of a request; nothing is sent to a client."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        selection: BackendSelection,
+        completions: Completions,
+        bodies: Bodies,
+        guard: Guard,
+    ) -> None:
+        self._engine = engine
+        self._selection = selection
+        self._completions = completions
+        self._bodies = bodies
+        self._guard = guard
+
+    async def plan(self, call: Call) -> web.Response:
+        """Run the planner without effect: candidates, prices, choice.
+
+        `?path=` names the route, chat by default; `?tenant=` the tenant, where tenants are kept
+        apart. Raises BadRequestError.
+        """
+        await self._parse(call)
+        await self._describe(call)
+        described = call.scheduled
+        made = self._engine.plan(described)
+        return json_response(
+            {
+                "prompt_tokens": None if described.prompt.unknown else len(described.prompt),
+                "unknown": described.prompt.unknown,
+                "plan": plan_json(made) if made else None,
+                "reason": made.reason if made else "no slot is free: the request would wait",
+            }
+        )
+
+    async def warm(self, call: Call) -> web.Response:
+        """Compute and save the prompt of a request, and protect it from eviction.
+
+        `?keep=` is a time such as `24h`, or `always`; `?path=` and `?tenant=` as for `plan`. Waits
+        for a slot like any request. Raises RouterError.
+        """
+        self._guard.check(call.http)
+        keep_s = _keep_s(call.http.query.get("keep", "always"))
+        await self._parse(call)
+        await self._selection.wait_for_reader(call.model, call.id)
+        await self._describe(call)
+        asked = replace(
+            call.scheduled,
+            keep_s=keep_s,
+            warms=True,
+            pinnable=True,  # it is not sent, so any slot will do
+            reuse=True,
+            streams=False,
+            whole_backend=False,
+            slot_hint=None,
+            max_new_tokens=0,
+        )
+        if not asked.prompt.is_exact:
+            why = asked.prompt.unknown or "it has pictures or sounds"
+            raise BadRequestError(f"only a prompt that the router can read can be warmed: {why}")
+        grant = await self._engine.submit(asked)
+        n = len(asked.prompt)
+        computed = 0 if grant.prefilled is None else grant.prefilled.tokens
+        reported = Reported(prompt_tokens=n, cached_tokens=n, generated_tokens=0)
+        self._engine.finish(asked.id, Outcome.OK, reported, Timing(None, 0.0))
+        saved = self._engine.view.saved_tokens(grant.lease.slot.backend, asked)
+        if not saved:
+            raise ConflictError(
+                "the prompt was computed, but could not be saved: see `problem` and `note` of its"
+                " backend in /kvferry/state, and store.min_tokens"
+            )
+        return json_response(
+            {
+                "backend": grant.lease.slot.backend,
+                "prompt_tokens": n,
+                "computed_tokens": computed,
+                "saved_tokens": saved,
+            }
+        )
+
+    async def kept(self, _: Call) -> web.Response:
+        """List the snapshots that are kept until the router stops, the most used first."""
+        found = sorted(self._engine.view.kept(), key=lambda one: -one[1])
+        return json_response(
+            {
+                "kept": [
+                    {
+                        "snapshot": held.id,
+                        "namespace": held.namespace,
+                        "tokens": len(held),
+                        "size_bytes": held.size_bytes,
+                        "hits": uses - 1,  # the first is that it was saved
+                    }
+                    for held, uses in found
+                ]
+            }
+        )
+
+    async def _parse(self, call: Call) -> None:
+        path = call.http.query.get("path", "/v1/chat/completions")
+        shape = shape_of(path)
+        if shape is None:
+            raise BadRequestError(f"path: {path!r} is not a completion route")
+        await self._bodies.read(call)
+        body = await json_offload.read(call.raw, parse_body, call.raw)
+        call.parsed = await json_offload.read(call.raw, parse_request, shape, body)
+        call.name_model(call.parsed.model)
+
+    async def _describe(self, call: Call) -> None:
+        await self._completions.describe(call)
+        if tenant := call.http.query.get("tenant"):
+            call.request = replace(call.scheduled, tenant=Tenant(tenant))
+
+
+def _keep_s(text: str) -> float:
+    """Return a time in seconds; inf for `always`. Raises BadRequestError."""
+    found = _TIME.fullmatch(text)
+    if found is None and text != "always":
+        raise BadRequestError(f"keep: {text!r} is neither a time such as 24h nor `always`")
+    return inf if found is None else float(found[1]) * _SECONDS[found[2]]
