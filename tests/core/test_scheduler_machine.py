@@ -1,6 +1,7 @@
 """The scheduler, with servers that answer in any order, fail, restart and lose their clients."""
 
 import os
+from math import inf
 from typing import Any
 from unittest import mock
 
@@ -105,7 +106,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @rule(
         prompts=st.lists(PROMPTS, min_size=1, max_size=3),
         kind=st.sampled_from(
-            ["plain", "plain", "silent", "unpinned", "whole", "unknown", "left", "fresh"]
+            ["plain", "plain", "silent", "unpinned", "whole", "unknown", "left", "fresh", "warm"]
         ),
         hint=st.sampled_from([None, None, None, 0, 1]),
         session=st.sampled_from([None, "x"]),
@@ -130,6 +131,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             "unknown": {"prompt": Prompt(unknown="media")},
             "left": {"prompt": Prompt(unknown="infill"), "server_picks": True},
             "fresh": {"reuse": False},
+            "warm": {"boundaries": True, "warms": True, "keep_s": inf},
         }
         for prompt in prompts:
             name = f"r{len(self.requests)}"
