@@ -9,6 +9,7 @@ from dashboards.source.cache import CACHE
 from dashboards.source.latency import LATENCY
 from dashboards.source.panels import dashboard_json
 from dashboards.source.store import STORE
+from dashboards.source.usage import USAGE
 
 FOLDER = Path(__file__).parent.parent
 _FILES = {
@@ -16,6 +17,7 @@ _FILES = {
     "backends.json": BACKENDS,
     "latency.json": LATENCY,
     "store.json": STORE,
+    "usage.json": USAGE,
 }
 
 

@@ -29,7 +29,7 @@ class InForce:
     def __init__(self, parts: Parts, watched: Watched, memory_bytes: int) -> None:
         """Set up without a configuration. `memory_bytes`: of the machine, for bodies."""
         self.settings = Settings()
-        self.keys = Keys(parts.telemetry)
+        self.keys = Keys(parts.telemetry, parts.usage)
         self.rates = RatesKeeper(parts.store, parts.engine)
         self._parts = parts
         self._backends = watched.backends

@@ -11,7 +11,7 @@ from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerLimit, ServerSpec
 from router.core.model.snapshot_limits import SnapshotLimits
-from router.web.api.client_keys import Known
+from router.web.api.client_keys import Known, Limits
 from router.web.server.settings import Settings
 
 _BODIES_SHARE = 32  # of the memory: a body takes about eight times its size
@@ -109,9 +109,13 @@ def take_settings(settings: Settings, config: Config, memory_bytes: int) -> None
 def known_of(config: Config) -> Known:
     """Return the accepted keys with their callers, and the limits of tenants."""
     auth = config.auth
-    limits = [(tenant.name, tenant.max_requests) for tenant in auth.tenants]
     return Known(
         callers={key.hash: Caller(key.name, key.tenant) for key in auth.keys},
-        max_requests={name: limit for name, limit in limits if limit is not None},
+        limits={
+            tenant.name: Limits(
+                tenant.max_requests, tenant.tokens_per_minute, tenant.tokens_per_day
+            )
+            for tenant in auth.tenants
+        },
         keeps_apart=auth.keeps_apart,
     )

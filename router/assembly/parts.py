@@ -1,5 +1,6 @@
 """The first two stages of a router: parts that know no backend, then the watch over backends."""
 
+import sqlite3
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from router.assembly.backends import (
     Backends,
+    StartError,
     client_of,
     kv_dir_of,
     secret_of,
@@ -35,6 +37,7 @@ from router.store.store import KvStore
 from router.telemetry.decision_log import DecisionLog
 from router.telemetry.metrics import PrometheusTelemetry
 from router.telemetry.sessions import Sessions
+from router.telemetry.usage import UsageBook
 from router.web.admin.guard import Guard
 from router.web.api.backend_selection import BackendSelection
 
@@ -49,6 +52,7 @@ class Parts:
     telemetry: PrometheusTelemetry
     decision_log: DecisionLog
     sessions: Sessions
+    usage: UsageBook
     guard: Guard
     certificates: Certificates
     connections: Connections
@@ -86,6 +90,7 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         telemetry,
         DecisionLog(config.diagnostics.requests, wall_now),
         Sessions(config.diagnostics.requests, wall_now),
+        await _usage_of(config, stack),
         guard,
         certificates,
         connections,
@@ -97,6 +102,18 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         tasks,
         Drivers(clock.now),
     )
+
+
+async def _usage_of(config: Config, stack: AsyncExitStack) -> UsageBook:
+    """Return the book of usage, with its file if there is to be one. Raises StartError."""
+    book = UsageBook(wall_now)
+    if config.usage.file is not None:
+        try:
+            await book.open(config.usage.file)
+        except sqlite3.Error as error:
+            raise StartError(f"usage.file: {config.usage.file}: {error}") from error
+    stack.push_async_callback(book.aclose)
+    return book
 
 
 @dataclass(slots=True)
@@ -138,6 +155,7 @@ def watched_backends(config: Config, parts: Parts, stack: AsyncExitStack) -> Wat
         parts.telemetry,
         parts.decision_log,
         parts.sessions,
+        parts.usage,
         journal,
         backends,
         parts.tokenizers,

@@ -34,6 +34,7 @@ from router.llama.replies import InfillAnswer, ModelsInfo, Props
 from router.store.slot_journal import JournalEntry
 from router.telemetry.decision_log import DecisionLog
 from router.telemetry.sessions import Sessions
+from router.telemetry.usage import UsageBook
 from router.web.api.backend_selection import BackendSelection
 
 # Clocks of files and of this process may differ by so much.
@@ -144,6 +145,7 @@ class EngineReactions:
     telemetry: Telemetry
     decision_log: DecisionLog
     sessions: Sessions
+    usage: UsageBook
     journal: SlotJournal
     backends: Backends
     tokenizers: TokenizerRegistry
@@ -153,6 +155,7 @@ class EngineReactions:
         """Keep what is known of a request that reached a backend."""
         self.decision_log.over(record, plan)
         self.sessions.over(record)
+        self.usage.over(record)
 
     def abandoned(self, request: Request) -> None:
         """Report a request whose client left in the queue or during its preparation."""

@@ -39,7 +39,7 @@ from router.config import values
 from router.config.schema import Address, Config
 from router.engine.engine import Engine
 from router.store.store import KvStore
-from router.telemetry.engine_collector import EngineCollector
+from router.telemetry.engine_collector import EngineCollector, UsageCollector
 from router.telemetry.process_metrics import Vitals
 from router.web.admin.live import Live
 from router.web.admin.routes import Audience
@@ -121,6 +121,7 @@ async def build(
         in_force = InForce(parts, watched, await asyncio.to_thread(memory_of_machine))
         await in_force.take(config)
         tasks.supervise(in_force.rates.run, name="rates")
+        tasks.supervise(parts.usage.run, name="usage")
         engine.tell(servers_of(config))
         tasks.supervise(parts.on_demand.supervisor.watch_logs, name="logs of servers")
         reload = Reload(path, config, in_force.take, tasks.spawn)
@@ -128,6 +129,7 @@ async def build(
             partial(stats_of, parts, watched), lambda: tuple(engine.infos.values())
         )
         parts.registry.register(gauges)
+        parts.registry.register(UsageCollector(parts.usage))
         joined = hosts_of(
             config,
             engine,

@@ -15,7 +15,7 @@ from router.web.admin.actions import OperatorActions
 from router.web.admin.live import Live, Subject
 from router.web.admin.page import load_page
 from router.web.admin.prompts import PromptRoutes
-from router.web.admin.requests import Requests, SessionRoutes
+from router.web.admin.requests import Requests, SumRoutes
 from router.web.admin.routes import OwnRoutes
 from router.web.admin.servers import ServerRoutes
 from router.web.admin.snapshots import Snapshots
@@ -125,7 +125,7 @@ async def _own_routes(
         ServerRoutes(engine, guard, parts.on_demand.supervisor, now),
         Snapshots(engine, guard, now, wall_now, made.watched.journal.erase, bodies),
         Requests(parts.decision_log, selection, show_content=shows),
-        SessionRoutes(parts.sessions),
+        SumRoutes(parts.sessions, parts.usage),
         PromptRoutes(engine, selection, completions, bodies, guard),
         live,
         await asyncio.to_thread(load_page),

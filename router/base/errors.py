@@ -49,6 +49,19 @@ class TenantBusyError(RouterError):
     retry_after_s = 1.0
 
 
+class TenantQuotaError(RouterError):
+    """The tenant has used its tokens of this minute or day. `limit`: tokens in the window."""
+
+    status = 429
+    kind = "rate_limit_error"
+    outcome = "tenant_quota"
+
+    def __init__(self, message: str, *, limit: int, left_s: float) -> None:
+        super().__init__(message)
+        self.limit, self.left_s = limit, left_s
+        self.retry_after_s = left_s
+
+
 class FramingError(BadRequestError):
     """The end of the request is in doubt: its connection is closed after the answer."""
 

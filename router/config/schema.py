@@ -245,6 +245,8 @@ class TenantConfig(ConfigSection):
 
     name: values.Name
     max_requests: values.PositiveCount | None = None  # running and waiting; None: no limit
+    tokens_per_minute: values.PositiveCount | None = None  # computed by servers; None: no limit
+    tokens_per_day: values.PositiveCount | None = None
 
 
 def _repeats(section: KeyPath, field: str, found: Sequence[object]) -> list[tuple[KeyPath, str]]:
@@ -312,6 +314,12 @@ class TracingConfig(ConfigSection):
     endpoint: values.Url | None = None
 
 
+class UsageConfig(ConfigSection):
+    """Where the sums of each tenant are kept."""
+
+    file: values.AbsolutePath | None = None  # None: in memory, until kvferry stops
+
+
 class DiagnosticsConfig(ConfigSection):
     """Data kept of finished requests, and whether their text may be shown."""
 
@@ -341,6 +349,7 @@ class Config(ConfigSection):
     logging: LoggingConfig = LoggingConfig()
     tracing: TracingConfig = TracingConfig()
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
+    usage: UsageConfig = UsageConfig()
     shutdown_grace_s: values.Seconds = Field(default=30.0, alias="shutdown_grace")
 
     @model_validator(mode="after")

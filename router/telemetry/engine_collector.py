@@ -6,6 +6,32 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.base.types import BackendInfo, BackendStats, ServerStats, Stall, Stats
+from router.telemetry.usage import UsageBook
+
+
+class UsageCollector(Collector):
+    """What tenants used since the router started. Requests without a key are of no tenant."""
+
+    def __init__(self, usage: UsageBook) -> None:
+        self._usage = usage
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the sums by tenant: their names are from the configuration."""
+        tokens = CounterMetricFamily(
+            "kvferry_tenant_tokens", "Tokens of each tenant", labels=["tenant", "kind"]
+        )
+        requests = CounterMetricFamily(
+            "kvferry_tenant_requests", "Requests of each tenant", labels=["tenant"]
+        )
+        for tenant, sums in self._usage.totals.items():
+            if tenant:
+                cached = max(sums.prompt_tokens - sums.computed_tokens, 0)
+                tokens.add_metric([tenant, "cached"], cached)
+                tokens.add_metric([tenant, "computed"], sums.computed_tokens)
+                tokens.add_metric([tenant, "generated"], sums.generated_tokens)
+                requests.add_metric([tenant], sums.requests)
+        yield tokens
+        yield requests
 
 
 class EngineCollector(Collector):

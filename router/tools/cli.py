@@ -24,6 +24,7 @@ from router.tools.console.servers import servers
 from router.tools.console.sessions import sessions
 from router.tools.console.snapshots import add_options as add_snapshot_options
 from router.tools.console.snapshots import snapshots
+from router.tools.console.usage import add_usage_options, usage
 from router.tools.console.warm import add_warm_options, warm
 from router.tools.doctor.check import check_text
 from router.tools.fleet.command import add_fleet_commands
@@ -132,6 +133,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print the JSON of the router")
     _where(command)
     command.set_defaults(run=sessions)
+
+    command = commands.add_parser("usage", help="show what tenants used, by day and model")
+    add_usage_options(command, _where)
+    command.set_defaults(run=usage)
 
     command = commands.add_parser("warm", help="compute and save a prompt ahead of use")
     add_warm_options(command, _where)

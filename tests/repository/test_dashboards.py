@@ -33,7 +33,6 @@ ON_NO_PANEL: dict[str, str] = {
     "kvferry_certificate_end_timestamp_seconds": "the alert KvferryCertificateEnds",
     "kvferry_refused_keys_total": "kvferry_requests_total has them as `unauthorized`",
     "kvferry_tasks": "only a leak of hours moves it; tests/e2e/test_leaks.py asks it",
-    "kvferry_tenant_limits_total": "kvferry_requests_total has them as `tenant_busy`",
 }
 _OURS = re.compile(r"\bkvferry_\w+")
 

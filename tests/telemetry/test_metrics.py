@@ -39,7 +39,7 @@ from router.core.model.slots import Phase
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.telemetry.backend_metrics import BackendMetrics
-from router.telemetry.engine_collector import EngineCollector
+from router.telemetry.engine_collector import EngineCollector, UsageCollector
 from router.telemetry.hosts_metrics import (
     DirectoryStats,
     HostsCollector,
@@ -48,6 +48,7 @@ from router.telemetry.hosts_metrics import (
 )
 from router.telemetry.metrics import PrometheusTelemetry
 from router.telemetry.process_metrics import Vitals
+from router.telemetry.usage import UsageBook, UsageSums
 from tests.support.paths import DOCS
 
 PAGE = DOCS / "metrics.md"
@@ -102,6 +103,9 @@ def infos() -> list[BackendInfo]:
 def registry() -> CollectorRegistry:
     made = CollectorRegistry()
     made.register(EngineCollector(stats, infos))
+    usage = UsageBook(lambda: 0.0)
+    usage.totals["alice"] = UsageSums(requests=1)
+    made.register(UsageCollector(usage))
     return made
 
 

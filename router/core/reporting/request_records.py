@@ -30,6 +30,8 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         clients_id=account.request.clients_id,
         caller=account.request.caller,
         session=account.request.session,
+        model=account.request.model,
+        server_s=(reported.prompt_s or 0.0) + (reported.generated_s or 0.0),
         avoided_s=account.avoided_s,
         missed=_missed(account, reported.computed_tokens),
         nearest=sight.nearest if sight is not None else None,

@@ -17,6 +17,7 @@ from router.prompts.divergence import Part
 from router.prompts.reader import without_prompt
 from router.telemetry.decision_log import DecisionLog
 from router.telemetry.sessions import Sessions
+from router.telemetry.usage import UsageBook
 from router.web.admin.plan_json import plan_json
 from router.web.api.backend_selection import BackendSelection
 from router.web.server.call import Call
@@ -26,6 +27,7 @@ Json = dict[str, Any]
 
 PATH = "/kvferry/requests"
 SESSIONS = "/kvferry/sessions"
+USAGE = "/kvferry/usage"
 
 _LIMIT = 100
 _NAMED = 3  # ids that an ambiguous id is reported to match
@@ -34,10 +36,14 @@ _FILTERS = ("outcome", "source", "backend", "session")
 
 def limit_of(call: Call) -> int:
     """Return how many entries of a list are wanted: `?limit=`. Raises BadRequestError."""
-    limit = call.http.query.get("limit", str(_LIMIT))
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 10):
-        raise BadRequestError(f"limit: {limit!r} is not a number")
-    return int(limit)
+    return _number(call, "limit", _LIMIT)
+
+
+def _number(call: Call, name: str, default: int) -> int:
+    told = call.http.query.get(name, str(default))
+    if not (told.isascii() and told.isdecimal() and len(told) < 6):
+        raise BadRequestError(f"{name}: {told!r} is not a number of at most five digits")
+    return int(told)
 
 
 class Requests:
@@ -135,13 +141,19 @@ class Requests:
         return {"ids": ids, "text": text}
 
 
-class SessionRoutes:
-    """The route of sessions. They are hashed: no client can be recognized by one."""
+class SumRoutes:
+    """The routes of sums over requests. Sessions are hashed: none tells who its client is."""
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Sessions, usage: UsageBook) -> None:
         self._sessions = sessions
+        self._usage = usage
 
-    async def recent(self, call: Call) -> web.Response:
+    async def usage(self, call: Call) -> web.Response:
+        """List what each tenant used, by day and model, for the last `?days=`, 30 by default."""
+        days = _number(call, "days", 30)
+        return json_response({"usage": self._usage.rows(max(days, 1))})
+
+    async def recent_sessions(self, call: Call) -> web.Response:
         """List the sessions with the latest request first; at most `?limit=`."""
         limit = limit_of(call)
         return json_response(

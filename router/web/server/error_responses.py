@@ -2,6 +2,8 @@
 
 import re
 import secrets
+from datetime import UTC, datetime, timedelta
+from math import ceil
 from typing import TypeVar
 
 import orjson
@@ -15,6 +17,7 @@ from router.base.errors import (
     RouterError,
     StaleQuoteError,
     SuspectError,
+    TenantQuotaError,
 )
 from router.base.types import RequestId
 from router.hosts.messages import HOP_REFUSED, HOP_SUSPECT
@@ -61,7 +64,9 @@ def error_response(
         fields["problems"] = error.problems
     headers = id_headers(request, clients_id)
     if error.retry_after_s is not None:
-        headers["Retry-After"] = f"{error.retry_after_s:.0f}"
+        headers["Retry-After"] = str(ceil(error.retry_after_s))
+    if isinstance(error, TenantQuotaError):
+        headers |= _quota_headers(error)
     if isinstance(error, StaleQuoteError):
         headers[HOP_REFUSED] = "price"
     if isinstance(error, SuspectError):
@@ -71,6 +76,20 @@ def error_response(
     if isinstance(error, NeedsTokenError):
         headers["WWW-Authenticate"] = 'Basic realm="kvferry", charset="UTF-8"'
     return json_response({"error": fields}, status=error.status, headers=headers)
+
+
+def _quota_headers(error: TenantQuotaError) -> dict[str, str]:
+    """Return what a used quota is in the headers of OpenAI, and in those of Anthropic."""
+    left_s = ceil(error.left_s)
+    ends = datetime.now(UTC) + timedelta(seconds=left_s)
+    return {
+        "x-ratelimit-limit-tokens": str(error.limit),
+        "x-ratelimit-remaining-tokens": "0",
+        "x-ratelimit-reset-tokens": f"{left_s}s",
+        "anthropic-ratelimit-tokens-limit": str(error.limit),
+        "anthropic-ratelimit-tokens-remaining": "0",
+        "anthropic-ratelimit-tokens-reset": ends.isoformat(timespec="seconds"),
+    }
 
 
 def json_response(

@@ -26,6 +26,7 @@ from router.llama.attach.monitor import Monitor
 from router.llama.routes import Shape
 from router.llama.wire import ParsedRequest, parse_request
 from router.prompts.reader import PromptReader
+from router.telemetry.usage import UsageBook
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
@@ -180,7 +181,7 @@ async def test_completion_is_read_with_the_wanted_boundaries(kind: MemoryKind) -
         directory,
         cast(Sender, None),
         Settings(),
-        Keys(cast(Telemetry, None)),
+        Keys(cast(Telemetry, None), UsageBook(lambda: 0.0)),
         Suspects(lambda: 0.0),
         Nowhere(),
     )

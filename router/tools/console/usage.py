@@ -1,0 +1,93 @@
+"""`kvferry usage`: what tenants used, by day, tenant and model."""
+
+import argparse
+import asyncio
+import csv
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import orjson
+
+from router.tools.console.client import connected
+from router.tools.console.view import table
+from router.tools.terminal import output
+
+Json = dict[str, Any]
+
+_KEYS = ("day", "tenant", "model")
+_NUMBERS = ("requests", "failed", "prompt_tokens", "cached_tokens", "computed_tokens")
+_COLUMNS = (*_NUMBERS, "generated_tokens", "server_s")
+
+
+def add_usage_options(
+    command: argparse.ArgumentParser, where: Callable[[argparse.ArgumentParser], None]
+) -> None:
+    """Add the options. `where` adds `--url`."""
+    command.add_argument("--days", type=int, default=30, metavar="N", help="today included")
+    told = "what each row is of, comma-separated: day, tenant, model"
+    command.add_argument("--by", default="tenant,model", type=_keys, metavar="KEYS", help=told)
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--csv", action="store_true", help="print CSV")
+    where(command)
+
+
+def usage(options: argparse.Namespace) -> int:
+    """Print the usage that a running router knows of. Returns 0. Raises CallError."""
+    rows = list(by(asyncio.run(_fetch(options.url, options.days)), options.by))
+    if options.json:
+        sys.stdout.write(orjson.dumps(rows, option=orjson.OPT_INDENT_2).decode() + "\n")
+    elif options.csv:
+        made = csv.DictWriter(sys.stdout, [*options.by, *_COLUMNS])
+        made.writeheader()
+        made.writerows(rows)
+    else:
+        _show(rows, options.by)
+    return 0
+
+
+def by(rows: list[Json], keys: list[str]) -> Iterator[Json]:
+    """Yield the rows summed over all but some of their keys, the most computed first."""
+    found: dict[tuple[str, ...], Json] = {}
+    for row in rows:
+        name = tuple(row[key] for key in keys)
+        sums = found.setdefault(name, dict(zip(keys, name, strict=True)))
+        for what, value in row.items():
+            if what not in _KEYS:
+                sums[what] = sums.get(what, 0) + value
+    yield from sorted(found.values(), key=lambda row: -row["computed_tokens"])
+
+
+async def _fetch(url: str, days: int) -> list[Json]:
+    async with connected(url) as router:
+        found = await router.call("GET", "/kvferry/usage", {"days": str(days)})
+        rows: list[Json] = found["usage"]
+        return rows
+
+
+def _keys(text: str) -> list[str]:
+    keys = text.split(",")
+    if not keys or not set(keys) <= set(_KEYS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(_KEYS)}")
+    return keys
+
+
+def _show(rows: list[Json], keys: list[str]) -> None:
+    console = output()
+    if not rows:
+        console.print("no request has been answered in this time")
+        return
+    numbers = ("sent", "prompt", "reused", "computed", "generated", "server s")
+    made = table(*keys, *numbers, right=numbers)
+    for row in rows:
+        made.add_row(
+            *(row[key] or "-" for key in keys),
+            f"{row['requests']:,}",
+            f"{row['prompt_tokens']:,}",
+            f"{row['cached_tokens']:,}",
+            f"{row['computed_tokens']:,}",
+            f"{row['generated_tokens']:,}",
+            f"{row['server_s']:,.0f}",
+        )
+    console.print(made)

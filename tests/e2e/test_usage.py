@@ -1,0 +1,155 @@
+"""Usage of tenants: as the servers count it, over kill -9, and refused above a limit."""
+
+import asyncio
+import hashlib
+import json
+import re
+import sqlite3
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import aiohttp
+import pytest
+
+from router.assembly.router import Router
+from router.tools.cli import main
+from tests.conftest import StartServer
+from tests.support.conversations.prompts import ids
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.llama_server import LlamaServer
+from tests.support.servers.router_process import Elsewhere
+from tests.support.servers.running_router import RunningRouter, configuration_text, running
+from tests.tools.test_cli import starting
+
+KEYS = {"alice": "kvf_" + "a" * 40, "bob": "kvf_" + "b" * 40}
+
+
+def auth(limits: str = "") -> str:
+    """Return the section `auth` with a key for each tenant, and `limits` of alice."""
+    keys = [
+        f"{{name: {name}, hash: 'sha256:{hashlib.sha256(key.encode()).hexdigest()}'}}"
+        for name, key in KEYS.items()
+    ]
+    tenants = f"{{name: alice, {limits}}}" if limits else ""
+    return f"auth: {{keys: [{', '.join(keys)}], tenants: [{tenants}], share_cache: all}}"
+
+
+def of(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[name]}"}
+
+
+@asynccontextmanager
+async def router(path: Path) -> AsyncIterator[RunningRouter]:
+    """Yield a router in a process of its own, which is killed at the end."""
+    program = (sys.executable, "-c", "from router.tools.cli import main; main()")
+    serve = ("serve", "--config", str(path))
+    async with starting(*program, *serve) as process, aiohttp.ClientSession() as session:
+        url = (await process.event("listening"))["url"]
+        kvferry = Elsewhere(url, cast(Router, None), session)
+        await kvferry.until_up()
+        yield kvferry
+        process.kill()
+
+
+async def counted(server: LlamaServer) -> tuple[float, float]:
+    """Return the tokens of prompts and answers that a server has computed."""
+    async with aiohttp.request("GET", f"{server.url}/metrics") as response:
+        text = await response.text()
+    found = [
+        re.search(rf"^llamacpp:{name}_total (\S+)", text, re.MULTILINE)
+        for name in ("prompt_tokens", "tokens_predicted")
+    ]
+    prompt, generated = (float(one[1]) for one in found if one is not None)
+    return prompt, generated
+
+
+@pytest.mark.thorough
+@pytest.mark.real
+async def test_sums_are_those_of_the_servers(llama_server: StartServer, tmp_path: Path) -> None:
+    server = await llama_server("llama", slots=2, ctx=8192, extra_args=["--metrics"])
+    assert server.kv_dir is not None
+    file = tmp_path / "usage.sqlite"
+    yaml = f"{auth()}\nusage: {{file: '{file}'}}\nadmin: {{protect_reads: false}}"
+    path = tmp_path / "kvferry.yaml"
+    path.write_text(configuration_text([("a", server.url)], {"a": server.kv_dir}, yaml=yaml))
+    before, told = None, {}
+    for turn in range(2):
+        async with router(path) as kvferry:
+            if before is None:
+                before = await counted(server)  # the probe has computed some
+            probed = await counted(server)
+            for n in range(3):
+                for name in KEYS:
+                    prompt = [*ids(n, 600), *ids(10 + turn, 200)]
+                    answer = await kvferry.post(
+                        "/completion", {"prompt": prompt, "n_predict": 20}, headers=of(name)
+                    )
+                    assert answer.status == 200, answer.body
+            await kvferry.until_quiet()
+            after = await counted(server)
+            told[turn] = [b - a for a, b in zip(probed, after, strict=True)]
+            await written(file, requests=6 * (turn + 1))
+    async with router(path) as kvferry:
+        rows = (await kvferry.get("/kvferry/usage")).json["usage"]
+    assert {row["tenant"] for row in rows} == set(KEYS)
+    for at, column in enumerate(("computed_tokens", "generated_tokens")):
+        ours = sum(row[column] for row in rows)
+        assert ours == pytest.approx(sum(one[at] for one in told.values()), rel=0.01)
+
+
+async def written(file: Path, requests: int) -> None:
+    """Wait until the file has so many requests."""
+
+    def found() -> int:
+        with sqlite3.connect(file) as db:
+            return int(db.execute("SELECT SUM(requests) FROM usage").fetchone()[0] or 0)
+
+    async with asyncio.timeout(20):
+        while await asyncio.to_thread(found) < requests:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("window", ["minute", "day"])
+async def test_tenant_over_its_tokens_is_refused(tmp_path: Path, window: str) -> None:
+    yaml = auth(f"tokens_per_{window}: 50")
+    async with (
+        FakeLlama(kv_dir=tmp_path) as fake,
+        running([("a", fake.url)], tmp_path, yaml=yaml) as kvferry,
+    ):
+        body = {"prompt": "x" * 300, "n_predict": 4}
+        assert (await kvferry.post("/completion", body, headers=of("alice"))).status == 200
+        await kvferry.until_quiet()
+        refused = await kvferry.post("/completion", body, headers=of("alice"))
+        assert (await kvferry.post("/completion", body, headers=of("bob"))).status == 200
+        metrics = await kvferry.metrics()
+
+    assert refused.status == 429
+    assert refused.json["error"]["type"] == "rate_limit_error"
+    assert f"50 tokens of this {window}" in refused.json["error"]["message"]
+    left_s = int(refused.headers["Retry-After"])
+    assert 0 < left_s <= {"minute": 60, "day": 86400}[window]
+    assert refused.headers["x-ratelimit-reset-tokens"] == f"{left_s}s"
+    assert refused.headers["anthropic-ratelimit-tokens-remaining"] == "0"
+    assert metrics['kvferry_tenant_requests_total{tenant="alice"}'] == 1
+    assert metrics['kvferry_tenant_tokens_total{kind="generated",tenant="bob"}'] == 4
+
+
+async def test_command_shows_the_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with (
+        FakeLlama(kv_dir=tmp_path) as fake,
+        running([("a", fake.url)], tmp_path, yaml=auth()) as kvferry,
+    ):
+        for name in KEYS:
+            await kvferry.post("/completion", {"prompt": "x" * 300}, headers=of(name))
+        await kvferry.until_quiet()
+        command = ["usage", "--by", "tenant", "--url", kvferry.url]
+        assert await asyncio.to_thread(main, command) == 0
+        assert "alice" in capsys.readouterr().out
+        assert await asyncio.to_thread(main, [*command, "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        assert {(row["tenant"], row["requests"]) for row in rows} == {("alice", 1), ("bob", 1)}
+        assert await asyncio.to_thread(main, [*command, "--csv"]) == 0
+        assert capsys.readouterr().out.startswith("tenant,requests,failed,prompt_tokens")
