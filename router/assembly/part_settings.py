@@ -11,6 +11,7 @@ from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerLimit, ServerSpec
 from router.core.model.snapshot_limits import SnapshotLimits
+from router.llama.bodies.filters import Filter
 from router.web.api.client_keys import Known, Limits
 from router.web.server.settings import Settings
 
@@ -103,7 +104,19 @@ def take_settings(settings: Settings, config: Config, memory_bytes: int) -> None
     settings.browser_hosts = frozenset(name.lower() for name in config.browsers.hosts)
     settings.browser_origins = frozenset(config.browsers.origins)
     settings.passthrough = config.policy.name is PolicyName.PASSTHROUGH
+    settings.filters = filters_of(config)
     settings.corrects_counts = config.answers.counts is Counts.CORRECTED
+
+
+def filters_of(config: Config) -> dict[str, Filter]:
+    """Return the filters by each name that a request may use, the aliases of a model included."""
+    names = [model.names for model in config.servers.models]
+    found: dict[str, Filter] = {}
+    for one in config.filters:
+        made = Filter(one.model, frozenset(one.strip), one.default, one.set)
+        alike = next((each for each in names if one.name in each), ())
+        found |= {name: made for name in alike if name not in found} | {one.name: made}
+    return found
 
 
 def known_of(config: Config) -> Known:

@@ -32,6 +32,7 @@ from router.web.api.sending import Sender
 from router.web.api.suspects import Suspects
 from router.web.app import App, OtherHosts
 from router.web.server.bodies import Bodies
+from router.web.server.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ async def app_of(made: Stages, live: Live) -> App:
         keys=keys,
         completions=completions,
         passing=Passing(selection, settings, parts.throttle, elsewhere),
-        own=await _own_routes(made, completions, live, bodies),
+        own=await _own_routes(made, completions, live, bodies, settings),
         decision_log=parts.decision_log,
         telemetry=parts.telemetry,
         settings=settings,
@@ -104,7 +105,7 @@ async def app_of(made: Stages, live: Live) -> App:
 
 
 async def _own_routes(
-    made: Stages, completions: Completions, live: Live, bodies: Bodies
+    made: Stages, completions: Completions, live: Live, bodies: Bodies, settings: Settings
 ) -> OwnRoutes:
     parts, selection, guard = made.parts, made.watched.selection, made.parts.guard
     engine, now = parts.engine, parts.clock.now
@@ -126,7 +127,7 @@ async def _own_routes(
         Snapshots(engine, guard, now, wall_now, made.watched.journal.erase, bodies),
         Requests(parts.decision_log, selection, show_content=shows),
         SumRoutes(parts.sessions, parts.usage),
-        PromptRoutes(engine, selection, completions, bodies, guard),
+        PromptRoutes(engine, selection, completions, bodies, guard, settings),
         live,
         await asyncio.to_thread(load_page),
     )

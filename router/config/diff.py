@@ -17,6 +17,7 @@ _LIVE = frozenset(
         *("store.max_bytes", "store.max_tokens", "store.min_tokens"),
         *("store.idle_save_after", "store.save_on_shutdown", "store.protected_share"),
         *("policy", "queue", "answers", "limits", "health", "probe", "auth", "browsers"),
+        "filters",
         *("logging.level", "shutdown_grace", "tls.certificate", "tls.key"),
     }
 )

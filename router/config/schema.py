@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from router.base.api_keys import read_hash
 from router.base.types import BackendId
 from router.config import values
+from router.config.filters import FilterConfig
 from router.config.fleet import FleetConfig
 from router.config.loader import ConfigError as ConfigError
 from router.config.loader import (
@@ -350,6 +351,7 @@ class Config(ConfigSection):
     tracing: TracingConfig = TracingConfig()
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     usage: UsageConfig = UsageConfig()
+    filters: tuple[FilterConfig, ...] = Field(default=(), strict=False)
     shutdown_grace_s: values.Seconds = Field(default=30.0, alias="shutdown_grace")
 
     @model_validator(mode="after")
@@ -372,6 +374,7 @@ class Config(ConfigSection):
             ("backends",), "name", [one.name for one in self.backends]
         )
         misfits += _loops(self.listen, self.backends)
+        misfits += _repeats(("filters",), "name", [one.name for one in self.filters])
         names = {one.name for one in self.backends}
         for at, model in enumerate(self.servers.models):
             if taken := names.intersection(model.servers):

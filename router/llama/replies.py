@@ -6,7 +6,7 @@ because the router cannot go on without those answers.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -339,6 +339,18 @@ def merge_models(payloads: list[bytes]) -> Json:
                     found.setdefault(model.get(name, len(found)), model)
         merged[key] = list(found.values())
     return merged
+
+
+def with_names(models: Json, names: Iterable[str]) -> Json:
+    """Add models that are others by another name."""
+    entries = models.setdefault("data", [])
+    known = {entry.get("id") for entry in entries}
+    entries += [
+        {"id": name, "object": "model", "owned_by": "kvferry", "created": 0}
+        for name in names
+        if name not in known
+    ]
+    return models
 
 
 def error_of(payload: bytes, status: int) -> Json:

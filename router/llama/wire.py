@@ -18,6 +18,7 @@ from router.base.tokens import Tokens, pack, pieces, unpack
 from router.llama import json_offload
 from router.llama.bodies.anthropic import anthropic_to_chat
 from router.llama.bodies.cache_hints import NO_HINTS, CacheHints, hints_of
+from router.llama.bodies.filters import NO_FILTERS, Filters, filtered
 from router.llama.bodies.responses import responses_to_chat
 from router.llama.routes import Shape
 
@@ -117,15 +118,21 @@ def _json_type(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def parse_completion(shape: Shape, raw: bytes) -> ParsedRequest:
+def parse_completion(
+    shape: Shape, raw: bytes, filters: Filters = NO_FILTERS
+) -> tuple[ParsedRequest, bytes]:
     """Parse a body, and free what the router does not need. Raises BadRequestError.
 
-    For a long body, call it by `json_offload.read`.
+    Returns the bytes to send, too: others than `raw` where a filter changes the body. For a long
+    body, call it by `json_offload.read`.
     """
-    parsed = parse_request(shape, parse_body(raw))
+    body = parse_body(raw)
+    changed = filtered(body, filters) if filters else None
+    parsed = parse_request(shape, body if changed is None else changed)
+    sent = raw if changed is None else json_bytes(changed)
     if isinstance(parsed.prompt_source, TokenPrompt):
         json_offload.forget_ids(parsed.body)
-    return parsed
+    return parsed, sent
 
 
 def parse_request(shape: Shape, body: dict[str, Any]) -> ParsedRequest:

@@ -125,7 +125,7 @@ def request(raw: bytes) -> None:
     shape = _ROUTES[raw[0] % len(_ROUTES)] if raw else Shape.CHAT
     body = raw[1:]
     try:
-        parsed = parse_completion(shape, body)
+        parsed, _ = parse_completion(shape, body)
     except BadRequestError:
         return
     trial.digest_of(trial.unproven(parsed), shape, "")

@@ -6,14 +6,15 @@ silence.
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from router.config import values
+from router.config.filters import KEPT
 from router.config.servers import OWN_FLAGS
 
 Json = dict[str, Any]
@@ -48,8 +49,16 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="allow", coerce_numbers_to_str=True)
 
 
+class _ModelFilters(_Section):
+    # `strip_params` is the key of its older versions.
+    strip: str = Field(default="", validation_alias=AliasChoices("stripParams", "strip_params"))
+    set: dict[str, Any] | None = Field(default=None, validation_alias="setParams")
+    by_id: dict[str, dict[str, Any]] | None = Field(default=None, validation_alias="setParamsByID")
+
+
 class _Model(_Section):
     cmd: str
+    filters: _ModelFilters | None = None
     aliases: Words = ()
     env: Words = ()
     ttl: int = 0
@@ -99,13 +108,15 @@ def imported(text: str) -> str:
     head = ["# Made from a llama-swap configuration by `kvferry import llama-swap`."]
     if made.notes:
         head += ["# Left out, or to be looked at:", *(f"# - {note}" for note in made.notes)]
-    return "\n".join(head) + "\n" + yaml.safe_dump({"servers": servers}, sort_keys=False)
+    sections: Json = {"servers": servers} | ({"filters": made.filters} if made.filters else {})
+    return "\n".join(head) + "\n" + yaml.safe_dump(sections, sort_keys=False)
 
 
 class _Import:
     def __init__(self, document: _Document) -> None:
         self._document = document
         self.notes: list[str] = []
+        self.filters: list[Json] = []
         self._programs: dict[str, str] = {}  # by model: its llama-server
 
     def servers(self) -> Json:
@@ -135,11 +146,43 @@ class _Import:
         if entry.env:
             pairs = (one.partition("=") for one in entry.env)
             found["env"] = {key: value for key, _, value in pairs}
+        if entry.filters is not None:
+            self._filters(name, entry.filters)
         if entry.ttl > 0:
             found["ttl"] = f"{entry.ttl}s"
         if self._document.healthCheckTimeout > 0:
             found["start_timeout"] = f"{self._document.healthCheckTimeout}s"
         return found
+
+    def _filters(self, name: str, given: _ModelFilters) -> None:
+        """Take over the filters of a model, and its names with parameters of their own."""
+        for key in given.model_extra or ():
+            self._note(name, f"filters: {key}")
+        words = (word.strip() for word in given.strip.split(","))
+        strip = self._changeable(name, [word for word in words if word])
+        own = given.set or {}
+        kept = self._changeable(name, own)
+        common: Json = ({"strip": strip} if strip else {}) | (
+            {"set": {key: own[key] for key in kept}} if kept else {}
+        )
+        if common:
+            self.filters.append({"name": name, **common})
+        for other, fields in (given.by_id or {}).items():
+            named = other.replace("${MODEL_ID}", name)
+            settable = self._changeable(name, fields)
+            both = common.get("set", {}) | {key: fields[key] for key in settable}
+            if named == name:
+                self._note(name, f"filters: setParamsByID: {other}: it is the model's own name")
+                continue
+            entry = {"name": named, "model": name} | common | ({"set": both} if both else {})
+            self.filters.append(entry)
+
+    def _changeable(self, name: str, fields: Collection[str]) -> list[str]:
+        """Return the fields that a filter may change, and note the others."""
+        for field in fields:
+            if field in KEPT:
+                self._note(name, f"filters: {field}, which no filter changes")
+        return [field for field in fields if field not in KEPT]
 
     def _note(self, name: str, told: str) -> None:
         self.notes.append(f"models: {name}: {told}")

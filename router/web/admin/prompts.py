@@ -11,7 +11,7 @@ from router.base.types import Outcome, Reported, Tenant
 from router.engine.engine import Engine, Timing
 from router.llama import json_offload
 from router.llama.routes import shape_of
-from router.llama.wire import parse_body, parse_request
+from router.llama.wire import parse_completion
 from router.web.admin.guard import Guard
 from router.web.admin.plan_json import plan_json
 from router.web.api.backend_selection import BackendSelection
@@ -19,6 +19,7 @@ from router.web.api.completions import Completions
 from router.web.server.bodies import Bodies
 from router.web.server.call import Call
 from router.web.server.error_responses import json_response
+from router.web.server.settings import Settings
 
 WARM = "/kvferry/warm"
 
@@ -36,12 +37,14 @@ class PromptRoutes:
         completions: Completions,
         bodies: Bodies,
         guard: Guard,
+        settings: Settings,
     ) -> None:
         self._engine = engine
         self._selection = selection
         self._completions = completions
         self._bodies = bodies
         self._guard = guard
+        self._settings = settings
 
     async def plan(self, call: Call) -> web.Response:
         """Run the planner without effect: candidates, prices, choice.
@@ -131,8 +134,9 @@ class PromptRoutes:
         if shape is None:
             raise BadRequestError(f"path: {path!r} is not a completion route")
         await self._bodies.read(call)
-        body = await json_offload.read(call.raw, parse_body, call.raw)
-        call.parsed = await json_offload.read(call.raw, parse_request, shape, body)
+        filters = self._settings.filters
+        parsed, _ = await json_offload.read(call.raw, parse_completion, shape, call.raw, filters)
+        call.parsed = parsed
         call.name_model(call.parsed.model)
 
     async def _describe(self, call: Call) -> None:

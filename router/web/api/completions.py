@@ -27,6 +27,7 @@ from router.base.types import BackendId, Caller, Prompt, Request, RequestId, Ten
 from router.engine.engine import Engine
 from router.hosts.choice import is_stale
 from router.llama import json_offload
+from router.llama.bodies.filters import NO_FILTERS, Filters
 from router.llama.multipart import is_form
 from router.llama.routes import Shape
 from router.llama.wire import ParsedRequest, parse_completion
@@ -110,7 +111,11 @@ class Completions:
         call.arrived = perf_counter()
         # A form is an object of strings to the server: no slot can be written into it.
         if call.route.shape and not is_form(call.http.headers.get("Content-Type", "")):
-            parsed = await json_offload.read(call.raw, _parsed, call, call.route.shape)
+            # A host before has filtered the body of a forwarded request.
+            filters = self._settings.filters if call.hop is None else NO_FILTERS
+            parsed, call.raw = await json_offload.read(
+                call.raw, _parsed, call, call.route.shape, filters
+            )
             call.name_model(parsed.model)
             call.parsed = replace(parsed, model=call.model)
         else:
@@ -333,13 +338,15 @@ class Completions:
         return True
 
 
-def _parsed(call: Call, shape: Shape) -> ParsedRequest:
-    """Parse a body. Raises BadRequestError, which names a content type that explains the error.
+def _parsed(call: Call, shape: Shape, filters: Filters) -> tuple[ParsedRequest, bytes]:
+    """Parse a body; return the bytes to send, too.
+
+    Raises BadRequestError, which names a content type that explains the error.
 
     Any content type is accepted for JSON: llama-server does not check it either.
     """
     try:
-        return parse_completion(shape, call.raw)
+        return parse_completion(shape, call.raw, filters)
     except BadRequestError as error:
         content_type = call.http.content_type
         if content_type in ("application/json", "application/octet-stream", "text/plain"):

@@ -11,7 +11,7 @@ from router.base.errors import BackendError, BackendTimeoutError, ModelNotFoundE
 from router.core.model.servers import ServerPhase
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.client import LlamaClient
-from router.llama.replies import knows_no_answer, merge_models, with_status
+from router.llama.replies import knows_no_answer, merge_models, with_names, with_status
 from router.llama.server_client import RelayedResponse
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.elsewhere import Elsewhere
@@ -148,7 +148,8 @@ class Passing:
         there: list[bytes] = []
         if call.hop is None:
             there = await self._elsewhere.models(_MODELS_WITHIN_S)
-        if len(models) < 2 and not there and not servers:
+        named = [name for name, one in self._settings.filters.items() if one.model is not None]
+        if len(models) < 2 and not there and not servers and not named:
             return await self._pass(call)
         told = await asyncio.gather(*(_models_of(clients) for clients in models))
         answers = [answer for answer in told if answer is not None] + there
@@ -157,6 +158,7 @@ class Passing:
         # Of the replicas of a model, one that is up says most.
         ordered = sorted(servers, key=lambda server: server.phase is ServerPhase.UP)
         listed = with_status(merge_models(answers), {s.models: s.phase for s in ordered})
+        listed = with_names(listed, named)
         return open_to_browsers(call.http, json_response(listed, headers=call.names()))
 
 

@@ -143,7 +143,7 @@ class PeerRoutes:
         shape = shape_of(request.headers.get(READ_PATH, ""))
         if shape is None:
             raise NotFoundError("no prompt can be read for this path")
-        parsed = await json_offload.read(raw, parse_completion, shape, raw)
+        parsed, _ = await json_offload.read(raw, parse_completion, shape, raw)
         model = self._selection.resolve(request.headers.get(HOP_MODEL, parsed.model))
         tenant = Tenant(request.headers.get(READ_TENANT, ""))
         if parsed.lora:

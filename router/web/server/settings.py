@@ -1,6 +1,8 @@
 """The configuration of the web layer that may change while it runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from router.llama.bodies.filters import Filters
 
 
 @dataclass(slots=True)
@@ -24,3 +26,4 @@ class Settings:
     browser_hosts: frozenset[str] = frozenset()
     browser_origins: frozenset[str] = frozenset()
     corrects_counts: bool = True
+    filters: Filters = field(default_factory=dict)

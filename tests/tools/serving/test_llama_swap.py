@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from router.assembly.part_settings import filters_of
 from router.config.schema import Config, parse
 from router.tools.cli import main
 from router.tools.serving.llama_swap import ImportProblemError, imported
@@ -22,7 +23,11 @@ models:
     aliases: [gpt-4o, "gpt-4o-mini"]
     env: ["CUDA_VISIBLE_DEVICES=0,1", "A=b=c"]
     ttl: 300
-    filters: {strip_params: temperature}
+    filters:
+      stripParams: "temperature, top_p,"
+      setParams: {seed: 3, model: x}
+      setParamsByID: {"${MODEL_ID}:high": {reasoning_effort: high}, "qwen/7b": {a: 1}}
+      unknown: 1
   small:
     cmd: ${latest} --host 0.0.0.0 --port=${PORT} --hf-repo user/small:Q4 --metrics
   whisper:
@@ -58,11 +63,26 @@ def test_a_whole_file() -> None:
     assert {group.name: group.loaded for group in config.servers.groups} == {"gpu": 1, "always": 1}
     assert str(config.servers.llama_server) == "/opt/llama/llama-server"
     for left in (
-        *("qwen/7b: filters", "whisper: cmdStop", "whisper: proxy", "small: no -c"),
+        *("qwen/7b: filters: unknown", "qwen/7b: filters: model, which no filter changes"),
+        *(
+            "filters: setParamsByID: qwen/7b: it is the model's own name",
+            "whisper: cmdStop",
+            "whisper: proxy",
+            "small: no -c",
+        ),
         *("small: no -np", "qwen/7b: --api-key", "apiKeys (top level)"),
     ):
         assert left in text
     assert "whisper: the program is not llama-server" in text
+    plain, high = config.filters
+    assert (plain.name, plain.strip, plain.set) == (
+        "qwen/7b",
+        ("temperature", "top_p"),
+        {"seed": 3},
+    )
+    assert (high.name, high.model) == ("qwen/7b:high", "qwen/7b")
+    assert high.set == {"seed": 3, "reasoning_effort": "high"}
+    assert {"gpt-4o", "qwen/7b", "qwen/7b:high"} <= filters_of(config).keys()
 
 
 def test_without_groups_one_model_is_loaded_at_a_time() -> None:
