@@ -11,7 +11,7 @@ from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerLimit, ServerSpec
 from router.core.model.snapshot_limits import SnapshotLimits
-from router.llama.bodies.filters import Filter
+from router.llama.bodies.filters import RequestFilter
 from router.web.api.client_keys import Known, Limits
 from router.web.server.settings import Settings
 
@@ -108,12 +108,12 @@ def take_settings(settings: Settings, config: Config, memory_bytes: int) -> None
     settings.corrects_counts = config.answers.counts is Counts.CORRECTED
 
 
-def filters_of(config: Config) -> dict[str, Filter]:
+def filters_of(config: Config) -> dict[str, RequestFilter]:
     """Return the filters by each name that a request may use, the aliases of a model included."""
     names = [model.names for model in config.servers.models]
-    found: dict[str, Filter] = {}
+    found: dict[str, RequestFilter] = {}
     for one in config.filters:
-        made = Filter(one.model, frozenset(one.strip), one.default, one.set)
+        made = RequestFilter(one.model, frozenset(one.strip), one.default, one.set)
         alike = next((each for each in names if one.name in each), ())
         found |= {name: made for name in alike if name not in found} | {one.name: made}
     return found

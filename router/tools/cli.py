@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     add_fleet_commands(command, _where)
 
     command = commands.add_parser("import", help="translate another program's configuration")
-    command.add_argument("program", choices=["llama-swap"])
+    command.add_argument("program", choices=["llama-swap", "llama-server"])
     command.add_argument("file", type=Path, metavar="FILE")
     command.set_defaults(run=_import)
 
@@ -281,15 +281,16 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from router.tools.serving.llama_swap import ImportProblemError, imported
+    from router.tools.serving import llama_swap, models_ini
 
+    program = llama_swap if options.program == "llama-swap" else models_ini
     try:
-        print(imported(options.file.read_text("utf-8")), end="")
+        print(program.imported(options.file.read_text("utf-8")), end="")
     except OSError as error:
         told = error.strerror
     except UnicodeDecodeError:
         told = "it is not UTF-8"
-    except ImportProblemError as error:
+    except llama_swap.ImportProblemError as error:
         told = str(error)
     else:
         return OK

@@ -55,8 +55,9 @@ _ADVICE = {
     Trouble.STRANGER: "correct the url; kvferry works with llama.cpp's llama-server only",
     Trouble.KVFERRY: "list the llama-servers themselves",
     Trouble.ROUTER_MODE: (
-        "start one llama-server for each model with -m MODEL -a NAME --port PORT, and list those as"
-        " backends (docs/operating.md says why)"
+        "let kvferry start the servers in its place: `kvferry serve --model NAME=FILE`, or"
+        " `kvferry import llama-server PRESETS.ini` (docs/operating.md says why); or start one"
+        " llama-server for each model with -m, and list those as backends"
     ),
     Trouble.TWIN: "list it once; if there are two servers, unset LLAMA_MEDIA_MARKER for both",
     Trouble.LOST: "read its log; then try again",

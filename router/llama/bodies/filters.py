@@ -11,7 +11,7 @@ from msgspec import Struct
 Json = dict[str, Any]
 
 
-class Filter(Struct, frozen=True):
+class RequestFilter(Struct, frozen=True):
     """What happens to requests for one name. `model`: what they ask for instead; None: the same."""
 
     model: str | None = None
@@ -26,7 +26,7 @@ class Filter(Struct, frozen=True):
         return {**self.default, **kept, **self.set, **named}
 
 
-Filters = Mapping[str, Filter]
+Filters = Mapping[str, RequestFilter]
 """By the name that a request asks for."""
 
 NO_FILTERS: Filters = {}

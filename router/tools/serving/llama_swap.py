@@ -98,6 +98,14 @@ def imported(text: str) -> str:
         raise ImportProblemError(f"it is not YAML: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.get("models"), dict):
         raise ImportProblemError("it has no `models`: it is not a llama-swap configuration")
+    return configuration_of(document, "a llama-swap configuration", "llama-swap")
+
+
+def configuration_of(document: Json, what: str, program: str) -> str:
+    """Return the text for a document in llama-swap's form, made of `what` by `import PROGRAM`.
+
+    Raises ImportProblemError.
+    """
     try:
         parsed = _Document.model_validate(document)
     except ValidationError as error:
@@ -105,7 +113,7 @@ def imported(text: str) -> str:
         raise ImportProblemError(f"{_dotted(problem['loc'])}: {problem['msg']}") from error
     made = _Import(parsed)
     servers = made.servers()
-    head = ["# Made from a llama-swap configuration by `kvferry import llama-swap`."]
+    head = [f"# Made from {what} by `kvferry import {program}`."]
     if made.notes:
         head += ["# Left out, or to be looked at:", *(f"# - {note}" for note in made.notes)]
     sections: Json = {"servers": servers} | ({"filters": made.filters} if made.filters else {})

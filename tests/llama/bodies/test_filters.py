@@ -5,13 +5,13 @@ from typing import Any
 import orjson
 import pytest
 
-from router.llama.bodies.filters import Filter, filtered
+from router.llama.bodies.filters import RequestFilter, filtered
 from router.llama.routes import Shape
 from router.llama.wire import parse_completion
 
 FILTERS = {
-    "precise": Filter("qwen", frozenset({"seed"}), {"top_k": 20}, {"temperature": 0}),
-    "qwen": Filter(set={"temperature": 1}),
+    "precise": RequestFilter("qwen", frozenset({"seed"}), {"top_k": 20}, {"temperature": 0}),
+    "qwen": RequestFilter(set={"temperature": 1}),
 }
 
 
