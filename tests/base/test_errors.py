@@ -2,7 +2,13 @@
 
 import pytest
 
-from router.base.errors import ContextTooLongError, KvError, RouterError, StaleLeaseError
+from router.base.errors import (
+    ContextTooLongError,
+    KvError,
+    RouterError,
+    StaleLeaseError,
+    TenantQuotaError,
+)
 from router.base.types import RequestId
 from router.web.server.error_responses import error_response
 
@@ -14,6 +20,8 @@ def _all(base: type[RouterError]) -> list[type[RouterError]]:
 def _make(kind: type[RouterError]) -> RouterError:
     if issubclass(kind, ContextTooLongError):
         return kind(7, 5)
+    if issubclass(kind, TenantQuotaError):
+        return kind("said", limit=7, left_s=5.0)
     options = {"backend_status": 500} if kind.__name__ == "BackendRefusedError" else {}
     return kind("said", **options)
 
@@ -32,7 +40,7 @@ def test_has_a_shape(kind: type[RouterError]) -> None:
 
 @pytest.mark.parametrize("kind", _all(RouterError))
 def test_what_passes_by_itself_says_when_to_come_back(kind: type[RouterError]) -> None:
-    """Errors about the fleet have Retry-After; errors about the request have none."""
+    """Errors about servers and tenants have Retry-After; errors about the request have none."""
     response = error_response(_make(kind), RequestId("r"))
 
     assert ("Retry-After" in response.headers) == (kind.status in (429, 502, 503, 504))

@@ -48,12 +48,13 @@ async def test_several_that_leave_together(llama_server: StartServer) -> None:
     """
     server = await llama_server("llama", slots=3, ctx=48_000)
     async with running([("a", server.url)], server.kv_dir) as kvferry:
-        prompts = [ids(seed, N) for seed in range(3)]
+        # Computing these again costs more than to wait until an abandoned slot is surely free.
+        prompts = [ids(seed, 4 * N) for seed in range(3)]
         answers = await asyncio.gather(*(come_back(kvferry, prompt) for prompt in prompts))
         # An answer known to be long had its prompt saved before, less the last token (branch save):
         # that file may go into a slot that is free before the client's own slot is.
         assert all(answer.source in ("resident", "snapshot") for answer in answers)
-        assert all(answer.cached >= N - 1 for answer in answers)
+        assert all(answer.cached >= 4 * N - 1 for answer in answers)
 
 
 async def test_who_leaves_before_its_turn_is_told_of(llama_server: StartServer) -> None:

@@ -75,6 +75,7 @@ async def watching(*urls: str) -> AsyncIterator[Peers]:
         )
         tasks.spawn(peers.run(), name="peers")
         try:
+            await until(lambda: bool(peers.all()) or not urls)
             await until(lambda: all(peer.problem != "not contacted yet" for peer in peers.all()))
             yield peers
         finally:
