@@ -25,6 +25,7 @@ class ServerLog:
         self.path = path
         self._old = path.with_suffix(path.suffix + ".1")
         self._max_bytes = max_bytes
+        self._gone = 0  # bytes that were in the file before its present ones
 
     def fit(self) -> None:
         """Begin a new file if this one is too large. Blocking.
@@ -34,8 +35,10 @@ class ServerLog:
         """
         with suppress(OSError):
             if self.path.stat().st_size > self._max_bytes:
+                size = self.path.stat().st_size
                 self._old.write_bytes(self.tail(self._max_bytes))
                 os.truncate(self.path, 0)
+                self._gone += size
 
     def tail(self, size_bytes: int) -> bytes:
         """Return the last bytes, of both files if needed. Blocking."""
@@ -49,6 +52,30 @@ class ServerLog:
             if len(found) >= size_bytes:
                 break
         return found
+
+    def end(self) -> int:
+        """Return the position of the next byte, counted since this object was made. Blocking."""
+        with suppress(OSError):
+            return self._gone + self.path.stat().st_size
+        return self._gone
+
+    def after(self, position: int, most_bytes: int) -> tuple[bytes, int]:
+        """Return the whole lines from a position on, and the position after them. Blocking.
+
+        What is no longer in the file is left out. A position that does not exist, as after a
+        restart of the router, is taken for the end.
+        """
+        end = self.end()
+        start = max(position, self._gone)
+        if position > end:
+            return b"", end
+        found = b""
+        with suppress(OSError), self.path.open("rb") as file:
+            file.seek(start - self._gone)
+            found = file.read(most_bytes)
+        if len(found) < most_bytes:
+            found = found[: found.rfind(b"\n") + 1]
+        return found, start + len(found)
 
 
 class ServerProcess:

@@ -101,6 +101,16 @@ class Supervisor:
         """Return the end of a server's log. Raises KeyError."""
         return await asyncio.to_thread(self._logs[server].tail, size_bytes)
 
+    async def log_end(self, server: BackendId) -> int:
+        """Return the position after a server's log. Raises KeyError."""
+        return await asyncio.to_thread(self._logs[server].end)
+
+    async def log_after(
+        self, server: BackendId, position: int, most_bytes: int
+    ) -> tuple[bytes, int]:
+        """Return the lines of a server's log from a position on, and the next. Raises KeyError."""
+        return await asyncio.to_thread(self._logs[server].after, position, most_bytes)
+
     async def watch_logs(self) -> None:
         """Keep the logs within their size, for ever."""
         while True:

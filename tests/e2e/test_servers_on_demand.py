@@ -162,6 +162,33 @@ async def test_with_one_model_any_name_will_do() -> None:
         assert (await kvferry.complete(ids(1, 20))).status == 200
 
 
+async def test_command_follows_a_log(tmp_path: Path) -> None:
+    """New lines come as the server writes them, each once."""
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as kvferry:
+        await kvferry.complete(ids(1, 20), model="a")
+        program = "import sys; from router.tools.cli import main; sys.exit(main())"
+        command = ("servers", "log", "a", "-f", "--bytes", "200", "--url", kvferry.url)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", program, *command),
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        assert process.stdout is not None
+        try:
+            assert await process.stdout.readline()
+            (path,) = (tmp_path / "state").rglob("a.log")
+            with path.open("ab") as file:
+                file.write(b"a line of the test\n")
+            lines = [b""]
+            async with asyncio.timeout(30):
+                while lines[-1] != b"a line of the test\n":
+                    lines.append(await process.stdout.readline())
+            assert lines.count(lines[-1]) == 1
+        finally:
+            process.kill()
+            await process.wait()
+
+
 async def test_an_operator_starts_stops_and_reads_the_log() -> None:
     async with running([], None, yaml=config([model("a")]), wait_for=()) as kvferry:
         assert (await kvferry.post("/kvferry/servers/a/start", {})).json["phase"] == "starting"

@@ -50,3 +50,27 @@ async def test_server_runs_without_a_writable_log(tmp_path: Path) -> None:
     assert await process.wait() == 0
     kept.fit()
     assert kept.tail(100) == b""
+
+
+def test_lines_after_a_position(tmp_path: Path) -> None:
+    kept = ServerLog(tmp_path / "a.log", 100)
+    assert (kept.end(), kept.after(0, 100)) == (0, (b"", 0))
+    kept.path.write_bytes(b"one\ntwo\nthr")
+    assert kept.after(0, 100) == (b"one\ntwo\n", 8)
+    assert kept.after(8, 100) == (b"", 8)  # the line is not whole yet
+    with kept.path.open("ab") as file:
+        file.write(b"ee\n")
+    assert kept.after(8, 100) == (b"three\n", 14)
+    assert kept.after(99, 100) == (b"", 14)  # of another run of the router
+    assert kept.after(0, 3) == (b"one", 3)  # a line longer than is asked for at once
+
+
+def test_position_survives_a_new_file(tmp_path: Path) -> None:
+    kept = ServerLog(tmp_path / "a.log", 10)
+    kept.path.write_bytes(b"first\nsecond\n")
+    assert kept.end() == 13
+    kept.fit()
+    kept.path.write_bytes(b"third\n")
+
+    assert kept.after(13, 100) == (b"third\n", 19)
+    assert kept.after(2, 100) == (b"third\n", 19)  # the rest is in the older file

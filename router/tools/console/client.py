@@ -39,7 +39,7 @@ class RouterClient:
 
     async def state(self) -> Json:
         """Return the JSON of `/kvferry/state`."""
-        status, body = await self._send("GET", "/kvferry/state")
+        status, body, _ = await self._send("GET", "/kvferry/state")
         found = _json(body)
         if status in (401, 403) and (told := _told(found)):
             raise CallError(f"{told} (set {TOKEN_ENV} to the token for this command)")
@@ -49,12 +49,12 @@ class RouterClient:
 
     async def metrics(self) -> str:
         """Return the text of `/metrics`."""
-        _, body = await self._send("GET", "/metrics")
+        _, body, _ = await self._send("GET", "/metrics")
         return body.decode()
 
     async def decisions(self, limit: int) -> list[Json]:
         """Return the last decisions, newest first; none if the router does not keep them."""
-        status, body = await self._send("GET", "/kvferry/requests", {"limit": str(limit)})
+        status, body, _ = await self._send("GET", "/kvferry/requests", {"limit": str(limit)})
         found = _json(body).get("requests") if status == 200 else None
         return found if isinstance(found, list) else []
 
@@ -72,20 +72,23 @@ class RouterClient:
         `timeout_s` is for calls that may take longer than usual; `inf` for calls that go on in the
         router even if the client disconnects.
         """
-        status, raw = await self._send(method, path, query, body, timeout_s)
+        status, raw, _ = await self._send(method, path, query, body, timeout_s)
         answer = _json(raw)
         if status >= 400:
             told = _told(answer) or f"{self.url}{path} was answered with {status}"
             raise CallError(told, bad_input=status == 400)
         return answer
 
-    async def text(self, path: str, query: Mapping[str, str]) -> str:
-        """Return the text of an answer. An error answer is raised with the router's message."""
-        status, raw = await self._send("GET", path, query)
+    async def text(self, path: str, query: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
+        """Return text and headers of an answer.
+
+        An error answer is raised with the router's message.
+        """
+        status, raw, headers = await self._send("GET", path, query)
         if status >= 400:
             told = _told(_json(raw)) or f"{self.url}{path} was answered with {status}"
             raise CallError(told, bad_input=status == 400)
-        return raw.decode(errors="replace")
+        return raw.decode(errors="replace"), headers
 
     async def _send(
         self,
@@ -94,7 +97,7 @@ class RouterClient:
         query: Mapping[str, str] | None = None,
         body: Json | None = None,
         timeout_s: float | None = None,
-    ) -> tuple[int, bytes]:
+    ) -> tuple[int, bytes, Mapping[str, str]]:
         limit_s = timeout_s or _TIMEOUT_S
         timeout = aiohttp.ClientTimeout(limit_s if limit_s < inf else None, sock_connect=_TIMEOUT_S)
         try:
@@ -103,7 +106,7 @@ class RouterClient:
             ) as response:
                 if response.status >= 400 and _OURS not in response.headers:
                     raise self._not_a_router()
-                return response.status, await response.read()
+                return response.status, await response.read(), response.headers
         except (aiohttp.ClientError, TimeoutError) as error:
             raise CallError(
                 f"no router answers at {self.url}: {self._reason(error, limit_s)}"

@@ -17,6 +17,8 @@ from router.tools.terminal import output
 Json = dict[str, Any]
 
 PATH = "/kvferry/servers"
+_POSITION = "x-kvferry-log-position"
+_MOST_BYTES = 1024 * 1024  # of one answer
 _POLL_S = 0.5
 # An action is over in one of these phases.
 _OVER = {"start": ("up", "failed"), "stop": ("stopped", "failed"), "restart": ("up", "failed")}
@@ -41,6 +43,8 @@ def add_options(
         action.add_argument("name", metavar="NAME", help="its name in the configuration")
         if name == "log":
             action.add_argument("--bytes", type=int, default=16384, metavar="N")
+            told = "print new lines as they come, until Ctrl-C"
+            action.add_argument("-f", "--follow", action="store_true", help=told)
         where(action)
         action.set_defaults(action=_log if name == "log" else _act, what=name)
 
@@ -104,5 +108,14 @@ async def _act(client: RouterClient, options: argparse.Namespace) -> int:
 
 
 async def _log(client: RouterClient, options: argparse.Namespace) -> int:
-    sys.stdout.write(await client.text(f"{PATH}/{options.name}/log", {"bytes": str(options.bytes)}))
+    """Print the end of a log; then its new lines until Ctrl-C, if wanted."""
+    path = f"{PATH}/{options.name}/log"
+    text, headers = await client.text(path, {"bytes": str(options.bytes)})
+    sys.stdout.write(text)
+    while options.follow:
+        sys.stdout.flush()
+        await asyncio.sleep(_POLL_S)
+        query = {"after": headers[_POSITION], "bytes": str(_MOST_BYTES)}
+        text, headers = await client.text(path, query)
+        sys.stdout.write(text)
     return 0

@@ -17,6 +17,7 @@ from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS, json_response
 
 PATH = "/kvferry/servers"
+LOG_POSITION = "x-kvferry-log-position"
 _LOG_BYTES = 16 * 1024
 _MOST_LOG_BYTES = 1024 * 1024
 _ACTIONS = {
@@ -31,6 +32,10 @@ class _Processes(Protocol):
 
     def pid(self, server: BackendId) -> int | None: ...
     async def log_tail(self, server: BackendId, size_bytes: int) -> bytes: ...
+    async def log_end(self, server: BackendId) -> int: ...
+    async def log_after(
+        self, server: BackendId, position: int, most_bytes: int
+    ) -> tuple[bytes, int]: ...
 
 
 class ServerRoutes:
@@ -69,6 +74,9 @@ class ServerRoutes:
     async def log(self, call: Call, path: str) -> web.Response:
         """Return the end of a server's log as text; `?bytes=` says how much.
 
+        `?after=` gives the whole lines since a position instead: that of the answer before, in its
+        header `x-kvferry-log-position`.
+
         Its lines may name files and hold text of prompts, so it needs the right to change things.
         Raises ForbiddenError, NotFoundError, BadRequestError.
         """
@@ -79,10 +87,16 @@ class ServerRoutes:
         asked = call.http.query.get("bytes", str(_LOG_BYTES))
         if not asked.isdecimal() or not 0 < int(asked) <= _MOST_LOG_BYTES:
             raise BadRequestError(f"bytes: must be 1 to {_MOST_LOG_BYTES}")
-        body = await self._processes.log_tail(self._find(name).name, int(asked))
-        return web.Response(
-            body=body, headers=OWN_HEADERS | {"Content-Type": "text/plain; charset=utf-8"}
-        )
+        server, after = self._find(name).name, call.http.query.get("after")
+        if after is None:
+            position = await self._processes.log_end(server)  # before: no line is left out
+            body = await self._processes.log_tail(server, int(asked))
+        elif after.isascii() and after.isdecimal() and len(after) < 16:
+            body, position = await self._processes.log_after(server, int(after), int(asked))
+        else:
+            raise BadRequestError(f"after: {after!r} is not a position")
+        told = {"Content-Type": "text/plain; charset=utf-8", LOG_POSITION: str(position)}
+        return web.Response(body=body, headers=OWN_HEADERS | told)
 
     def _find(self, name: str) -> ServerView:
         servers = self._engine.view.servers()
