@@ -79,7 +79,7 @@ class Counts(StrEnum):
 class BackendConfig(ConfigSection):
     """One llama-server. `url` is normalised; `name` is `host-port` unless given."""
 
-    url: values.BaseUrl
+    url: values.ServerUrl
     name: Annotated[BackendId, BeforeValidator(values.name)] = Field(
         default_factory=lambda given: BackendId(values.default_name(given["url"]))
     )

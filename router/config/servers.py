@@ -22,7 +22,14 @@ OWN_FLAGS: dict[str, str | None] = {
     **dict.fromkeys(
         (
             *("--host", "--port", "--api-key", "--api-key-file", "-cram", "--cache-ram"),
-            *("--no-slots", "-kvu", "--kv-unified", "--models-dir", "--models-preset"),
+            *(
+                "--api-prefix",
+                "--no-slots",
+                "-kvu",
+                "--kv-unified",
+                "--models-dir",
+                "--models-preset",
+            ),
         )
     ),
 }

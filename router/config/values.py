@@ -41,6 +41,7 @@ _URL = TypeAdapter(HttpUrl)
 
 _SIZE = re.compile(r"\d{1,20}(?:\.\d{1,20} ?[KMGT]i?B| ?(?:[KMGT]i?)?B)", re.ASCII | re.IGNORECASE)
 _DURATION = re.compile(r"(\d{1,20}(?:\.\d{1,20})?) ?(ms|s|m|h)", re.ASCII)
+_PATH_PART = re.compile(r"(?!\.+$)[A-Za-z0-9._~-]{1,64}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HF = re.compile(r"[A-Za-z0-9._-]{1,96}/[A-Za-z0-9._-]{1,96}(?::[A-Za-z0-9._-]{1,64})?")
@@ -194,8 +195,20 @@ def base_url(value: object) -> str:
     return f"{url.scheme}://{url.host}:{url.port}"
 
 
+def server_url(value: object) -> str:
+    """Return the URL of a llama-server: a base URL, with the path of its `--api-prefix` or none."""
+    if not isinstance(value, str):
+        return base_url(value)
+    scheme, separator, rest = value.partition("://")
+    where, _, path = rest.partition("/")
+    parts = [part for part in path.split("/") if part]
+    if not parts or parts == ["v1"] or not all(_PATH_PART.fullmatch(part) for part in parts):
+        return base_url(value)
+    return "/".join([base_url(f"{scheme}{separator}{where}"), *parts])
+
+
 def url_address(url: str) -> Address:
-    """Return host and port of a URL that `base_url` returned."""
+    """Return host and port of a URL that `base_url` or `server_url` returned."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     assert parts.port is not None
@@ -355,5 +368,6 @@ VariableName = Annotated[
     str, BeforeValidator(variable_name), _text_schema(f"^{_ENV_NAME.pattern}$")
 ]
 EnvName = Annotated[str, BeforeValidator(env_name), _text_schema(f"^{_ENV_NAME.pattern}$")]
+ServerUrl = Annotated[str, BeforeValidator(server_url), _text_schema("^https?://")]
 BaseUrl = Annotated[str, BeforeValidator(base_url), _text_schema("^https?://")]
 Url = Annotated[str, BeforeValidator(http_url), _text_schema("^https?://")]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 from router.base.errors import (
     BackendError,
@@ -165,6 +166,7 @@ class ServerClient:
         self._asking: set[asyncio.Timeout] = set()  # control calls that `give_up` ends.
         self._given_up = False  # and no control call has been answered since.
         self._quiet: asyncio.Event | None = None  # set when `relaying` falls to 0
+        self._prefix = urlsplit(url).path  # of all its routes (`--api-prefix`)
         self._pool = connections.pool(url, timeouts.connect_s)
         self._timeouts = timeouts
         self._authorization = (b"Authorization", f"Bearer {api_key}".encode()) if api_key else None
@@ -207,7 +209,9 @@ class ServerClient:
                 if yields:
                     self._asking.add(limit)
                 try:
-                    response = await self._pool.request(method, path, sent, body, timeout_s)
+                    response = await self._pool.request(
+                        method, self._prefix + path, sent, body, timeout_s
+                    )
                     try:
                         payload = await _read(response, max_bytes)
                     finally:
@@ -240,7 +244,7 @@ class ServerClient:
             kept = [header for header in headers if header[0].lower() != b"authorization"]
             headers = [*kept, self._authorization]
         timeout_s = self._timeouts.first_byte_s
-        asked = self._pool.request(method, path, headers, body, timeout_s, on_head)
+        asked = self._pool.request(method, self._prefix + path, headers, body, timeout_s, on_head)
         return Relaying(self, asked, self._unanswered if yields else set())
 
     def give_up(self) -> None:

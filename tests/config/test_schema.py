@@ -357,6 +357,8 @@ BAD_BACKENDS = [
     ("- {url: 'a:1'}", "backends[0].url", "should be 'http' or 'https'"),
     ("- {url: 'ftp://a:1'}", "backends[0].url", "should be 'http' or 'https'"),
     ("- {url: 'http://a:1/v1'}", "backends[0].url", "no /v1"),
+    ("- {url: 'http://a:1/x/../y'}", "backends[0].url", "without path or query"),
+    ("- {url: 'http://a:1/x?b'}", "backends[0].url", "without path or query"),
     ("- {url: 'http://a:1?b'}", "backends[0].url", "without path or query"),
     ("- {url: 'http://a:1#b'}", "backends[0].url", "without path or query"),
     ("- {url: 'http://a b:1'}", "backends[0].url", "invalid international domain name"),

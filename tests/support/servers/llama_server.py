@@ -70,7 +70,9 @@ class LlamaServer:
         """Return the base URL, without a slash at the end. Raises RuntimeError before a start."""
         if self.port is None:
             raise RuntimeError("the server has no port before its first start")
-        return f"http://{HOST}:{self.port}"
+        given = list(self.extra_args)
+        prefix = given[given.index("--api-prefix") + 1] if "--api-prefix" in given else ""
+        return f"http://{HOST}:{self.port}{prefix}"
 
     @property
     def pid(self) -> int | None:

@@ -1,0 +1,27 @@
+"""A llama-server below a path (`--api-prefix`): used like any other."""
+
+import pytest
+
+from tests.conftest import StartServer
+from tests.support.conversations.conversing import saved
+from tests.support.conversations.prompts import ids
+from tests.support.servers.running_router import running
+
+
+@pytest.mark.real
+async def test_server_below_a_path(llama_server: StartServer, server_argv: list[str]) -> None:
+    """Its prompts are read, its slots saved and restored, its routes passed on."""
+    if "router.servers.prebuilt" in server_argv:
+        pytest.skip("the prebuilt server takes no --api-prefix; KVFERRY_TEST_FLAVOUR=binary")
+    server = await llama_server("llama", extra_args=["--api-prefix", "/llm/small"])
+    assert server.url.endswith("/llm/small")
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
+        first = await kvferry.complete(ids(1, 600))
+        assert first.status == 200, first.body
+        await kvferry.until(saved(600))
+        await kvferry.complete(ids(2, 600))
+        again = await kvferry.complete([*ids(1, 600), *ids(3, 20)])
+        assert again.cached >= 590
+        assert (await kvferry.chat([{"role": "user", "content": "hello"}])).status == 200
+        assert (await kvferry.get("/v1/models")).status == 200
+        assert (await kvferry.post("/tokenize", {"content": "hello"})).json["tokens"]
