@@ -126,7 +126,10 @@ def known_of(config: Config) -> Known:
         callers={key.hash: Caller(key.name, key.tenant) for key in auth.keys},
         limits={
             tenant.name: Limits(
-                tenant.max_requests, tenant.tokens_per_minute, tenant.tokens_per_day
+                tenant.max_requests,
+                tenant.tokens_per_minute,
+                tenant.tokens_per_day,
+                tenant.background,
             )
             for tenant in auth.tenants
         },

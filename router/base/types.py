@@ -183,6 +183,7 @@ class Request(Struct, frozen=True):
     client: str | None = None  # the queue is fair between clients
     session: Session | None = None  # a hint: tokens decide, where they are known
     keep_s: float = 0.0  # its client says that it asks for the prompt again within this time
+    background: bool = False  # served after all that are not
     warms: bool = False  # only to compute and save the prompt: nothing is sent
     avoid: frozenset[BackendId] = frozenset()  # failed for it already, or not to be used for it
     clients_id: str | None = None  # the client's own id for it; for the log

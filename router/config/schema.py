@@ -248,6 +248,7 @@ class TenantConfig(ConfigSection):
     max_requests: values.PositiveCount | None = None  # running and waiting; None: no limit
     tokens_per_minute: values.PositiveCount | None = None  # computed by servers; None: no limit
     tokens_per_day: values.PositiveCount | None = None
+    background: bool = False  # served after all other tenants
 
 
 def _repeats(section: KeyPath, field: str, found: Sequence[object]) -> list[tuple[KeyPath, str]]:

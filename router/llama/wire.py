@@ -100,6 +100,7 @@ class ParsedRequest(Struct, frozen=True):
     pinnable: bool
     prompt_source: PromptSource
     hints: CacheHints = NO_HINTS
+    background: bool = False  # its client can wait
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -173,8 +174,16 @@ def parse_request(shape: Shape, body: dict[str, Any]) -> ParsedRequest:
         shifts=_int32(fields.get("n_cache_reuse", 0)) != 0,  # null: the server's `--cache-reuse`
         pinnable=shape is not Shape.MESSAGES,
         prompt_source=source,
+        background=_is_background(body),
         hints=hints_of(body, convert) if isinstance(source, ChatPrompt) else NO_HINTS,
     )
+
+
+def _is_background(body: dict[str, Any]) -> bool:
+    """Return whether a client can wait: OpenAI's `service_tier`, or vLLM's `priority` above 0."""
+    priority = body.get("priority")
+    later = isinstance(priority, int) and not isinstance(priority, bool) and priority > 0
+    return later or body.get("service_tier") in ("flex", "batch")
 
 
 def _max_new_tokens(fields: dict[str, Any]) -> int | None:

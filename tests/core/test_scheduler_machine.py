@@ -125,7 +125,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         tenant = self.tenants[whose % len(self.tenants)]
         variants: dict[str, dict[str, Any]] = {
             "plain": {"boundaries": True},
-            "silent": {"boundaries": True, "streams": False, "keep_s": 50.0},
+            "silent": {"boundaries": True, "streams": False, "keep_s": 50.0, "background": True},
             "unpinned": {"pinnable": False},
             "whole": {"pinnable": False, "whole_backend": True},
             "unknown": {"prompt": Prompt(unknown="media")},

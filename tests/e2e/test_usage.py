@@ -8,6 +8,7 @@ import sqlite3
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -21,7 +22,7 @@ from tests.support.conversations.prompts import ids
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.router_process import Elsewhere
-from tests.support.servers.running_router import RunningRouter, configuration_text, running
+from tests.support.servers.running_router import Json, RunningRouter, configuration_text, running
 from tests.tools.test_cli import starting
 
 KEYS = {"alice": "kvf_" + "a" * 40, "bob": "kvf_" + "b" * 40}
@@ -153,3 +154,38 @@ async def test_command_shows_the_sums(tmp_path: Path, capsys: pytest.CaptureFixt
         assert {(row["tenant"], row["requests"]) for row in rows} == {("alice", 1), ("bob", 1)}
         assert await asyncio.to_thread(main, [*command, "--csv"]) == 0
         assert capsys.readouterr().out.startswith("tenant,requests,failed,prompt_tokens")
+
+
+def waits(n: int, state: Json) -> bool:
+    return len(state["queue"]) == n
+
+
+async def test_background_requests_are_served_last(tmp_path: Path) -> None:
+    """By their tenant or by themselves, whatever came first."""
+    async with (
+        FakeLlama(kv_dir=tmp_path, n_slots=1) as fake,
+        running([("a", fake.url)], tmp_path, yaml=auth("background: true")) as kvferry,
+        asyncio.TaskGroup() as group,
+    ):
+        fake.decode_gate.clear()
+        done: list[str] = []
+
+        async def ask(what: str, name: str, **more: object) -> None:
+            body = {"prompt": what * 40, "n_predict": 2, **more}
+            assert (await kvferry.post("/completion", body, headers=of(name))).status == 200
+            done.append(what)
+
+        group.create_task(ask("first", "bob"))
+        await kvferry.until(lambda state: state["slots"][0]["phase"] == "running")
+        kinds: list[tuple[str, str, Json]] = [
+            ("tenant", "alice", {}),
+            ("flex", "bob", {"service_tier": "flex"}),
+            ("later", "bob", {"priority": 1}),
+            ("now", "bob", {"service_tier": "auto", "priority": 0}),
+        ]
+        for n, (what, name, more) in enumerate(kinds):
+            group.create_task(ask(what, name, **more))
+            await kvferry.until(partial(waits, n + 1))
+        fake.decode_gate.set()
+    assert done[:2] == ["first", "now"]
+    assert set(done[2:]) == {"tenant", "flex", "later"}

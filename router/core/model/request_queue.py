@@ -3,7 +3,7 @@
 The client with the least server time comes first. Server time is the virtual token counter of
 "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), in seconds. A client that
 sends many or long prompts delays itself and not the others. Within a client, the oldest request
-comes first.
+comes first. Background requests come after all others, and are fair among themselves.
 """
 
 from collections.abc import Iterator, Set
@@ -73,13 +73,20 @@ class Queue:
     def in_turn(self) -> Iterator[Waiting]:
         """Yield all requests: one of each client, then a second of each, and so on.
 
-        A request that is removed meanwhile may still be yielded.
+        Background requests are yielded after all others, in the same way. A request that is removed
+        meanwhile may still be yielded.
         """
         if len(self._waiting) <= 1:  # the usual case
             yield from self
             return
         clients = sorted(self._clients, key=self._served_s.__getitem__)
-        turns = [iter(tuple(self._clients[client].values())) for client in clients]
+        waiting = [tuple(self._clients[client].values()) for client in clients]
+        for background in (False, True):
+            yield from self._around(waiting, background)
+
+    @staticmethod
+    def _around(waiting: list[tuple[Waiting, ...]], background: bool) -> Iterator[Waiting]:
+        turns = [(w for w in own if w.request.background is background) for own in waiting]
         while turns:
             again = []
             for turn in turns:

@@ -37,6 +37,7 @@ class Limits:
     max_requests: int | None = None
     tokens_per_minute: int | None = None
     tokens_per_day: int | None = None
+    background: bool = False  # its requests are served after those of others
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,11 @@ class Keys:
         if caller is None or not self.known.keeps_apart:
             return NO_TENANT
         return Tenant(caller.tenant)
+
+    def is_background(self, caller: Caller | None) -> bool:
+        """Return whether the requests of a caller's tenant are served after all others."""
+        limits = None if caller is None else self.known.limits.get(caller.tenant)
+        return limits is not None and limits.background
 
     def room(self, caller: Caller | None) -> AbstractContextManager[None]:
         """Count a request of the tenant while it arrives, waits or runs.

@@ -206,6 +206,7 @@ class Completions:
             **origin,
             session=session_of(call.http.headers, parsed.body, origin["tenant"]),
             keep_s=parsed.hints.keep_s,
+            background=parsed.background or self._keys.is_background(call.caller),
         )
 
     def _not_a_completion(self, call: Call, model: str | None) -> Request:

@@ -142,3 +142,18 @@ def test_of_too_many_clients_some_are_forgotten(
         queue.serve(RequestId("r"), 1.0)
 
     assert len(queue._served_s) <= 4
+
+
+def test_background_requests_come_after_all_others() -> None:
+    """They are fair among themselves; a client may have both kinds."""
+    queue = Queue()
+    for name, client, background in (
+        ("b1", "x", True),
+        ("b2", "x", True),
+        ("b3", "y", True),
+        ("i1", "x", False),
+        ("i2", "z", False),
+    ):
+        queue.add(request(name, client=client, background=background), 0.0)
+
+    assert [w.request.id for w in queue.in_turn()] == ["i1", "i2", "b1", "b3", "b2"]
