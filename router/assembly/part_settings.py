@@ -114,7 +114,8 @@ def filters_of(config: Config) -> dict[str, RequestFilter]:
     found: dict[str, RequestFilter] = {}
     for one in config.filters:
         made = RequestFilter(one.model, frozenset(one.strip), one.default, one.set)
-        alike = next((each for each in names if one.name in each), ())
+        # A name with a `model` is another one, whose fields are its own.
+        alike = next((each for each in names if one.model is None and one.name in each), ())
         found |= {name: made for name in alike if name not in found} | {one.name: made}
     return found
 

@@ -127,7 +127,7 @@ async def _own_routes(
         Snapshots(engine, guard, now, wall_now, made.watched.journal.erase, bodies),
         Requests(parts.decision_log, selection, show_content=shows),
         SumRoutes(parts.sessions, parts.usage),
-        PromptRoutes(engine, selection, completions, bodies, guard, settings),
+        PromptRoutes(engine, selection, completions, bodies, guard, settings, made.in_force.keys),
         live,
         await asyncio.to_thread(load_page),
     )

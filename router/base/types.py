@@ -366,6 +366,7 @@ class RequestRecord(Struct, frozen=True):
     session: Session | None = None
     model: str | None = None
     server_s: float = 0.0  # in which the backend computed for it, as reported
+    least_computed: int = 0  # prompt tokens that were computed if nothing was reported
     avoided_s: float = 0.0  # prefill that reuse made unnecessary, at the backend's learned rate
     missed: Mapping[Miss, int] = {}  # adds up to the computed tokens
     nearest: Nearest | None = None

@@ -33,6 +33,7 @@ class Scheduler:
         state.out = []
         admission.explain_admitted(state)
         idle_saves.end_backoffs(state, now)
+        state.inventory.catalog.lapse(now)
         self._take(event, now)
         state.dirty = bool(state.scanned) and (state.dirty or not isinstance(event, ev.Tick))
         job_steps.go_on(state, now)

@@ -38,6 +38,7 @@ from router.core.model.jobs import (
     SlotWatch,
     Step,
 )
+from router.core.model.memory_kinds import goes_back
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerPhase
@@ -172,13 +173,16 @@ class SchedulerView:
         return self._state.inventory.policy.name
 
     def saved_tokens(self, backend: BackendId, request: Request) -> int:
-        """Return how many tokens of a prompt a snapshot for this backend can give back."""
+        """Return how many tokens of a prompt a snapshot for this backend can give back.
+
+        0 if less than nearly all, for a memory kind that can go back: such a state is another's.
+        """
         info = self._state.inventory.info(backend)
         if info is None:
             return 0
-        namespace = namespace_of(info, request.tenant)
-        catalog = self._state.inventory.catalog
-        return catalog.reach(info.memory_kind, namespace, request.prompt.tokens)
+        namespace, tokens = namespace_of(info, request.tenant), request.prompt.tokens
+        reach = self._state.inventory.catalog.reach(info.memory_kind, namespace, tokens)
+        return 0 if goes_back(info.memory_kind) and reach < count(tokens) - 1 else reach
 
     def kept(self) -> list[tuple[Snapshot, int]]:
         """Return the snapshots that are kept for good, each with its uses."""

@@ -21,6 +21,7 @@ log = structlog.get_logger(__name__)
 
 _EVERY_S = 1.0  # between writes: so much is lost at most if the process is killed
 _KEEP_DAYS = 400
+_MOST_TOKENS = 10**9  # of one request
 _FORMAT = 1  # `user_version` of the file
 
 
@@ -110,6 +111,7 @@ class UsageBook:
         self._today: Counter[str] = Counter()  # tokens computed today, by tenant
         self._minute: Counter[str] = Counter()
         self._of_minute = self._of_day = 0
+        self._problem = ""  # why the last write failed
 
     async def open(self, path: Path) -> None:
         """Keep the sums in a file, and read it. Raises sqlite3.Error."""
@@ -129,12 +131,14 @@ class UsageBook:
     def over(self, record: RequestRecord) -> None:
         """Add a finished request that reached a backend."""
         tenant = "" if record.caller is None else record.caller.tenant
+        told = record.computed_tokens
+        computed = _sane(record.least_computed if told is None else told)
         sums = UsageSums(
             requests=1,
             failed=int(record.outcome in (Outcome.BACKEND_ERROR, Outcome.REFUSED)),
-            prompt_tokens=record.prompt_tokens or 0,
-            computed_tokens=record.computed_tokens or 0,
-            generated_tokens=record.generated_tokens or 0,
+            prompt_tokens=_sane(max(record.prompt_tokens or 0, computed)),
+            computed_tokens=computed,
+            generated_tokens=_sane(record.generated_tokens),
             server_s=record.server_s,
         )
         place = Place(self._day(), tenant, record.model or record.slot.backend)
@@ -176,18 +180,20 @@ class UsageBook:
             if not self._fresh:
                 return
             self._writing, self._fresh = self._fresh, {}
-            problem: sqlite3.Error | None = None
+            problem: Exception | None = None
             try:
                 if self._file is not None:
                     await asyncio.to_thread(self._file.add, self._writing)
-            except sqlite3.Error as error:
+            except Exception as error:  # noqa: BLE001 - nothing of the sums may be lost
                 problem = error
             target = self._stored if problem is None else self._fresh
             for place, sums in self._writing.items():
                 target.setdefault(place, UsageSums()).add(sums)
             self._writing = {}
-            if problem is not None:
-                log.warning("usage_not_written", reason=str(problem))
+            reason = "" if problem is None else str(problem)
+            if reason and reason != self._problem:
+                log.warning("usage_not_written", reason=reason)
+            self._problem = reason
 
     async def aclose(self) -> None:
         """Write what is new, and close the file."""
@@ -197,17 +203,24 @@ class UsageBook:
             self._file = None
 
     def _begin_windows(self) -> None:
-        """Begin to count anew in another minute or on another day."""
+        """Begin to count anew in another minute or on another day, and forget days of long ago."""
         now = self._wall_now()
         minute, day = int(now // 60), int(now // 86400)
         if minute != self._of_minute:
             self._of_minute, self._minute = minute, Counter()
         if day != self._of_day:
             self._of_day, self._today = day, Counter()
+            oldest = self._day(_KEEP_DAYS)
+            self._stored = {one: sums for one, sums in self._stored.items() if one.day >= oldest}
 
     def _day(self, ago: int = 0) -> str:
         now = datetime.fromtimestamp(self._wall_now(), UTC)
         return (now - timedelta(days=ago)).date().isoformat()
+
+
+def _sane(tokens: int | None) -> int:
+    """Return a count that a file can take, of what a server reported."""
+    return min(max(tokens or 0, 0), _MOST_TOKENS)
 
 
 def _counted(sums: UsageSums) -> int:

@@ -169,7 +169,8 @@ class App:
         await self._bodies.read(call)
         # As llama-server's router mode does: a body names the model, and the query of a GET.
         named = call.http.query.get("model") or None
-        call.name_model(await model_asked(call.http, call.raw) if may_take_slot else named)
+        asked = await model_asked(call.http, call.raw) if may_take_slot else named
+        call.name_model(self._settings.model_of(asked))
         return await self._passing.serve(call)
 
     async def _reject(self, call: Call, error: RouterError) -> web.StreamResponse:

@@ -50,15 +50,15 @@ async def test_warm_prompt_is_reused_after_other_work(llama_server: StartServer,
 
 
 async def test_answers_after_a_warm_prompt_are_the_same(llama_server: StartServer) -> None:
-    server = await llama_server("llama", slots=1, ctx=8192)
-    cold = await llama_server("llama", slots=1, ctx=8192)
-    async with running([("a", server.url), ("b", cold.url)], server.kv_dir) as kvferry:
-        texts = []
-        for name in ("a", "b"):
-            if name == "a":
-                done = await kvferry.post(WARM, {"messages": TALK, "model": "a"})
-                assert done.json["backend"] == "a"
-            texts.append((await kvferry.chat(TALK, model=name, max_tokens=16)).text)
+    texts = []
+    for warmed in (True, False):
+        server = await llama_server("llama", slots=1, ctx=8192)
+        async with running([("a", server.url)], server.kv_dir) as kvferry:
+            if warmed:
+                done = await kvferry.post(WARM, {"messages": TALK})
+                assert done.status == 200, done.body
+                await kvferry.complete(ids(50, 900), n_predict=2)
+            texts.append((await kvferry.chat(TALK, max_tokens=16)).text)
     assert texts[0] == texts[1]
 
 
@@ -82,6 +82,45 @@ async def test_what_cannot_be_warmed_is_told(
         answer = await kvferry.post(f"{WARM}?{query}", body)
         assert (answer.status, told in answer.json["error"]["message"]) == (status, True)
         assert (await kvferry.complete("x" * 300)).status == 200  # the slot is free
+
+
+async def test_warm_prompt_that_cannot_be_computed_is_told(tmp_path: Path) -> None:
+    """Nothing is claimed of a slot that was not used."""
+    yaml = "policy: least_busy"
+    async with (
+        FakeLlama(kv_dir=tmp_path, n_slots=1) as fake,
+        running([("a", fake.url)], tmp_path, yaml=yaml) as kvferry,
+    ):
+        done = await kvferry.post(f"{WARM}?path=/completion", {"prompt": LONG[:500]})
+        assert (done.status, "could not be computed" in done.json["error"]["message"]) == (
+            409,
+            True,
+        )
+        state = await kvferry.until_quiet()
+        assert state["slots"][0]["resident_tokens"] == 0
+        assert (await kvferry.complete(LONG)).cached == 0
+
+
+async def test_warm_prompt_shorter_than_another_is_not_its(tmp_path: Path) -> None:
+    """A snapshot that only begins like it has not saved it."""
+    async with (
+        FakeLlama(kv_dir=tmp_path, n_slots=1) as fake,
+        running([("a", fake.url)], tmp_path) as kvferry,
+    ):
+        assert (await kvferry.post(f"{WARM}?path=/completion", {"prompt": LONG})).status == 200
+        short = [*LONG[:30], *[7] * 60]  # below store.min_tokens
+        done = await kvferry.post(f"{WARM}?path=/completion", {"prompt": short})
+        assert done.status == 409
+
+
+async def test_tenant_of_a_warm_prompt_must_be_one(tmp_path: Path) -> None:
+    async with (
+        FakeLlama(kv_dir=tmp_path) as fake,
+        running([("a", fake.url)], tmp_path) as kvferry,
+    ):
+        path = f"{WARM}?path=/completion&tenant=alcie"
+        done = await kvferry.post(path, {"prompt": LONG})
+        assert (done.status, "is not the tenant of a key" in done.body.decode()) == (400, True)
 
 
 async def test_kept_prompt_outlives_a_conversation_from_it(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
         lease, *others = [slot.lease(name, work) for slot in chosen]
         state.inventory.jobs[name] = ProbeLoan(id=name, lease=lease, others=others)
     for slot in chosen:
-        slot.hold(replace(slot.content, tenant=NO_TENANT))
+        slot.hold(replace(slot.content, tenant=NO_TENANT, keep_s=0.0))
 
 
 def put_off(state: State, event: ev.ProbePutOff, now: float) -> None:

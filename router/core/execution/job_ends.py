@@ -385,7 +385,8 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
     elif watch.request is None or watch.is_doubtful:
         if watch.likely_unchanged:
             state.inventory.note_displaced(slot)
-        slot.hold(replace(slot.content, tenant=NO_TENANT))  # an unknown client may have used it
+        # An unknown client may have used it.
+        slot.hold(replace(slot.content, tenant=NO_TENANT, keep_s=0.0))
         end(state, watch, now, UNKNOWN if n_tokens is None else Resident(unread=n_tokens))
     else:
         prompt, begun = watch.request.prompt, watch.has_begun

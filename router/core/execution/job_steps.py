@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from router.base.errors import NoBackendError
 from router.base.tokens import EMPTY, Tokens, common_prefix, count, head
 from router.base.types import (
-    NO_TENANT,
     Lease,
     MemoryKind,
     RequestId,
@@ -211,7 +210,6 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
             len(snapshot), snapshot.size_bytes, event.seconds, event.handling_s
         )
         state.keep(snapshot, info.memory_kind, now + keep_s if keep_s else -inf)
-        state.inventory.catalog.lapse(now)
         if not snapshot.shape.useful:
             # Shorter than the window, which the probe has not seen to its end: save none so short.
             window = max(info.window, len(snapshot))
@@ -232,8 +230,10 @@ def save_failed(state: State, event: ev.SaveFailed, now: float) -> None:
 def was_cut(state: State, event: ev.WasCut, now: float) -> None:
     """Keep the cut prefix as a snapshot of its own, and restore it."""
     trunk = event.snapshot
-    state.keep(trunk, MemoryKind.FULL)  # no other kind can be cut
     job = state.request_job(event.request)
+    keep_s = 0.0 if job is None else job.request.keep_s
+    # No other kind can be cut.
+    state.keep(trunk, MemoryKind.FULL, now + keep_s if keep_s else -inf)
     if job is None:
         return
     state.backend_of(job).rates.rewrite.observe(1.0, trunk.size_bytes, event.seconds)
@@ -370,7 +370,7 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
         if not own:  # noted already for the job's own slot
             state.inventory.note_displaced(slot)
         if failed:
-            slot.hold(replace(slot.content, resident=UNKNOWN, tenant=NO_TENANT))
+            slot.hold(Content(UNKNOWN, savable=slot.content.savable))
         else:
             slot.hold(Content(tenant=job.request.tenant))
         if not own and job.claim is not SlotClaim.WHOLE_BACKEND:

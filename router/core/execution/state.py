@@ -64,11 +64,8 @@ class State:
 
         `until`: so long it is protected, in clock seconds.
         """
-        catalog = self.inventory.catalog
-        self.delete(catalog.add(snapshot, kind, *worth_of(self.inventory, snapshot)))
-        held = catalog.equal(snapshot.namespace, snapshot.tokens) if until > -inf else None
-        if held is not None:
-            catalog.protect(held, until)
+        worth = worth_of(self.inventory, snapshot)
+        self.delete(self.inventory.catalog.add(snapshot, kind, *worth, until=until))
 
     def backend_of(self, job: Job) -> Backend:
         """Return the backend of the job's slot."""

@@ -96,9 +96,17 @@ class Catalog:
         return self._index.keys()
 
     def add(
-        self, snapshot: Snapshot, kind: MemoryKind, value_s: float, basis: Basis = Basis.OWN
+        self,
+        snapshot: Snapshot,
+        kind: MemoryKind,
+        value_s: float,
+        basis: Basis = Basis.OWN,
+        *,
+        until: float = -inf,
     ) -> list[Snapshot]:
         """Add a committed snapshot; return the snapshots to delete now, perhaps itself.
+
+        `until`: so long it is protected, or the equal one that there is.
 
         1. It is in the catalog: nothing changes. If it was forgotten but is still being read, it
            becomes usable again, or is deleted after its last use.
@@ -119,8 +127,11 @@ class Catalog:
             return self._turn_away(snapshot, known)
         index = self._index.setdefault(snapshot.namespace, PrefixIndex())
         alike = index.match(snapshot.tokens, limit=4)
-        if any(match.common == match.length == len(snapshot) for match in alike):
-            return self._turn_away(snapshot, known)
+        for match in alike:
+            if match.common == match.length == len(snapshot):
+                if until > -inf:
+                    self.protect(match.item, until)
+                return self._turn_away(snapshot, known)
         entry = _Entry(snapshot, kind, value_s, basis)
         if known is not None:
             entry.uses, entry.used_at = known.uses, known.used_at
@@ -142,7 +153,7 @@ class Catalog:
             and index.branches_at(self[match.item].tokens) == 1
             and self._protection.until(match.item) < inf
         ]
-        until = max(map(self._protection.until, superfluous), default=-inf)
+        until = max([until, *map(self._protection.until, superfluous)])
         doomed = [gone for item in superfluous for gone in self.remove(item)]
         if until > -inf:
             self._protect(entry, until)

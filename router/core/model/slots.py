@@ -163,7 +163,7 @@ class Content(Struct, frozen=True):
     def mixed_with(self, request: Request) -> "Content":
         """Return the content if a request may have used the slot: several tenants' is no one's."""
         tenant = self.tenant if self.tenant == request.tenant else NO_TENANT
-        return replace(self.touched_by(request), tenant=tenant)
+        return replace(self.touched_by(request), tenant=tenant, keep_s=0.0)
 
     def touched_by(self, request: Request) -> "Content":
         """Return the content: not savable if what the request may have left here is not."""

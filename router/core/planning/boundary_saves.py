@@ -50,7 +50,7 @@ def boundary_saves(
         size_bytes = round(position * rates.bytes_per_token.value)
         save_s = rates.save_s(position)
         gain_s = rates.prefill_s(position - there, there) - rates.restore_s(size_bytes)
-        if save_s * (1 + running) + handling_s < chance * gain_s:
+        if request.warms or save_s * (1 + running) + handling_s < chance * gain_s:
             found.append(position)
             cost_s += save_s + handling_s
     return tuple(found), cost_s

@@ -31,11 +31,23 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         caller=account.request.caller,
         session=account.request.session,
         model=account.request.model,
+        least_computed=_least_computed(account, ttft_s),
         server_s=(reported.prompt_s or 0.0) + (reported.generated_s or 0.0),
         avoided_s=account.avoided_s,
         missed=_missed(account, reported.computed_tokens),
         nearest=sight.nearest if sight is not None else None,
     )
+
+
+def _least_computed(account: Account, ttft_s: float | None) -> int:
+    """Return how many prompt tokens a request surely had computed, whatever was reported.
+
+    A client may disconnect before the report. Once it has seen a token, its prompt was computed.
+    """
+    own = 0 if account.prefilled is None else account.prefilled.tokens
+    if ttft_s is None:
+        return own
+    return max(own, len(account.request.prompt) - account.plan.chosen.reused_tokens)
 
 
 def avoided_s(rates: Rates, reported: Reported, prefilled: OwnPrefill | None) -> float:

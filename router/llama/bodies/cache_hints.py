@@ -6,12 +6,15 @@ docs/clients.md, "Hints". The server ignores these fields.
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
 Json = dict[str, Any]
+Fork = Callable[[], Json]
 
 _MARKS = ("cache_control", "prompt_cache_breakpoint")
 _TIME = re.compile(r"(\d{1,4})([smhd])")
@@ -40,36 +43,39 @@ def hints_of(body: Json, convert: Callable[[Json], Json]) -> CacheHints:
 
     Never raises: a hint of a wrong type is none.
     """
-    marked = list(_marked(body))
     options = body.get("prompt_cache_options")
-    times = [_seconds(mark.get("ttl")) or _DEFAULT_S for mark, _ in marked]
-    times.append(_seconds(body.get("prompt_cache_retention")))
-    times.append(_seconds(options.get("ttl") if isinstance(options, dict) else None))
+    keep_s = max(
+        _seconds(body.get("prompt_cache_retention")),
+        _seconds(options.get("ttl") if isinstance(options, dict) else None),
+    )
+    last: deque[Fork | None] = deque(maxlen=_MOST_FORKS)
+    for mark, fork in _marked(body):
+        keep_s = max(keep_s, _seconds(mark.get("ttl")) or _DEFAULT_S)
+        last.append(fork)
     forks = []
-    for _, fork in marked[-_MOST_FORKS:]:
+    for fork in last:
         try:
-            found = convert(fork).get("messages") if fork is not None else None
+            found = convert(fork()).get("messages") if fork is not None else None
         except ValueError:
             continue
         if isinstance(found, list):
             forks.append(found)
-    keep_s = min(max(times), _MOST_S)
-    return CacheHints(keep_s, tuple(forks)) if keep_s else NO_HINTS
+    return CacheHints(min(keep_s, _MOST_S), tuple(forks)) if keep_s else NO_HINTS
 
 
-def _marked(body: Json) -> Iterator[tuple[Json, Json | None]]:
-    """Yield each mark, and the body of another chat that agrees with this one up to there.
+def _marked(body: Json) -> Iterator[tuple[Json, "Fork | None"]]:
+    """Yield each mark, and what makes a body that agrees with this one up to there.
 
-    None where the mark ends its message: the boundaries of messages are found without it.
+    None where the mark ends its message: the boundaries of messages are found without it. A body
+    may have thousands of marks, and a fork copies all before it: only those that count are made.
     """
     for holder in (body, *_listed(body, "tools")):
         yield from ((mark, None) for mark in _marks_of(holder))
     system = _listed(body, "system")
     for at, part in enumerate(system):
         for mark in _marks_of(part):
-            cut = _cut(system, at)
-            first = _listed(body, "messages")[:1]
-            yield mark, None if cut is None else {**body, "system": cut, "messages": first}
+            ends = at + 1 == len(system)
+            yield mark, None if ends else partial(_system_fork, body, system, at)
     for name in ("messages", "input"):
         items = _listed(body, name)
         for at, item in enumerate(items):
@@ -77,16 +83,23 @@ def _marked(body: Json) -> Iterator[tuple[Json, Json | None]]:
             parts = _listed(item, "content")
             for n, part in enumerate(parts):
                 for mark in _marks_of(part):
-                    cut = _cut(parts, n)
-                    # One message more: some templates want a user's after the system prompt.
-                    after = [{**item, "content": cut}, *items[at + 1 : at + 2]]
-                    yield mark, None if cut is None else {**body, name: [*items[:at], *after]}
+                    ends = n + 1 == len(parts)
+                    yield mark, None if ends else partial(_fork, body, name, items, at, parts, n)
 
 
-def _cut(parts: list[Any], at: int) -> list[Any] | None:
-    """Return the parts up to `at`, and a text unlike what follows; None if nothing does."""
-    if at + 1 >= len(parts):
-        return None
+def _system_fork(body: Json, system: list[Any], at: int) -> Json:
+    first = _listed(body, "messages")[:1]
+    return {**body, "system": _cut(system, at), "messages": first}
+
+
+def _fork(body: Json, name: str, items: list[Any], at: int, parts: list[Any], n: int) -> Json:
+    # One message more: some templates want a user's after the system prompt.
+    after = [{**items[at], "content": _cut(parts, n)}, *items[at + 1 : at + 2]]
+    return {**body, name: [*items[:at], *after]}
+
+
+def _cut(parts: list[Any], at: int) -> list[Any]:
+    """Return the parts up to `at`, and a text unlike what follows."""
     following = parts[at + 1] if isinstance(parts[at + 1], dict) else {}
     text = following.get("text")
     letter = "Q" if isinstance(text, str) and text.lstrip().startswith("Z") else "Z"

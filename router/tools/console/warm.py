@@ -95,10 +95,12 @@ def path_of(body: Json) -> str:
         return _TEXT
     if "input" in body:
         return "/v1/responses"
-    parts = [message.get("content") for message in body.get("messages", [])]
+    messages = body.get("messages")
+    known = messages if isinstance(messages, list) else []
+    parts = [message.get("content") for message in known if isinstance(message, dict)]
     blocks = [block for part in parts if isinstance(part, list) for block in part]
-    kinds = {block.get("type") for block in blocks if isinstance(block, dict)}
-    anthropic = "system" in body or kinds & {"tool_use", "tool_result"}
+    kinds = [block.get("type") for block in blocks if isinstance(block, dict)]
+    anthropic = "system" in body or "tool_use" in kinds or "tool_result" in kinds
     return _MESSAGES if anthropic else _CHAT
 
 

@@ -15,6 +15,7 @@ from router.llama.wire import parse_completion
 from router.web.admin.guard import Guard
 from router.web.admin.plan_json import plan_json
 from router.web.api.backend_selection import BackendSelection
+from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
 from router.web.server.bodies import Bodies
 from router.web.server.call import Call
@@ -38,6 +39,7 @@ class PromptRoutes:
         bodies: Bodies,
         guard: Guard,
         settings: Settings,
+        keys: Keys,
     ) -> None:
         self._engine = engine
         self._selection = selection
@@ -45,6 +47,7 @@ class PromptRoutes:
         self._bodies = bodies
         self._guard = guard
         self._settings = settings
+        self._keys = keys
 
     async def plan(self, call: Call) -> web.Response:
         """Run the planner without effect: candidates, prices, choice.
@@ -74,8 +77,16 @@ class PromptRoutes:
         self._guard.check(call.http)
         keep_s = _keep_s(call.http.query.get("keep", "always"))
         await self._parse(call)
-        await self._selection.wait_for_reader(call.model, call.id)
-        await self._describe(call)
+        try:
+            await self._describe(call)
+            while call.reader is None and self._selection.can_wait_for_reader(call.model):
+                await self._selection.wait_for_reader(call.model, call.id)
+                await self._describe(call)
+            return await self._warmed(call, keep_s)
+        finally:
+            self._selection.no_longer_waits(call.id)
+
+    async def _warmed(self, call: Call, keep_s: float) -> web.Response:
         asked = replace(
             call.scheduled,
             keep_s=keep_s,
@@ -87,19 +98,28 @@ class PromptRoutes:
             slot_hint=None,
             max_new_tokens=0,
         )
+        if self._keys.known.keeps_apart and not asked.tenant:
+            raise BadRequestError("tenant: say whose the prompt is; tenants are kept apart")
         if not asked.prompt.is_exact:
             why = asked.prompt.unknown or "it has pictures or sounds"
             raise BadRequestError(f"only a prompt that the router can read can be warmed: {why}")
         grant = await self._engine.submit(asked)
-        n = len(asked.prompt)
-        computed = 0 if grant.prefilled is None else grant.prefilled.tokens
+        n, timing = len(asked.prompt), Timing(None, 0.0)
+        if grant.prefilled is None or not grant.prefilled.tokens:
+            # Nothing is known of the slot: it is looked at before it is used again.
+            self._engine.finish(asked.id, Outcome.REFUSED, Reported(), timing)
+            raise ConflictError(
+                "the prompt could not be computed ahead: its backend or the policy does not do so"
+                " (kvferry doctor says which backends save and restore)"
+            )
+        computed = grant.prefilled.tokens
         reported = Reported(prompt_tokens=n, cached_tokens=n, generated_tokens=0)
-        self._engine.finish(asked.id, Outcome.OK, reported, Timing(None, 0.0))
+        self._engine.finish(asked.id, Outcome.OK, reported, timing)
         saved = self._engine.view.saved_tokens(grant.lease.slot.backend, asked)
         if not saved:
             raise ConflictError(
-                "the prompt was computed, but could not be saved: see `problem` and `note` of its"
-                " backend in /kvferry/state, and store.min_tokens"
+                "the prompt was computed, but could not be saved: it is shorter than"
+                " store.min_tokens, or see `problem` and `note` of its backend in /kvferry/state"
             )
         return json_response(
             {
@@ -141,7 +161,12 @@ class PromptRoutes:
 
     async def _describe(self, call: Call) -> None:
         await self._completions.describe(call)
-        if tenant := call.http.query.get("tenant"):
+        tenant = call.http.query.get("tenant", "")
+        if tenant and not self._keys.has_tenant(tenant):
+            raise BadRequestError(
+                f"tenant: {tenant!r} is not the tenant of a key, or tenants are not kept apart"
+            )
+        if tenant:
             call.request = replace(call.scheduled, tenant=Tenant(tenant))
 
 

@@ -85,6 +85,12 @@ class Keys:
             return NO_TENANT
         return Tenant(caller.tenant)
 
+    def has_tenant(self, name: str) -> bool:
+        """Return whether a tenant has keys, and is kept apart from others."""
+        return self.known.keeps_apart and any(
+            caller.tenant == name for caller in self.known.callers.values()
+        )
+
     def is_background(self, caller: Caller | None) -> bool:
         """Return whether the requests of a caller's tenant are served after all others."""
         limits = None if caller is None else self.known.limits.get(caller.tenant)

@@ -120,7 +120,7 @@ class Completions:
             call.parsed = replace(parsed, model=call.model)
         else:
             asked = await slots_asked(call.http, call.raw, call.route)
-            call.name_model(asked.model)
+            call.name_model(self._settings.model_of(asked.model))
             call.many_tasks = asked.many or (asked.in_form and call.route.stateless)
         # A suspect is sent alone.
         ends = self._suspects.check(call.raw, call.parsed)

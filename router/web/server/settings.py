@@ -27,3 +27,8 @@ class Settings:
     browser_origins: frozenset[str] = frozenset()
     corrects_counts: bool = True
     filters: Filters = field(default_factory=dict)
+
+    def model_of(self, name: str | None) -> str | None:
+        """Return the model that a filter gives for a name; without one the name itself."""
+        found = None if name is None else self.filters.get(name)
+        return name if found is None or found.model is None else found.model

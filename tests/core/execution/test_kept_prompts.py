@@ -1,11 +1,22 @@
 """What a client wants kept: its saves are protected, and pay more readily."""
 
+from math import inf
+
 import pytest
 
 from router.base.types import MemoryKind, Prompt, RequestId, SnapshotId
 from router.core.model import events as ev
+from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.scheduler import Scheduler
-from tests.support.scheduler.build import A0, backend, rates, run_of, scheduler, snapshot
+from tests.support.scheduler.build import (
+    A0,
+    BYTES_PER_TOKEN,
+    backend,
+    rates,
+    run_of,
+    scheduler,
+    snapshot,
+)
 from tests.support.scheduler.drive import NOW, arrive, finish, prefilled, restored, saved, slot
 
 LONG = run_of(1000)
@@ -70,3 +81,29 @@ def test_a_save_pays_sooner_where_the_prompt_comes_back(keep_s: float, saves: in
     # 10 s of prefill, 4 s of save and 4 s of restore: too little is spared for an even chance.
     s.state.inventory.backend_of(A0).rates = rates(prefill_s=0.01, transfer_s=4.0)
     assert len(s.handle(ev.Tick(), NOW + 10)) == saves
+
+
+def test_protection_lapses_before_anything_is_evicted() -> None:
+    """Else a snapshot of worth would go in place of one whose time is over."""
+    s = scheduler(
+        backend("a", 1),
+        coalesce_above_s=None,
+        limits=SnapshotLimits(max_bytes=2 * 1000 * BYTES_PER_TOKEN, protected_share=1.0),
+    )
+    catalog = s.state.inventory.catalog
+    catalog.add(snapshot("over", run_of(1000, 3)), MemoryKind.FULL, 0.1, until=NOW + 1)
+    catalog.add(snapshot("worth", run_of(1000, 2)), MemoryKind.FULL, 9.0)
+    arrive(s, prompt=Prompt(LONG))
+    finish(s, prompt_tokens=1000, generated_tokens=1)
+    idle_save(s, NOW + 100)
+
+    assert SnapshotId("over") not in catalog
+    assert SnapshotId("worth") in catalog
+
+
+def test_what_a_stranger_left_is_not_kept() -> None:
+    s = answered(keep_s=inf)
+    s.handle(ev.FoundBusy({A0: slot(s, A0).generation}), NOW)
+    (watch,) = s.state.inventory.jobs
+    s.handle(ev.Quiet(watch, 700), NOW)
+    assert slot(s, A0).content.keep_s == 0

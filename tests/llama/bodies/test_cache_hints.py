@@ -86,3 +86,10 @@ def test_of_many_marks_the_last_four_count() -> None:
     parts = [text(str(n), **MARK) for n in range(7)]
     forks = hints(Shape.CHAT, messages=said(*parts, text("end"))).forks
     assert [len(fork[0]["content"]) for fork in forks] == [5, 6, 7, 8]
+
+
+def test_only_the_forks_that_count_are_made() -> None:
+    """Each copies all parts before it: of 20,000 that would take minutes and gigabytes."""
+    parts = [text("a", **MARK) for _ in range(20_000)]
+    forks = hints(Shape.CHAT, messages=said(*parts, text("end"))).forks
+    assert len(forks) == 4

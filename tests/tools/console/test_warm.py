@@ -36,6 +36,8 @@ def test_other_files_are_refused() -> None:
         ({"messages": [{"role": "system", "content": "x"}]}, CHAT),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, CHAT),
         ({"system": "x", "messages": []}, MESSAGES),
+        ({"messages": None}, CHAT),
+        ({"messages": ["x", {"content": [{"type": [1]}]}]}, CHAT),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, MESSAGES),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 
 from router.config.schema import Config, parse
 from router.tools.serving.llama_swap import ImportProblemError
-from router.tools.serving.models_ini import imported
+from router.tools.serving.models_ini import _words, imported
 
 PRESETS = """version = 1
 
@@ -45,3 +45,24 @@ def test_presets_become_models() -> None:
 def test_other_files_are_refused(text: str) -> None:
     with pytest.raises(ImportProblemError, match=r"no section|no file of presets"):
         imported(text)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("fit", "off", ["-fit", "off"]),
+        ("reasoning", "on", ["--reasoning", "on"]),
+        ("ngld", "99", ["-ngld", "99"]),
+        ("rpc", "host:1", ["--rpc", "host:1"]),
+        ("mmap", "0", ["--no-mmap"]),
+        ("cont-batching", "1", ["--cont-batching"]),
+        ("kvu", "off", ["--no-kv-unified"]),
+        ("no-warmup", "1", ["--no-warmup"]),
+        ("no-mmap", "false", ["--mmap"]),
+        ("new-switch", "true", ["--new-switch"]),
+        ("C", "0xff", ["-C", "0xff"]),
+        ("temp", "0", ["--temp", "0"]),
+    ],
+)
+def test_key_becomes_the_flag_that_it_is(key: str, value: str, words: list[str]) -> None:
+    assert _words(key, value) == words

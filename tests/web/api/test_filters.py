@@ -25,6 +25,8 @@ async def test_filtered_request_and_its_name(tmp_path: Path) -> None:
         assert answer.status == 200, answer.body
         sent = [body for path, body in fake.bodies if path == "/completion"][-1]
         listed = (await kvferry.get("/v1/models")).json["data"]
+        counted = await kvferry.post("/tokenize", {"model": "precise", "content": "hello"})
+        assert counted.status == 200, counted.body
         planned = await kvferry.post("/kvferry/plan?path=/completion", body)
 
     assert {key: sent[key] for key in ("model", "top_k", "temperature")} == {
