@@ -32,11 +32,21 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         session=account.request.session,
         model=account.request.model,
         least_computed=_least_computed(account, ttft_s),
-        server_s=(reported.prompt_s or 0.0) + (reported.generated_s or 0.0),
+        server_s=_server_s(account, reported, total_s),
         avoided_s=account.avoided_s,
         missed=_missed(account, reported.computed_tokens),
         nearest=sight.nearest if sight is not None else None,
     )
+
+
+def _server_s(account: Account, reported: Reported, total_s: float) -> float:
+    """Return the seconds of a server's work; without a report, those in which it held its slot.
+
+    /v1/messages and /v1/responses report no times.
+    """
+    if reported.prompt_s is not None or reported.generated_s is not None:
+        return (reported.prompt_s or 0.0) + (reported.generated_s or 0.0)
+    return max(total_s - account.waited_s - account.prefill_queue_s, 0.0)
 
 
 def _least_computed(account: Account, ttft_s: float | None) -> int:

@@ -105,3 +105,17 @@ def test_reuse_avoids_what_a_cold_prefill_would_take_longer(
     expected = 0.0 if said.cached_tokens is None else whole_s - rest_s
 
     assert avoided_s(rates, said, prefilled) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("said", "server_s"),
+    [
+        (Reported(10, 4, prompt_s=0.5, generated_s=1.5), 2.0),
+        (Reported(10, 4, prompt_s=0.5), 0.5),
+        (Reported(10, 4), 6.0),  # it waited for 3 s and stood in the prefill queue for 1 s
+    ],
+)
+def test_seconds_of_a_server(said: Reported, server_s: float) -> None:
+    plan = Plan(Candidate(A0, Source.COLD, 0, Price()))
+    account = Account(request(), A0, plan, Outcome.OK, said, 3.0, 2.0, None, prefill_queue_s=1.0)
+    assert record_of(account, 5.0, 10.0).server_s == server_s
