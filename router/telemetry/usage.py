@@ -46,8 +46,12 @@ class UsageSums:
 
     def add(self, other: "UsageSums") -> None:
         """Add other totals."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+        self.requests += other.requests
+        self.failed += other.failed
+        self.prompt_tokens += other.prompt_tokens
+        self.computed_tokens += other.computed_tokens
+        self.generated_tokens += other.generated_tokens
+        self.server_s += other.server_s
 
 
 _COLUMNS = tuple(one.name for one in fields(UsageSums))
@@ -111,6 +115,7 @@ class UsageBook:
         self._today: Counter[str] = Counter()  # tokens computed today, by tenant
         self._minute: Counter[str] = Counter()
         self._of_minute = self._of_day = 0
+        self._name_of_day = ""
         self._problem = ""  # why the last write failed
 
     async def open(self, path: Path) -> None:
@@ -141,10 +146,10 @@ class UsageBook:
             generated_tokens=_sane(record.generated_tokens),
             server_s=record.server_s,
         )
-        place = Place(self._day(), tenant, record.model or record.slot.backend)
+        self._begin_windows()
+        place = Place(self._name_of_day, tenant, record.model or record.slot.backend)
         self._fresh.setdefault(place, UsageSums()).add(sums)
         self.totals.setdefault(tenant, UsageSums()).add(sums)
-        self._begin_windows()
         self._today[tenant] += _counted(sums)
         self._minute[tenant] += _counted(sums)
 
@@ -210,6 +215,7 @@ class UsageBook:
             self._of_minute, self._minute = minute, Counter()
         if day != self._of_day:
             self._of_day, self._today = day, Counter()
+            self._name_of_day = self._day()
             oldest = self._day(_KEEP_DAYS)
             self._stored = {one: sums for one, sums in self._stored.items() if one.day >= oldest}
 

@@ -317,6 +317,8 @@ class Catalog:
 
     def lapse(self, now: float) -> None:
         """End the protection of the snapshots whose time is over, or that exceed the share."""
+        if not len(self._protection):
+            return
         share = self.limits.protected_share * self.limits.max_bytes
         limited = self.limits.max_bytes != UNLIMITED
         self._rank_again(self._protection.lapsed(now, share if limited else inf))
