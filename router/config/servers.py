@@ -22,14 +22,8 @@ OWN_FLAGS: dict[str, str | None] = {
     **dict.fromkeys(
         (
             *("--host", "--port", "--api-key", "--api-key-file", "-cram", "--cache-ram"),
-            *(
-                "--api-prefix",
-                "--no-slots",
-                "-kvu",
-                "--kv-unified",
-                "--models-dir",
-                "--models-preset",
-            ),
+            *("--no-slots", "-kvu", "--kv-unified", "--models-dir", "--models-preset"),
+            "--api-prefix",
         )
     ),
 }

@@ -103,7 +103,8 @@ class BoundaryFinder:
         """Return the boundaries of a chat without media that has the tokens `prompt`.
 
         `forks`: the messages of other chats that begin like this one, as its client marked them
-        (`llama/cache_hints.py`). Raises nothing. Four conversations are compared with the prompt:
+        (`llama/bodies/cache_hints.py`). Raises nothing. Four conversations are compared with the
+        prompt:
 
         1. the same system prompt and tools, another first message;
         2. the same up to the last message of a user or a tool, which is replaced;
@@ -141,19 +142,21 @@ class BoundaryFinder:
         seen = await search.end(near)
         end = count(prompt) if seen is None else seen
         user, *tool = _next_turns(body, asked)
-        marked = asyncio.gather(
-            *(search.agreed(whole, partial(_instead, fork), count(prompt)) for fork in forks)
-        )
-        last, *going_on = await asyncio.gather(
-            search.agreed(near, _other_last, count(prompt)),
-            search.agreed(far, partial(_followed_by, user), end),
-            *(search.agreed(near, partial(_followed_by, turn), end) for turn in tool),
+        (last, *going_on), marked = await asyncio.gather(
+            asyncio.gather(
+                search.agreed(near, _other_last, count(prompt)),
+                search.agreed(far, partial(_followed_by, user), end),
+                *(search.agreed(near, partial(_followed_by, turn), end) for turn in tool),
+            ),
+            asyncio.gather(
+                *(search.agreed(whole, partial(_instead, fork), count(prompt)) for fork in forks)
+            ),
         )
         again = 0 if seen is None else settle(prompt, prompt, marks, end)
         if again - max(going_on) > NEAR:
             going_on.append(again)
         system = settle(prompt, opening, marks, count(prompt)) if opening else 0
-        found = {system, last, *going_on, *await marked}
+        found = {system, last, *going_on, *marked}
         return tuple(sorted(at for at in found if 0 < at < count(prompt)))
 
     async def _frame(self, body: Json, whole: _Frame, messages: list[Json]) -> _Frame:

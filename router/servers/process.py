@@ -34,8 +34,8 @@ class ServerLog:
         and that are lost.
         """
         with suppress(OSError):
-            if self.path.stat().st_size > self._max_bytes:
-                size = self.path.stat().st_size
+            size = self.path.stat().st_size
+            if size > self._max_bytes:
                 self._old.write_bytes(self.tail(self._max_bytes))
                 os.truncate(self.path, 0)
                 self._gone += size

@@ -25,8 +25,7 @@ class UsageCollector(Collector):
         )
         for tenant, sums in self._usage.totals.items():
             if tenant:
-                cached = max(sums.prompt_tokens - sums.computed_tokens, 0)
-                tokens.add_metric([tenant, "cached"], cached)
+                tokens.add_metric([tenant, "cached"], sums.cached_tokens)
                 tokens.add_metric([tenant, "computed"], sums.computed_tokens)
                 tokens.add_metric([tenant, "generated"], sums.generated_tokens)
                 requests.add_metric([tenant], sums.requests)

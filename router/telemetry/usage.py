@@ -44,6 +44,16 @@ class UsageSums:
     generated_tokens: int = 0
     server_s: float = 0.0
 
+    @property
+    def cached_tokens(self) -> int:
+        """Return the prompt tokens that were not computed."""
+        return max(self.prompt_tokens - self.computed_tokens, 0)
+
+    @property
+    def limited_tokens(self) -> int:
+        """Return the tokens that count for a limit: those that a server computed."""
+        return self.computed_tokens + self.generated_tokens
+
     def add(self, other: "UsageSums") -> None:
         """Add other totals."""
         self.requests += other.requests
@@ -130,8 +140,8 @@ class UsageBook:
         self._file, self._stored = await asyncio.to_thread(read)
         self._begin_windows()
         for place, sums in self._stored.items():
-            if place.day == self._day():
-                self._today[place.tenant] += _counted(sums)
+            if place.day == self._name_of_day:
+                self._today[place.tenant] += sums.limited_tokens
 
     def over(self, record: RequestRecord) -> None:
         """Add a finished request that reached a backend."""
@@ -150,8 +160,8 @@ class UsageBook:
         place = Place(self._name_of_day, tenant, record.model or record.slot.backend)
         self._fresh.setdefault(place, UsageSums()).add(sums)
         self.totals.setdefault(tenant, UsageSums()).add(sums)
-        self._today[tenant] += _counted(sums)
-        self._minute[tenant] += _counted(sums)
+        self._today[tenant] += sums.limited_tokens
+        self._minute[tenant] += sums.limited_tokens
 
     def used(self, tenant: str) -> tuple[int, int]:
         """Return the tokens computed for a tenant in this minute and on this day."""
@@ -229,13 +239,7 @@ def _sane(tokens: int | None) -> int:
     return min(max(tokens or 0, 0), _MOST_TOKENS)
 
 
-def _counted(sums: UsageSums) -> int:
-    """Return the tokens that count for a limit: those that a server computed."""
-    return sums.computed_tokens + sums.generated_tokens
-
-
 def _row(place: Place, sums: UsageSums) -> Json:
     named = dict(zip(_COLUMNS, astuple(sums), strict=True))
     named["server_s"] = round(sums.server_s, 3)
-    cached = max(sums.prompt_tokens - sums.computed_tokens, 0)
-    return {**place._asdict(), **named, "cached_tokens": cached}
+    return {**place._asdict(), **named, "cached_tokens": sums.cached_tokens}

@@ -209,7 +209,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
         backend.rates.observe_save(
             len(snapshot), snapshot.size_bytes, event.seconds, event.handling_s
         )
-        state.keep(snapshot, info.memory_kind, now + keep_s if keep_s else -inf)
+        state.keep(snapshot, info.memory_kind, now=now, keep_s=keep_s)
         if not snapshot.shape.useful:
             # Shorter than the window, which the probe has not seen to its end: save none so short.
             window = max(info.window, len(snapshot))
@@ -233,7 +233,7 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
     job = state.request_job(event.request)
     keep_s = 0.0 if job is None else job.request.keep_s
     # No other kind can be cut.
-    state.keep(trunk, MemoryKind.FULL, now + keep_s if keep_s else -inf)
+    state.keep(trunk, MemoryKind.FULL, now=now, keep_s=keep_s)
     if job is None:
         return
     state.backend_of(job).rates.rewrite.observe(1.0, trunk.size_bytes, event.seconds)

@@ -59,11 +59,14 @@ class State:
         """Delete snapshots that the catalog dropped."""
         self.out.extend(Delete(snapshot) for snapshot in snapshots)
 
-    def keep(self, snapshot: Snapshot, kind: MemoryKind, until: float = -inf) -> None:
+    def keep(
+        self, snapshot: Snapshot, kind: MemoryKind, *, now: float = 0.0, keep_s: float = 0.0
+    ) -> None:
         """Offer a new snapshot to the catalog, and delete what the catalog drops for it.
 
-        `until`: so long it is protected, in clock seconds.
+        `keep_s`: so long a client wants it kept from now on; 0: not at all.
         """
+        until = now + keep_s if keep_s else -inf
         worth = worth_of(self.inventory, snapshot)
         self.delete(self.inventory.catalog.add(snapshot, kind, *worth, until=until))
 

@@ -58,8 +58,8 @@ class Catalog:
 
     The snapshot with the least seconds / bytes / time since its last use is evicted first, but no
     protected one while these fit their share. Tokens that a longer snapshot also holds save no
-    seconds. In a conversation with answers that come
-    back changed, as without their reasoning, each state leaves the one before it little value.
+    seconds. In a conversation with answers that come back changed, as without their reasoning, each
+    state leaves the one before it little value.
     """
 
     limits: SnapshotLimits = field(default_factory=SnapshotLimits)

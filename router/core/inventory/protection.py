@@ -28,8 +28,7 @@ class Protection:
 
     def add(self, snapshot: SnapshotId, until: float, size_bytes: int) -> None:
         """Protect a snapshot; never for less time than before."""
-        until = max(until, self.until(snapshot))
-        if until == self.until(snapshot):
+        if until <= self.until(snapshot):
             return
         self.drop(snapshot)
         self._held[snapshot] = until, size_bytes

@@ -17,8 +17,9 @@ Json = dict[str, Any]
 Fork = Callable[[], Json]
 
 _MARKS = ("cache_control", "prompt_cache_breakpoint")
-_TIME = re.compile(r"(\d{1,4})([smhd])")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_TIME = re.compile(r"(\d+)([smhd])")
+_MOST_DIGITS = 4
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DEFAULT_S = 300.0  # of a mark without a time, as at Anthropic
 _MOST_S = 86400.0
 _MOST_FORKS = 4  # Anthropic allows four marks; of more the last ones count
@@ -121,6 +122,13 @@ def _listed(holder: object, name: str) -> list[Any]:
 
 
 def _seconds(value: object) -> float:
-    """Return a time such as "5m", "1h" or "24h" in seconds; 0 if it is none."""
+    """Return a time in seconds; 0 if it is none."""
+    return seconds_of(value, _MOST_DIGITS) or 0.0
+
+
+def seconds_of(value: object, most_digits: int) -> float | None:
+    """Return a time such as "5m", "1h" or "24h" in seconds; None if it is none."""
     found = _TIME.fullmatch(value) if isinstance(value, str) else None
-    return 0.0 if found is None else float(found[1]) * _SECONDS[found[2]]
+    if found is None or len(found[1]) > most_digits:
+        return None
+    return float(found[1]) * _SECONDS[found[2]]

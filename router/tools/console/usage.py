@@ -16,8 +16,10 @@ from router.tools.terminal import output
 Json = dict[str, Any]
 
 _KEYS = ("day", "tenant", "model")
-_NUMBERS = ("requests", "failed", "prompt_tokens", "cached_tokens", "computed_tokens")
-_COLUMNS = (*_NUMBERS, "generated_tokens", "server_s")
+_COLUMNS = (
+    *("requests", "failed", "prompt_tokens", "cached_tokens", "computed_tokens"),
+    *("generated_tokens", "server_s"),
+)
 
 
 def add_usage_options(

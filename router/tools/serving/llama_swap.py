@@ -6,7 +6,7 @@ silence.
 
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -167,30 +167,25 @@ class _Import:
         for key in given.model_extra or ():
             self._note(name, f"filters: {key}")
         words = (word.strip() for word in given.strip.split(","))
-        strip = self._changeable(name, [word for word in words if word])
-        own = given.set or {}
-        kept = self._changeable(name, own)
-        common: Json = ({"strip": strip} if strip else {}) | (
-            {"set": {key: own[key] for key in kept}} if kept else {}
-        )
-        if common:
-            self.filters.append({"name": name, **common})
+        strip = list(self._changeable(name, {word: None for word in words if word}))
+        own = self._changeable(name, given.set or {})
+        if strip or own:
+            self.filters.append({"name": name} | _filled_in(strip=strip, set=own))
         for other, fields in (given.by_id or {}).items():
             named = other.replace("${MODEL_ID}", name)
-            settable = self._changeable(name, fields)
-            both = common.get("set", {}) | {key: fields[key] for key in settable}
+            both = own | self._changeable(name, fields)
             if named == name:
                 self._note(name, f"filters: setParamsByID: {other}: it is the model's own name")
                 continue
-            entry = {"name": named, "model": name} | common | ({"set": both} if both else {})
+            entry = {"name": named, "model": name} | _filled_in(strip=strip, set=both)
             self.filters.append(entry)
 
-    def _changeable(self, name: str, fields: Collection[str]) -> list[str]:
+    def _changeable(self, name: str, fields: Json) -> Json:
         """Return the fields that a filter may change, and note the others."""
         for field in fields:
             if field in KEPT:
                 self._note(name, f"filters: {field}, which no filter changes")
-        return [field for field in fields if field not in KEPT]
+        return {field: value for field, value in fields.items() if field not in KEPT}
 
     def _note(self, name: str, told: str) -> None:
         self.notes.append(f"models: {name}: {told}")
@@ -315,6 +310,11 @@ class _Import:
         for name in hooks.on_startup.preload if hooks and hooks.on_startup else ():
             if name in models:
                 models[name]["preload"] = True
+
+
+def _filled_in(**keys: object) -> Json:
+    """Return the keys that say something."""
+    return {key: value for key, value in keys.items() if value}
 
 
 def _names(entry: Json) -> list[str]:

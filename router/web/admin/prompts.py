@@ -1,6 +1,5 @@
 """Operators' own prompts: plan one without effect, or have it computed and saved ahead of use."""
 
-import re
 from math import inf
 
 from aiohttp import web
@@ -10,6 +9,7 @@ from router.base.errors import BadRequestError, ConflictError
 from router.base.types import Outcome, Reported, Tenant
 from router.engine.engine import Engine, Timing
 from router.llama import json_offload
+from router.llama.bodies.cache_hints import seconds_of
 from router.llama.routes import shape_of
 from router.llama.wire import parse_completion
 from router.web.admin.guard import Guard
@@ -24,8 +24,7 @@ from router.web.server.settings import Settings
 
 WARM = "/kvferry/warm"
 
-_TIME = re.compile(r"(\d{1,6})([smhd])")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_MOST_DIGITS = 6  # of a time
 
 
 class PromptRoutes:
@@ -172,7 +171,7 @@ class PromptRoutes:
 
 def _keep_s(text: str) -> float:
     """Return a time in seconds; inf for `always`. Raises BadRequestError."""
-    found = _TIME.fullmatch(text)
-    if found is None and text != "always":
+    found = inf if text == "always" else seconds_of(text, _MOST_DIGITS)
+    if found is None:
         raise BadRequestError(f"keep: {text!r} is neither a time such as 24h nor `always`")
-    return inf if found is None else float(found[1]) * _SECONDS[found[2]]
+    return found
