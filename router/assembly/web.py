@@ -29,6 +29,7 @@ from router.web.api.passing import Passing
 from router.web.api.peer_routes import PeerRoutes
 from router.web.api.reports import Reports
 from router.web.api.sending import Sender
+from router.web.api.slicing import Slicing
 from router.web.api.suspects import Suspects
 from router.web.app import App, OtherHosts
 from router.web.server.bodies import Bodies
@@ -86,9 +87,10 @@ async def app_of(made: Stages, live: Live) -> App:
         routes = PeerRoutes(hosts.hello, engine, selection, hosts.held)
         others = OtherHosts(hosts.name, routes, hosts.metrics)
     reports = Reports(engine, parts.decision_log, parts.tasks.spawn)
-    sender = Sender(engine, selection, suspects, settings, parts.throttle, reports)
+    slicing = Slicing(engine, selection)
+    sender = Sender(engine, selection, suspects, settings, parts.throttle, reports, slicing)
     completions = Completions(
-        engine, selection, sender, settings, keys, suspects, elsewhere, made.tracing
+        engine, selection, sender, settings, keys, suspects, elsewhere, slicing, made.tracing
     )
     return App(
         keys=keys,

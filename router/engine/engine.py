@@ -37,6 +37,7 @@ from router.base.types import (
     Stats,
 )
 from router.core.admission.backend_attach import probe_name
+from router.core.execution.preemption import must_yield
 from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.model.jobs import RequestJob
@@ -190,17 +191,19 @@ class Engine:
         reported: Reported,
         timing: Timing,
         then: Callable[[], None] = lambda: None,
+        *,
+        yields: bool = False,
     ) -> None:
         """End a granted request. Call once for each grant, on every path; never blocks.
 
         A request that was not yet seen at work ends a moment later, when its slot is known. `then`
-        is called at the end.
+        is called at the end. `yields`: the rest of the answer is submitted next.
         """
 
         def end(index: int | None = None) -> None:
             self._timings[request] = timing
             begun = timing.ttft_s is not None
-            self._feed(ev.Finished(request, outcome, reported, index, begun), accounted)
+            self._feed(ev.Finished(request, outcome, reported, index, begun, yields), accounted)
 
         def accounted() -> None:
             self._timings.pop(request, None)
@@ -222,6 +225,10 @@ class Engine:
             await future
         finally:
             del self._loads[request]
+
+    def must_yield(self, request: RequestId) -> bool:
+        """Return whether a running background request keeps another one from its slot."""
+        return must_yield(self._scheduler.state, request)
 
     def plan(self, request: Request) -> Plan | None:
         """Return what would be done with a request now. None: it would wait. No side effects."""

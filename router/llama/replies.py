@@ -94,6 +94,7 @@ class Props:
     has_audio: bool
     endpoint_slots: bool
     is_sleeping: bool
+    n_predict: int = -1  # tokens of an answer whose request names no limit; -1: there is none
 
     @property
     def process(self) -> Process:
@@ -186,6 +187,7 @@ def props_from(payload: object) -> Props:
         has_audio=answer.get("modalities/audio", bool, False),
         endpoint_slots=answer.get("endpoint_slots", bool, False),
         is_sleeping=answer.get("is_sleeping", bool, False),
+        n_predict=answer.get("default_generation_settings/params/n_predict", int, -1),
     )
 
 

@@ -55,6 +55,15 @@ class ChatPrompt(Struct, frozen=True):
     body: dict[str, Any]
     media: tuple[str, ...] = ()
 
+    @property
+    def has_boundaries(self) -> bool:
+        """Return whether other chats may diverge from it at the ends of its messages.
+
+        With media the router does not claim what a slot holds; a last message that is gone on from
+        has no end.
+        """
+        return not self.media and "continue_final_message" not in self.body
+
 
 class InfillPrompt(Struct, frozen=True):
     """The parts of an /infill body; the server puts them together. `extra`: names and texts."""

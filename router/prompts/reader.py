@@ -80,7 +80,7 @@ class PromptReader:
         source = parsed.prompt_source
         try:
             prompt = await self._read(parsed, n_ctx)
-            if boundaries and isinstance(source, ChatPrompt) and not source.media:
+            if boundaries and isinstance(source, ChatPrompt) and source.has_boundaries:
                 found = await self._finder.find(source.body, prompt.tokens, parsed.hints.forks)
                 prompt = replace(prompt, boundaries=found)
             return prompt

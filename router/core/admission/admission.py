@@ -338,6 +338,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         plan=decision,
         since=now,
         waited_s=now - waiting.since,
+        prefilled=waiting.prefilled,
         claim=claim,
     )
     inventory.jobs[job.id] = job

@@ -13,7 +13,7 @@ from math import inf
 
 from msgspec import Struct
 
-from router.base.types import Request, RequestId
+from router.base.types import OwnPrefill, Request, RequestId
 from router.core.model.tuning import TUNING
 
 
@@ -39,10 +39,14 @@ class QueueLimits(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Waiting:
-    """A queued request, and its arrival in clock seconds."""
+    """A queued request, and its arrival in clock seconds.
+
+    `prefilled`: what was computed for it before it gave its slot to another.
+    """
 
     request: Request
     since: float
+    prefilled: OwnPrefill | None = None
 
 
 @dataclass(slots=True)
@@ -73,20 +77,20 @@ class Queue:
     def in_turn(self) -> Iterator[Waiting]:
         """Yield all requests: one of each client, then a second of each, and so on.
 
-        Background requests are yielded after all others, in the same way. A request that is removed
-        meanwhile may still be yielded.
+        Background requests are yielded after all others, in the same way: first what gave its slot
+        to another. A request that is removed meanwhile may still be yielded.
         """
         if len(self._waiting) <= 1:  # the usual case
             yield from self
             return
         clients = sorted(self._clients, key=self._served_s.__getitem__)
         waiting = [tuple(self._clients[client].values()) for client in clients]
-        for background in (False, True):
-            yield from self._around(waiting, background)
+        for rank in range(_RANKS):
+            yield from self._around(waiting, rank)
 
     @staticmethod
-    def _around(waiting: list[tuple[Waiting, ...]], background: bool) -> Iterator[Waiting]:
-        turns = [(w for w in own if w.request.background is background) for own in waiting]
+    def _around(waiting: list[tuple[Waiting, ...]], rank: int) -> Iterator[Waiting]:
+        turns = [(w for w in own if _rank(w.request) == rank) for own in waiting]
         while turns:
             again = []
             for turn in turns:
@@ -105,14 +109,18 @@ class Queue:
             yield model, len(those), next(iter(those.values())).since
 
     def last(self) -> RequestId:
-        """Return the newest request of the client with the most. Raise ValueError if empty."""
-        most = max(self._clients, key=lambda client: len(self._clients[client]))
-        return next(reversed(self._clients[most]))
+        """Return the newest request of the client with the most. Raise ValueError if empty.
 
-    def add(self, request: Request, now: float) -> None:
+        What gave its slot to another is newest only among its like: it was served before.
+        """
+        most = max(self._clients, key=lambda client: len(self._clients[client]))
+        newest = [*reversed(self._clients[most].values())]
+        return next((w for w in newest if not w.request.goes_on), newest[0]).request.id
+
+    def add(self, request: Request, now: float, prefilled: OwnPrefill | None = None) -> None:
         """Queue a request. A client gets no credit for time in which it had no request."""
         client = request.client
-        waiting = self._waiting[request.id] = Waiting(request, now)
+        waiting = self._waiting[request.id] = Waiting(request, now, prefilled)
         if len(self._served_s) > TUNING.clients:
             self._floor_s = sorted(self._served_s.values())[TUNING.clients // 2]
             self._served_s = {
@@ -151,6 +159,14 @@ class Queue:
         """Return the earliest deadline, in clock seconds. inf: there is none."""
         first = next(iter(self._waiting.values()), None)
         return inf if first is None else self.limits.deadline(first.since)
+
+
+_RANKS = 3
+
+
+def _rank(request: Request) -> int:
+    """Return the class of a request, below `_RANKS`: the lowest is served first."""
+    return 0 if not request.background else 1 if request.goes_on else 2
 
 
 def _drop(

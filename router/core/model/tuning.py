@@ -25,6 +25,11 @@ class Tuning(Struct, frozen=True):
     checked_for_backend: int = 32
     # Clients with a remembered server time. Chosen: about 1 MB (ADR 10).
     clients: int = 10_000
+    # Seconds for which the state of a request that gave its slot to another is kept. Chosen: the
+    # default of `cache_control`; the rest is queued before all other background requests.
+    rest_kept_s: float = 300.0
+    # Rank in the prefill queue by which background requests come after others, in seconds.
+    background_behind_s: float = 1e6
     # Conversations that `sticky` remembers. Chosen: about 20 MB.
     sticky_keys: int = 100_000
 

@@ -45,13 +45,13 @@ def _planned(inventory: Inventory, request: Request, now: float, waited_s: float
         if made is None or made.chosen.wait_for is not None:
             return made
         backend = made.chosen.slot.backend
-        if not _would_hold_last_slot_idle(inventory, made, now, waited_s):
+        if not _would_hold_last_slot_idle(inventory, request, made, now, waited_s):
             return made
         request = replace(request, avoid=request.avoid | {backend})
 
 
 def _would_hold_last_slot_idle(
-    inventory: Inventory, made: Plan, now: float, waited_s: float
+    inventory: Inventory, request: Request, made: Plan, now: float, waited_s: float
 ) -> bool:
     """Return True if the request would take the last idle slot and prefill last there.
 
@@ -68,12 +68,15 @@ def _would_hold_last_slot_idle(
     others = [
         (slot, remaining_s) for slot, remaining_s in others if inventory.policy.is_long(remaining_s)
     ]
+    own = rank(own_s, waited_s, background=request.background)
     return bool(others) and all(
-        rank(remaining_s, _age_s(inventory, slot, now)) <= rank(own_s, waited_s)
-        for slot, remaining_s in others
+        _rank_of(inventory, slot, remaining_s, now) <= own for slot, remaining_s in others
     )
 
 
-def _age_s(inventory: Inventory, slot: Slot, now: float) -> float:
+def _rank_of(inventory: Inventory, slot: Slot, remaining_s: float, now: float) -> float:
     job = inventory.job_in(slot)
-    return job.waited_s + now - job.since if isinstance(job, RequestJob) else 0.0
+    if not isinstance(job, RequestJob):
+        return rank(remaining_s, 0.0)
+    age_s = job.waited_s + now - job.since
+    return rank(remaining_s, age_s, background=job.request.background)

@@ -26,9 +26,10 @@ def ahead(inventory: Inventory, backend: Backend, now: float) -> list[Ahead]:
     return [part for slot in backend.slots.prefilling for part in slot_ahead(inventory, slot, now)]
 
 
-def rank(needs_s: float, waited_s: float) -> float:
+def rank(needs_s: float, waited_s: float, *, background: bool = False) -> float:
     """Return the rank of a prefill: the lowest goes first."""
-    return needs_s - TUNING.prefill_patience * waited_s
+    behind_s = TUNING.background_behind_s if background else 0.0
+    return behind_s + needs_s - TUNING.prefill_patience * waited_s
 
 
 def before_s(parts: list[Ahead], rank_s: float) -> float:
@@ -51,7 +52,7 @@ def slot_ahead(inventory: Inventory, slot: Slot, now: float) -> list[Ahead]:
     piece_s, remaining_s = job.chunk_until - now, max(slot.work.busy_until - job.chunk_until, 0.0)
     return [
         Ahead(-inf, max(piece_s, 0.0)),
-        Ahead(rank(remaining_s, job.past_queue_s), remaining_s),
+        Ahead(_rank_of(job, remaining_s, job.past_queue_s), remaining_s),
     ]
 
 
@@ -65,4 +66,8 @@ def prefill_ahead(inventory: Inventory, slot: Slot, now: float) -> Ahead:
         return Ahead(rank(remaining_s, 0.0), remaining_s)
     if not isinstance(job.doing, InPrefillQueue):  # a restore brings it as far as was planned
         remaining_s = min(remaining_s, max(slot.work.busy_until - now, 0.0))
-    return Ahead(rank(remaining_s, job.prefill_queue_s(now)), remaining_s)
+    return Ahead(_rank_of(job, remaining_s, job.prefill_queue_s(now)), remaining_s)
+
+
+def _rank_of(job: RequestJob, needs_s: float, waited_s: float) -> float:
+    return rank(needs_s, waited_s, background=job.request.background)

@@ -20,7 +20,7 @@ from router.core.inventory.inventory import Inventory
 from router.core.model.plan import Candidate, Price
 from router.core.model.tuning import TUNING
 from router.core.planning.displacement import Displaced
-from router.core.planning.prefill_wait import Ahead, ahead, before_s
+from router.core.planning.prefill_wait import Ahead, ahead, before_s, rank
 
 
 class RestoreOption(NamedTuple):
@@ -93,7 +93,7 @@ class PricingContext:
         known = self._ahead.get(backend.id)
         if known is None:
             known = self._ahead[backend.id] = ahead(self.inventory, backend, self.now)
-        return before_s(known, prefill_s)
+        return before_s(known, rank(prefill_s, 0.0, background=self.request.background))
 
     def cut_off_s(self, backend: Backend) -> float:
         """Return the expected loss, in seconds, if the slot ends before the answer does.

@@ -5,6 +5,7 @@ like). The engine chooses the slot; `sending` relays the answer, and `reports` t
 """
 
 import asyncio
+from itertools import count
 from time import perf_counter
 from typing import TypedDict
 
@@ -28,6 +29,7 @@ from router.engine.engine import Engine
 from router.hosts.choice import is_stale
 from router.llama import json_offload
 from router.llama.bodies.filters import NO_FILTERS, Filters
+from router.llama.bodies.session import session_of
 from router.llama.multipart import is_form
 from router.llama.routes import Shape
 from router.llama.wire import ParsedRequest, parse_completion
@@ -37,7 +39,7 @@ from router.web.api.client_keys import Keys
 from router.web.api.elsewhere import Elsewhere
 from router.web.api.preparation import Preparations
 from router.web.api.sending import Sender
-from router.web.api.session import session_of
+from router.web.api.slicing import Slicing
 from router.web.api.slot_demand import slots_asked
 from router.web.api.suspects import Suspects
 from router.web.server.call import Call
@@ -68,6 +70,7 @@ class Completions:
         keys: Keys,
         suspects: Suspects,
         elsewhere: Elsewhere,
+        slicing: Slicing,
         tracing: Tracing | None = None,
     ) -> None:
         self._engine = engine
@@ -77,6 +80,7 @@ class Completions:
         self._keys = keys
         self._suspects = suspects
         self._elsewhere = elsewhere
+        self._slicing = slicing
         self._tracing = tracing
         self._preparations = Preparations(selection, suspects)
 
@@ -266,15 +270,18 @@ class Completions:
     async def _attempts(self, call: Call) -> web.StreamResponse:
         """Wait for a slot and send; retry if the backend fails before the first byte.
 
+        A background request that gave its slot to another is sent for the rest of its answer.
         Retry on another backend. If there is none, retry on the same backend if it comes back
         within `queue.no_backend_wait`, like any request that arrives while it is down; or on
         another host.
         """
-        first = call.scheduled
+        first, failures = call.scheduled, 0
         if call.ends:
             call.request = self._selection.alone(first, None)
-        for attempt in range(1, _ATTEMPTS + 1):
+        for n in count(2):
             backend: BackendId | None = None
+            failure: BackendError | None = None
+            is_suspect = False
             try:
                 call.asked = perf_counter()
                 preparation = self._preparations.of(call)
@@ -283,23 +290,29 @@ class Completions:
                 call.granted = perf_counter()
                 backend = grant.lease.slot.backend
                 answer = await self._sender.send(call, grant)
-                if answer.status == 200:
-                    preparation.accepted()
-                return answer
+                if answer is not None:
+                    if answer.status == 200:
+                        preparation.accepted()
+                    return answer
             except BackendError as error:
+                failure = error
                 if error.backend is not None:  # the backend failed before the grant
                     backend = error.backend
                     self._selection.doubt(backend)
                 is_suspect = self._is_suspect(call, error, backend)
-                if attempt == _ATTEMPTS:
+                failures += 1
+                if failures == _ATTEMPTS:
                     raise
             finally:
                 self._suspects.over(call.scheduled.id)
-            peers_answer = await self._anew(call, first, backend, is_suspect=is_suspect)
-            if peers_answer is not None:
-                return peers_answer
+            if failure is not None:
+                answer = await self._anew(call, first, backend, is_suspect=is_suspect)
+                if answer is not None:
+                    return answer
+            if failure is None or call.sliced is not None:
+                call.request = await self._slicing.rest(call, first)
             # Another id: a late event of one attempt must not count for the next.
-            call.request = replace(call.scheduled, id=RequestId(f"{call.id}.{attempt + 1}"))
+            call.request = replace(call.scheduled, id=RequestId(f"{call.id}.{n}"))
         raise AssertionError("the last attempt returns or raises")
 
     async def _anew(

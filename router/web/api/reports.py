@@ -20,7 +20,7 @@ from router.web.server.relay import INLINE_BYTES, Capture
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of one attempt. `ok`: its answer is whole and has status 200.
+    """The end of one attempt. `ok`: its answer is whole, or a slice of it, and has status 200.
 
     `request` is that of this attempt: when the end is reported, the call may have the next one.
     """
@@ -32,6 +32,7 @@ class End:
     ok: bool
     encoding: str | None
     ended: float  # by `perf_counter`
+    yields: bool = False  # the rest of the answer is submitted next
 
 
 class Reports:
@@ -64,7 +65,7 @@ class Reports:
             call.trace.attempt(_attempt(call, end, reported))
         timing = Timing(ttft_s, end.ended - call.arrived)
         then = partial(self._over, call, end, reported, None if whole else end.capture)
-        self._engine.finish(end.request.id, end.outcome, reported, timing, then)
+        self._engine.finish(end.request.id, end.outcome, reported, timing, then, yields=end.yields)
 
     def _over(self, call: Call, end: End, reported: Reported, rest: Capture | None) -> None:
         parsed, request = call.parsed, end.request

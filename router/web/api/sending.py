@@ -1,26 +1,33 @@
 """An admitted call is sent to its slot, and the answer relayed; its end is reported once."""
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 
 from aiohttp import web
 
-from router.base.errors import BackendError
-from router.base.types import BackendId, Outcome, Reported
+from router.base.errors import BackendError, BackendTimeoutError
+from router.base.types import BackendId, Outcome, OwnPrefill, Reported
 from router.core.model import events as ev
 from router.engine.engine import Engine, Grant, Timing
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.answer_counts import AnswerCounts
+from router.llama.attach.monitor import Monitor
+from router.llama.http1 import OnHead
 from router.llama.replies import IDENTITY
-from router.llama.server_client import RelayedResponse
+from router.llama.server_client import RelayedResponse, Relaying
+from router.llama.wire import ParsedRequest
 from router.web.api import upstream_request
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.reports import End, Reports
+from router.web.api.slicing import Slicing
 from router.web.api.suspects import Suspects
 from router.web.server.call import Call
 from router.web.server.relay import Capture, relay
 from router.web.server.settings import Settings
+
+_Asked = Callable[[ParsedRequest | None, bytes], Relaying]
 
 
 class Sender:
@@ -34,17 +41,20 @@ class Sender:
         settings: Settings,
         throttle: LoopThrottle,
         reports: Reports,
+        slicing: Slicing,
     ) -> None:
         self._engine = engine
+        self._slicing = slicing
         self._selection = selection
         self._suspects = suspects
         self._settings = settings
         self._throttle = throttle
         self._reports = reports
 
-    async def send(self, call: Call, grant: Grant) -> web.StreamResponse:
+    async def send(self, call: Call, grant: Grant) -> web.StreamResponse | None:
         """Relay one admitted call; the grant is used up on return and on exception.
 
+        None: nothing was sent, and the rest of the call is to be submitted (`Slicing.rest`).
         Raises BackendError before the first byte of the answer.
         """
         request, backend = call.scheduled, grant.lease.slot.backend
@@ -56,6 +66,7 @@ class Sender:
         capture = Capture()
         outcome = Outcome.BACKEND_ERROR
         upstream: RelayedResponse | None = None
+        yields = False
 
         def first_byte() -> None:
             call.first_byte = perf_counter()
@@ -65,28 +76,33 @@ class Sender:
 
         self._suspects.sent(request.id, backend)
         try:
-            headers, target = call.forwarded_headers(), call.target
-            if call.trace is not None:
-                headers = call.trace.inject(headers)
-            body = upstream_request.body(
-                grant, call.raw, call.parsed, saved=monitor.saves, caches=monitor.caches
-            )
             chosen, at = grant.plan.chosen, grant.lease.slot
             own = call.names() | upstream_request.headers(at, chosen.source, chosen.reused_tokens)
-            method, on_head = call.http.method, call.sink.on_head(own)
-            async with monitor.client.relay(
-                method, target, headers, body, yields=True, on_head=on_head
-            ) as upstream:
-                answer, outcome = await relay(
-                    call,
-                    upstream,
-                    own,
-                    self._settings,
-                    capture,
-                    first_byte,
-                    self._throttle,
-                    self._counts(call, grant, upstream),
+            asked = self._asked(call, grant, monitor, call.sink.on_head(own))
+            to_client = partial(
+                relay,
+                call,
+                headers=own,
+                settings=self._settings,
+                on_first_byte=first_byte,
+                throttle=self._throttle,
+            )
+            sliced = await self._slicing.begin(call, grant, monitor)
+            if sliced is not None:
+                upstream = await self._slicing.generate(
+                    call, sliced, monitor.client, partial(self._slice, asked)
                 )
+                if sliced.n_granted:
+                    capture.add(sliced.granted())
+                if upstream is None:
+                    outcome, yields = Outcome.OK, True
+                    return None
+                counts = self._counts(call, sliced.prefilled, upstream)
+                answer, outcome = await to_client(upstream, capture=Capture(), counts=counts)
+                return answer
+            async with asked(call.parsed, call.raw) as upstream:
+                counts = self._counts(call, grant.prefilled, upstream)
+                answer, outcome = await to_client(upstream, capture=capture, counts=counts)
                 if outcome is Outcome.BACKEND_ERROR:  # in the middle of the answer
                     self.is_to_blame(call, backend)
                 return answer
@@ -96,9 +112,11 @@ class Sender:
         finally:
             if outcome is Outcome.BACKEND_ERROR:
                 self._selection.doubt(backend)
-            ok = outcome is Outcome.OK and upstream is not None and upstream.status == 200
+            ok = yields or (
+                outcome is Outcome.OK and upstream is not None and upstream.status == 200
+            )
             encoding = upstream.header("content-encoding") if ok and upstream is not None else None
-            end = End(request, grant, outcome, capture, ok, encoding, perf_counter())
+            end = End(request, grant, outcome, capture, ok, encoding, perf_counter(), yields)
             report = partial(self._reports.finish, call, end)
             if call.trace is not None:
                 report()
@@ -109,6 +127,29 @@ class Sender:
             else:
                 self._throttle.call(report)
 
+    def _asked(self, call: Call, grant: Grant, monitor: Monitor, on_head: OnHead) -> _Asked:
+        """Return what sends a body of the call to its slot."""
+        headers, target, method = call.forwarded_headers(), call.target, call.http.method
+        if call.trace is not None:
+            headers = call.trace.inject(headers)
+
+        def asked(parsed: ParsedRequest | None, raw: bytes) -> Relaying:
+            body = upstream_request.body(
+                grant, raw, parsed, saved=monitor.saves, caches=monitor.caches
+            )
+            return monitor.client.relay(method, target, headers, body, yields=True, on_head=on_head)
+
+        return asked
+
+    async def _slice(self, asked: _Asked, parsed: ParsedRequest, raw: bytes) -> RelayedResponse:
+        """Return the whole answer to a slice. Raises BackendError."""
+        try:
+            async with asyncio.timeout(self._settings.idle_timeout_s), asked(parsed, raw) as answer:
+                await answer.read()
+                return answer
+        except TimeoutError as error:
+            raise BackendTimeoutError("the backend was silent for too long") from error
+
     def is_to_blame(self, call: Call, backend: BackendId) -> bool:
         """Return whether a backend that ended did so with this call, and count it then."""
         request = call.scheduled.id
@@ -117,12 +158,14 @@ class Sender:
             call.ends = ends
         return ends is not None
 
-    def _counts(self, call: Call, grant: Grant, upstream: RelayedResponse) -> AnswerCounts | None:
+    def _counts(
+        self, call: Call, prefilled: OwnPrefill | None, upstream: RelayedResponse
+    ) -> AnswerCounts | None:
         """Return the correction of an answer's counts. None: it is sent on as it comes."""
-        if call.parsed is None or grant.prefilled is None or not grant.prefilled.tokens:
+        if call.parsed is None or prefilled is None or not prefilled.tokens:
             return None
         if not self._settings.corrects_counts or upstream.status != 200:
             return None
         if upstream.header("content-encoding") not in IDENTITY:
             return None
-        return AnswerCounts(call.parsed.shape, grant.prefilled)
+        return AnswerCounts(call.parsed.shape, prefilled)

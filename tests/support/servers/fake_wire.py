@@ -269,7 +269,9 @@ class Answer:
         else:
             choice = {"finish_reason": self._reason, "index": 0, "text": text, "logprobs": None}
         envelope = self._envelope("chat.completion" if self.chat else "text_completion")
-        return envelope | {"choices": [choice], "usage": self.usage(), "timings": self.timings()}
+        verbose = {"__verbose": {"tokens": self.tokens}} if self.body.get("verbose") else {}
+        told = {"choices": [choice], "usage": self.usage(), "timings": self.timings()}
+        return envelope | told | verbose
 
     def _probabilities(self) -> Json:
         """Return the probabilities for `n_probs`, of the first token alone."""
