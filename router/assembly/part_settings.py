@@ -89,6 +89,7 @@ def take_settings(settings: Settings, config: Config, memory_bytes: int) -> None
     limits = config.limits
     settings.connections = limits.connections
     settings.connections_per_client = limits.connections_per_client
+    settings.trusted_proxies = limits.trusted_proxies
     settings.max_request_line_bytes = limits.max_request_line_bytes
     settings.max_header_bytes = limits.max_header_bytes
     settings.max_headers = limits.max_headers

@@ -1,6 +1,7 @@
 """Builds the router from a configuration; the only module that knows all others."""
 
 import asyncio
+import errno
 import gc
 import os
 import resource
@@ -215,22 +216,37 @@ async def _address(
     router: Router, address: Address, side: Audience, key: str, context: ssl.SSLContext | None
 ) -> AsyncIterator[str]:
     listener = router.app.listener(side)
-    handshake_s = router.config.limits.header_timeout_s
+    handshake_s = None if context is None else router.config.limits.header_timeout_s
+    loop = asyncio.get_running_loop()
     try:
-        server = await asyncio.get_running_loop().create_server(
-            listener,
-            address.host,
-            address.port,
-            backlog=1024,
-            ssl=context,
-            ssl_handshake_timeout=None if context is None else handshake_s,
-        )
+        if address.is_socket:
+            await _check_unused(address.host)
+            server = await loop.create_unix_server(
+                listener,
+                address.host,
+                backlog=1024,
+                ssl=context,
+                ssl_handshake_timeout=handshake_s,
+            )
+            os.chmod(address.host, 0o660)  # for its owner, and its group such as a web server's
+        else:
+            server = await loop.create_server(
+                listener,
+                address.host,
+                address.port,
+                backlog=1024,
+                ssl=context,
+                ssl_handshake_timeout=handshake_s,
+            )
     except OSError as error:
         raise StartError(f"{key}: {error.strerror or error}; choose another HOST:PORT") from error
     try:
-        host, port = server.sockets[0].getsockname()[:2]
         scheme = "http" if context is None else "https"
-        yield f"{scheme}://{authority(host, port)}"
+        if address.is_socket:
+            yield str(address)
+        else:
+            host, port = server.sockets[0].getsockname()[:2]
+            yield f"{scheme}://{authority(host, port)}"
     finally:
         server.close()
         try:
@@ -238,6 +254,19 @@ async def _address(
         finally:
             listener.pre_shutdown()
             await listener.shutdown(_CLOSE_S)
+            if address.is_socket:
+                with suppress(FileNotFoundError):
+                    os.unlink(address.host)
+
+
+async def _check_unused(path: str) -> None:
+    """Raise OSError if a process answers at a socket. One that was left behind is replaced."""
+    try:
+        _, writer = await asyncio.open_unix_connection(path)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return
+    writer.close()
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 async def serve(config: Config, path: Path | None = None) -> None:

@@ -1,5 +1,7 @@
 """Parts of URLs."""
 
+UNIX = "unix:"  # begins the address of a Unix socket: its path follows
+
 
 def authority(host: str, port: int | None) -> str:
     """Return HOST:PORT as URLs have it: an IPv6 address is in brackets."""

@@ -45,6 +45,8 @@ class FleetConfig(ConfigSection):
                 " every program that reaches this address may then do what a host may)"
             )
             misfits.append((("listen",), message))
+        if self.listen is not None and self.listen.is_socket:
+            misfits.append((("listen",), "must be host:port: peers cannot reach a Unix socket"))
         if self.redis is not None and self.listen is None:
             message = "is required with `redis`: the address under which others reach this host"
             misfits.append((("listen",), message))

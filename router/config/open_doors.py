@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from router.config.schema import Config
-from router.config.values import is_loopback
+from router.config.values import is_local
 
 
 class OpenDoor(Struct, frozen=True):
@@ -26,7 +26,7 @@ def open_doors(config: Config) -> Iterator[OpenDoor]:
             f" every client that reaches {config.listen} uses what these keys protect",
             remedy,
         )
-    if config.listen.host != "localhost" and not is_loopback(config.listen.host):
+    if not is_local(config.listen.host):
         yield OpenDoor(
             f"clients of other machines need no key: kvferry listens on {config.listen}",
             f"{remedy}, or listen on 127.0.0.1",

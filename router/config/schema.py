@@ -151,6 +151,7 @@ class LimitsConfig(ConfigSection):
 
     connections: values.PositiveCountOrNoLimit = 4096  # -1: no limit
     connections_per_client: values.PositiveCountOrNoLimit = NO_LIMIT
+    trusted_proxies: tuple[values.TrustedNetwork, ...] = Field(default=(), strict=False)
     max_request_line_bytes: values.PositiveSize = Field(default=8 * KIB, alias="max_request_line")
     max_header_bytes: values.PositiveSize = Field(default=16 * KIB, alias="max_header")
     max_headers: values.PositiveCount = 128

@@ -5,13 +5,14 @@ Knows no keys, files or models. Each function raises ValueError with a message t
 """
 
 import difflib
+import posixpath
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
 from functools import partial
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -27,8 +28,11 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from router.base.urls import authority
+from router.base.urls import UNIX, authority
 
+Network = IPv4Network | IPv6Network
+
+_MOST_OF_A_SOCKET = 107  # bytes of `sun_path`, less the end (unix(7))
 _SIZE_UNITS = {"B": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("kMGT", 1)
@@ -146,12 +150,21 @@ def format_duration(seconds: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An address to listen on. `host` is without brackets; port 0 takes any free port."""
+    """An address to listen on. `host` is without brackets; port 0 takes any free port.
+
+    Of a Unix socket `host` is its path, and the port is 0.
+    """
 
     host: str
     port: int
 
+    @property
+    def is_socket(self) -> bool:
+        return self.host.startswith("/")
+
     def __str__(self) -> str:
+        if self.is_socket:
+            return f"{UNIX}{self.host}"
         return authority(self.host, self.port)
 
 
@@ -165,7 +178,12 @@ def _http_url(value: object, want: str) -> HttpUrl:
 
 def address(value: object) -> Address:
     """Return the address in `host:port`, with an IPv6 host in brackets."""
-    want = "must be host:port, such as 127.0.0.1:8080, 0.0.0.0:8080, or '[::1]:8080' in quotes"
+    if (path := _socket_path(value)) is not None:
+        return Address(path, 0)
+    want = (
+        "must be host:port, such as 127.0.0.1:8080, 0.0.0.0:8080, or '[::1]:8080' in quotes;"
+        " or unix:/PATH"
+    )
     matched = _HOST_PORT.fullmatch(value) if isinstance(value, str) else None
     if matched is None or matched[1] == "*":
         raise ValueError(f"{want}; not {shown(value)}")
@@ -173,6 +191,21 @@ def address(value: object) -> Address:
     host = _http_url(f"http://{matched[1]}", want).host
     assert host is not None
     return Address(host.strip("[]"), int(matched[2]))
+
+
+def _socket_path(value: object) -> str | None:
+    """Return the path in `unix:/PATH`. None: it names no Unix socket."""
+    if not isinstance(value, str) or not value.startswith(UNIX):
+        return None
+    path = value.removeprefix(UNIX)
+    if not path.startswith("/") or path.endswith("/") or not path.isprintable():
+        raise ValueError(f"must be unix: and the absolute path of a socket, not {shown(value)}")
+    if len(path.encode()) > _MOST_OF_A_SOCKET:
+        raise ValueError(
+            f"must be at most {_MOST_OF_A_SOCKET} bytes, the limit of the system for the path of a"
+            f" socket, not {shown(value)}"
+        )
+    return posixpath.normpath(path).replace("//", "/")
 
 
 def http_url(value: object) -> str:
@@ -196,7 +229,12 @@ def base_url(value: object) -> str:
 
 
 def server_url(value: object) -> str:
-    """Return the URL of a llama-server: a base URL, with the path of its `--api-prefix` or none."""
+    """Return the URL of a llama-server: a base URL, with the path of its `--api-prefix` or none.
+
+    Or `unix:/PATH`, for a server whose `--host` is the path of a socket.
+    """
+    if (path := _socket_path(value)) is not None:
+        return f"{UNIX}{path}"
     if not isinstance(value, str):
         return base_url(value)
     scheme, separator, rest = value.partition("://")
@@ -209,6 +247,8 @@ def server_url(value: object) -> str:
 
 def url_address(url: str) -> Address:
     """Return host and port of a URL that `base_url` or `server_url` returned."""
+    if (path := _socket_path(url)) is not None:
+        return Address(path, 0)
     parts = urlsplit(url)
     assert parts.hostname is not None
     assert parts.port is not None
@@ -248,8 +288,18 @@ def is_address(host: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Return True for a loopback address or its name."""
-    return host == "localhost" or is_loopback(host)
+    """Return True for a loopback address or its name, and for the path of a socket."""
+    return host == "localhost" or host.startswith("/") or is_loopback(host)
+
+
+def network(value: object) -> Network:
+    """Return the network of an address, or of ADDRESS/BITS."""
+    try:
+        return ip_network(value if isinstance(value, str) else "")
+    except ValueError:
+        raise ValueError(
+            f"must be an IP address or a network such as 10.0.0.0/8, not {shown(value)}"
+        ) from None
 
 
 def redis_url(value: object) -> str:
@@ -265,8 +315,14 @@ def redis_url(value: object) -> str:
 
 
 def default_name(url: str) -> str:
-    """Return `host-port` of a URL that `base_url` returned, as a valid backend name."""
+    """Return `host-port` of a URL that `server_url` returned, as a valid backend name.
+
+    Of a socket it is the name of its file.
+    """
     where = url_address(url)
+    if where.is_socket:
+        file = posixpath.basename(where.host).removesuffix(".sock")
+        return re.sub(r"[^A-Za-z0-9._-]", "_", file)[:64] or "socket"
     return f"{where.host.replace(':', '_')[:58]}-{where.port}"
 
 
@@ -362,12 +418,15 @@ SecondsOrOff = Annotated[
     WithJsonSchema({"anyOf": [_TIME_TEXT, {"enum": ["off", False]}]}),
 ]
 AbsolutePath = Annotated[Path, BeforeValidator(absolute_path), _text_schema("^/")]
-ListenAddress = Annotated[Address, BeforeValidator(address), _text_schema("^.+:[0-9]{1,5}$")]
+ListenAddress = Annotated[
+    Address, BeforeValidator(address), _text_schema("^(.+:[0-9]{1,5}|unix:/.+)$")
+]
+TrustedNetwork = Annotated[Network, BeforeValidator(network), _text_schema("^[0-9A-Fa-f.:/]+$")]
 Name = Annotated[str, BeforeValidator(name), _text_schema(f"^{_NAME.pattern}$")]
 VariableName = Annotated[
     str, BeforeValidator(variable_name), _text_schema(f"^{_ENV_NAME.pattern}$")
 ]
 EnvName = Annotated[str, BeforeValidator(env_name), _text_schema(f"^{_ENV_NAME.pattern}$")]
-ServerUrl = Annotated[str, BeforeValidator(server_url), _text_schema("^https?://")]
+ServerUrl = Annotated[str, BeforeValidator(server_url), _text_schema("^(https?://|unix:/)")]
 BaseUrl = Annotated[str, BeforeValidator(base_url), _text_schema("^https?://")]
 Url = Annotated[str, BeforeValidator(http_url), _text_schema("^https?://")]

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from router.base.tasks import Tasks
-from router.base.urls import authority
+from router.base.urls import UNIX, authority
 
 # llama-server closes idle connections after about 5 s without saying so
 # (llama-server.md, "Connections").
@@ -86,15 +86,18 @@ def ignored(_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Host and port to connect to, and whether over TLS."""
+    """Host and port to connect to, and whether over TLS; or the path of a Unix socket."""
 
     host: str
     port: int
     tls: bool
+    socket: str | None = None
 
     @classmethod
     def of(cls, url: str) -> "Target":
-        """Return the target of a base URL."""
+        """Return the target of a base URL, or of `unix:/PATH`."""
+        if url.startswith(UNIX):
+            return cls("localhost", 80, tls=False, socket=url.removeprefix(UNIX))
         parts = urlsplit(url)
         tls = parts.scheme == "https"
         return cls(parts.hostname or "", parts.port or (443 if tls else 80), tls)
@@ -217,9 +220,14 @@ class Pool:
         loop, target = asyncio.get_running_loop(), self._target
         try:
             async with asyncio.timeout(self.connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self), target.host, target.port, ssl=self._tls
-                )
+                if target.socket is not None:
+                    _, connection = await loop.create_unix_connection(
+                        lambda: _Connection(self), target.socket
+                    )
+                else:
+                    _, connection = await loop.create_connection(
+                        lambda: _Connection(self), target.host, target.port, ssl=self._tls
+                    )
         except UnicodeError as error:  # of IDNA: an empty label, or one of over 63 characters
             raise HttpError(f"{target.host!r} is not a host name") from error
         self._open.add(connection)

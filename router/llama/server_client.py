@@ -19,6 +19,7 @@ from router.base.errors import (
     BackendTimeoutError,
 )
 from router.base.types import BackendId
+from router.base.urls import UNIX
 from router.llama import replies as reply
 from router.llama.http1 import Header, HttpError, OnHead, Pool, Response, Target, ignored
 
@@ -174,7 +175,8 @@ class ServerClient:
         self._asking: set[asyncio.Timeout] = set()  # control calls that `give_up` ends.
         self._given_up = False  # and no control call has been answered since.
         self._quiet: asyncio.Event | None = None  # set when `relaying` falls to 0
-        self._prefix = urlsplit(url).path  # of all its routes (`--api-prefix`)
+        # Of all its routes (`--api-prefix`).
+        self._prefix = "" if url.startswith(UNIX) else urlsplit(url).path
         self._pool = connections.pool(url, timeouts.connect_s)
         self._timeouts = timeouts
         self._authorization = (b"Authorization", f"Bearer {api_key}".encode()) if api_key else None

@@ -202,7 +202,9 @@ def _fleet_options(command: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the servers' --slot-save-path, as seen from here; with --model: where to keep KV",
     )
-    command.add_argument("--listen", metavar="HOST:PORT", help="default 127.0.0.1:8080")
+    command.add_argument(
+        "--listen", metavar="HOST:PORT", help="or unix:/PATH; default 127.0.0.1:8080"
+    )
     command.add_argument("--policy", metavar="NAME", help=", ".join(PolicyName))
 
 

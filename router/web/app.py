@@ -18,6 +18,7 @@ from router.base.errors import (
     OriginError,
     RouterError,
 )
+from router.base.forwarded import sender_of
 from router.base.ports import Telemetry
 from router.base.types import RequestId
 from router.engine.loop_throttle import LoopThrottle
@@ -99,6 +100,14 @@ class App:
     def _refused(self, name: RequestId, error: RouterError) -> None:
         self._telemetry.rejected(name, error.outcome, str(error))
 
+    def _sender(self, request: web.BaseRequest) -> str | None:
+        """Return the address of the client, also behind proxies that are trusted."""
+        trusted, headers = self._settings.trusted_proxies, request.headers
+        if not trusted:
+            return request.remote
+        named = [headers.getall(name, []) for name in ("Forwarded", "X-Forwarded-For")]
+        return sender_of(request.remote, named[0], named[1], trusted)
+
     async def _handle(self, side: Audience, request: web.BaseRequest) -> web.StreamResponse:
         """Serve a request, and give each error the router's own shape.
 
@@ -106,7 +115,8 @@ class App:
         2. ConnectionError: the client disconnected while the router sent its answer.
         3. Any other: a bug. The client gets no details; a partial answer must not look complete.
         """
-        call = Call(request, request_id(), None if self._hosts is None else self._hosts.name)
+        host = None if self._hosts is None else self._hosts.name
+        call = Call(request, request_id(), host, self._sender(request))
         try:
             return await self._answer(side, call)
         except RouterError as error:

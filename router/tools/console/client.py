@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 
 from router.base.decoding import UndecodableError, json_of
+from router.base.urls import UNIX
 
 Json = dict[str, Any]
 
@@ -35,6 +36,7 @@ class RouterClient:
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url.rstrip("/")
+        self._base = "http://localhost" if self.url.startswith(UNIX) else self.url
         self._session = session
 
     async def state(self) -> Json:
@@ -102,7 +104,7 @@ class RouterClient:
         timeout = aiohttp.ClientTimeout(limit_s if limit_s < inf else None, sock_connect=_TIMEOUT_S)
         try:
             async with self._session.request(
-                method, self.url + path, params=query, json=body, timeout=timeout
+                method, self._base + path, params=query, json=body, timeout=timeout
             ) as response:
                 if response.status >= 400 and _OURS not in response.headers:
                     raise self._not_a_router()
@@ -151,8 +153,10 @@ def token_header() -> dict[str, str]:
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[RouterClient]:
-    """Yield a client that sends the token of TOKEN_ENV, if it is set."""
-    async with aiohttp.ClientSession(headers=token_header()) as session:
+    """Yield a client that sends the token of TOKEN_ENV, if it is set. `url`: also `unix:/PATH`."""
+    path = url.removeprefix(UNIX)
+    connector = aiohttp.UnixConnector(path) if path != url else None
+    async with aiohttp.ClientSession(headers=token_header(), connector=connector) as session:
         yield RouterClient(url, session)
 
 

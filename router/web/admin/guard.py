@@ -74,7 +74,7 @@ class Guard:
             return
         if not from_page and any(name in request.headers for name in _BROWSER):
             raise ForbiddenError("this cannot be done from a browser unless admin.token_env is set")
-        if _is_passed_on(request) or not is_loopback(request.remote or ""):
+        if _is_passed_on(request) or not is_from_here(request):
             raise ForbiddenError(
                 "this can only be done from the router's own machine unless admin.token_env is set"
             )
@@ -100,6 +100,14 @@ def _names_this_machine(host: str) -> bool:
     except ValueError:
         return False
     return name == "localhost" or is_loopback(name or "")
+
+
+def is_from_here(request: web.BaseRequest) -> bool:
+    """Return whether a connection is of this machine: from a loopback address, or a socket."""
+    if is_loopback(request.remote or ""):
+        return True
+    transport = request.transport
+    return transport is not None and isinstance(transport.get_extra_info("sockname"), str | bytes)
 
 
 def _is_passed_on(request: web.BaseRequest) -> bool:

@@ -39,6 +39,7 @@ class Call:
     http: web.BaseRequest
     id: RequestId
     host: str | None = None  # the name of this host, in a fleet
+    sender: str | None = None  # the address of the client
     hop: Hop | None = None  # another host forwarded the request
     keyed: bool = False  # clients have keys: one in the request is for the router
     caller: Caller | None = None  # the owner of the key, if the request needed one
@@ -93,7 +94,7 @@ class Call:
         if self.caller is not None:
             return f"tenant {self.caller.tenant}"
         key = self.http.headers.get("authorization") or self.http.headers.get("x-api-key")
-        return self.http.remote if key is None else f"key {hash(key):x}"
+        return self.sender if key is None else f"key {hash(key):x}"
 
     @property
     def target(self) -> str:

@@ -86,7 +86,9 @@ class Listener(web.Server):
         whole, each = self.settings.connections, self.settings.connections_per_client
         if whole != NO_LIMIT and self._n_open >= whole:
             raise TooManyConnectionsError(f"{whole} connections are open (limits.connections)")
-        if each != NO_LIMIT and not self._for_peers and self._open[client] >= each:
+        # Who connects to a Unix socket has no address.
+        one = client and not self._for_peers
+        if each != NO_LIMIT and one and self._open[client] >= each:
             raise TooManyConnectionsError(
                 f"{each} connections of this address are open (limits.connections_per_client)"
             )

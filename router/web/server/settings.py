@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from router.base.forwarded import Network
 from router.llama.bodies.filters import Filters
 
 
@@ -23,6 +24,7 @@ class Settings:
     send_timeout_s: float = 0.0
     passthrough: bool = False
     needs_key: bool = False
+    trusted_proxies: tuple[Network, ...] = ()
     browser_hosts: frozenset[str] = frozenset()
     browser_origins: frozenset[str] = frozenset()
     corrects_counts: bool = True

@@ -71,8 +71,17 @@ class LlamaServer:
         if self.port is None:
             raise RuntimeError("the server has no port before its first start")
         given = list(self.extra_args)
+        if self.socket is not None:
+            return f"unix:{self.socket}"
         prefix = given[given.index("--api-prefix") + 1] if "--api-prefix" in given else ""
         return f"http://{HOST}:{self.port}{prefix}"
+
+    @property
+    def socket(self) -> str | None:
+        """Return the path of a Unix socket that it listens on instead of a port."""
+        given = list(self.extra_args)
+        host = given[given.index("--host") + 1] if "--host" in given else ""
+        return host if host.endswith(".sock") else None
 
     @property
     def pid(self) -> int | None:
@@ -162,7 +171,9 @@ class LlamaServer:
 
     async def _wait_healthy(self) -> None:
         timeout = aiohttp.ClientTimeout(total=5.0)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        connector = None if self.socket is None else aiohttp.UnixConnector(self.socket)
+        url = self.url if self.socket is None else "http://localhost"
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             while True:
                 if self.pid is None:
                     code = None if self._process is None else self._process.returncode
@@ -170,7 +181,7 @@ class LlamaServer:
                         f"llama-server ended with code {code}:\n{self.log_tail()}"
                     )
                 try:
-                    async with session.get(f"{self.url}/health") as response:
+                    async with session.get(f"{url}/health") as response:
                         if response.status == 200:
                             return
                 except (aiohttp.ClientError, TimeoutError):

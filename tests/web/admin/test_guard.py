@@ -16,7 +16,9 @@ HERE = "127.0.0.1"
 
 def asked(remote: str | None = HERE, **headers: str) -> web.BaseRequest:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return cast(web.BaseRequest, SimpleNamespace(remote=remote, headers=CIMultiDict(named)))
+    return cast(
+        web.BaseRequest, SimpleNamespace(transport=None, remote=remote, headers=CIMultiDict(named))
+    )
 
 
 @pytest.mark.parametrize("remote", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])

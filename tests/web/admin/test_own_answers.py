@@ -163,7 +163,7 @@ async def test_a_bug_in_the_middle_of_an_answer(
 ) -> None:
     """A partial answer must not look complete."""
 
-    async def breaks(call: Call, *_: object) -> None:
+    async def breaks(call: Call, *_: object, **__: object) -> None:
         response = web.StreamResponse()
         await response.prepare(call.http)
         await response.write(b"half")
