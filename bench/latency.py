@@ -18,14 +18,14 @@ from bench import rig
 from bench.client import Client, Json, WrongAnswerError
 from bench.conversation import Conversation, words
 from bench.report import Report, arguments_of, median, percentile, run_bench
+from bench.rivals import RIVALS
 from router.servers.program import free_port
 from router.tools.fleet.certificate import make_certificate
 
 DIRECT = "direct"
 # Two hosts: the client's host has the server, or the other one has it.
 AT_HOME, FORWARDED = "kvferry of two hosts", "kvferry forwarded"
-WAYS = (DIRECT, "direct again", "kvferry", AT_HOME, FORWARDED, "kvferry passthrough", "nginx")
-SGLANG = "sglang-router"
+WAYS = (DIRECT, "direct again", "kvferry", AT_HOME, FORWARDED, "kvferry passthrough")
 COLUMNS = (
     *("case", "contender", "n", "p50 ms", "p99 ms", "x direct"),
     *("added p50 ms", "added p99 ms", "reused tokens"),
@@ -94,7 +94,7 @@ async def measure(options: argparse.Namespace) -> Report:
     async with AsyncExitStack() as stack:
         home = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-"))
         ctx = options.tokens + options.long_rounds * _TURN_TOKENS + _CONTEXT_SPARE
-        wanted = contenders_of(options, [*WAYS, SGLANG])
+        wanted = contenders_of(options, [*WAYS, *RIVALS])
         contenders = await start(
             stack, Path(home), wanted, report.notes, ctx=ctx, profile=options.profile
         )
@@ -126,9 +126,9 @@ async def start(
     for number, name in enumerate(wanted):
         folder = home / str(number)
         folder.mkdir()
-        program = {"nginx": rig.find_nginx(), SGLANG: rig.find_sglang()}.get(name, "")
-        if program is None:
-            notes.append(rig.NGINX_HINT if name == "nginx" else rig.SGLANG_HINT)
+        rival = RIVALS.get(name)
+        if rival is not None and rival.missing:
+            notes.append(rival.missing)
             continue
         kv_dir = folder / "kv"
         server = await stack.enter_async_context(
@@ -145,10 +145,8 @@ async def start(
         elif name == "kvferry passthrough":
             way = rig.kvferry(name, [url], folder, policy="passthrough")
             url = (await stack.enter_async_context(way)).url
-        elif name == "nginx":
-            url = (await stack.enter_async_context(rig.nginx(program, [url], folder))).url
-        elif name == SGLANG:
-            url = (await stack.enter_async_context(rig.sglang(program, [url], folder))).url
+        elif rival is not None:
+            url = (await stack.enter_async_context(rival.running([url], folder))).url
         client = Client(url)
         stack.callback(client.close)
         contenders.append(Contender(name, client))
@@ -187,7 +185,7 @@ def _measure_all(contenders: list[Contender], options: argparse.Namespace, repor
         ("POST /tokenize", tokenize, options.rounds),
     ]
     for name, case, rounds in cases:
-        able = [c for c in contenders if not (case is tokenize and c.name == SGLANG)]
+        able = [c for c in contenders if case is not tokenize or _has_tokenize(c)]
         if case is long and rounds:
             direct = contenders[0].client
             for contender in able:
@@ -195,14 +193,19 @@ def _measure_all(contenders: list[Contender], options: argparse.Namespace, repor
         if rounds:
             samples = run_rounds(able, case, options.warm_up, rounds, options.in_a_row)
             _add_rows(report, name, samples)
-    if any(c.name == SGLANG for c in contenders):
+    if without := [c.name for c in contenders if not _has_tokenize(c)]:
         report.notes.append(
-            "sglang-router answers /v1/models itself and has another /tokenize (404 here)"
+            f"{', '.join(without)}: no /tokenize of the server, and an own answer to /v1/models"
         )
     report.notes.append(
         "added p50: median of the differences to direct in the same round, added p99: difference "
         "of the two p99; both without the time that the server counted as prompt and generation"
     )
+
+
+def _has_tokenize(contender: Contender) -> bool:
+    rival = RIVALS.get(contender.name)
+    return rival is None or rival.has_tokenize
 
 
 def run_rounds(
@@ -263,7 +266,7 @@ def long(contender: Contender, _: int) -> Sample:
     reply = contender.client.post(CHAT, _chat(conversation.messages, max_tokens=1))
     answer = reply.json()
     conversation.heard(answer["choices"][0]["message"]["content"])
-    return Sample(reply.total_s, reply.server_s, answer["timings"]["cache_n"])
+    return Sample(reply.total_s, reply.server_s, (answer.get("timings") or {}).get("cache_n"))
 
 
 def models(contender: Contender, _: int) -> Sample:

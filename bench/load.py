@@ -30,6 +30,7 @@ from bench.client import Client as _Alone
 from bench.client import WrongAnswerError
 from bench.crowd import Client, connects, send
 from bench.report import Report, arguments_of, run_bench
+from bench.rivals import NGINX, RIVALS, find_nginx, nginx
 
 COLUMNS = (
     *("case", "contender", "clients", "ended", "requests/s", "queue max"),
@@ -156,8 +157,8 @@ async def measure(options: argparse.Namespace) -> Report:
         f"longest turn: delay of the event loop, sampled every {stalls.EVERY_S * 1000:g} ms; "
         "of CPU: CPU time of its thread between two samples",
     ]
-    if rig.find_nginx() is None:
-        report.notes.append(rig.NGINX_HINT)
+    if find_nginx() is None:
+        report.notes.append(str(RIVALS[NGINX].missing))
     return report
 
 
@@ -175,9 +176,9 @@ async def _fleet(
         fakes = rig.fake_fleet(folder, backends=backends, slots=slots, more=more)
         urls = await stack.enter_async_context(fakes)
         if contender == "nginx":
-            program = rig.find_nginx()
+            program = find_nginx()
             assert program is not None
-            way = rig.nginx(program, urls, folder, keep=False, connections=16 * 1024)
+            way = nginx(program, urls, folder, keep=False, connections=16 * 1024)
         else:
             policy = "passthrough" if contender.endswith("passthrough") else "cheapest"
             way = rig.kvferry(
@@ -194,7 +195,7 @@ def _clients(n: int, n_tokens: int, **more: int | float) -> list[Client]:
 async def _streams(bench: _Bench, n: int) -> None:
     """Run with a slot for each client: all streams are read at the same time."""
     beat = ["--beat", str(_BEAT_S)]
-    contenders = ["kvferry", "kvferry passthrough", *(["nginx"] if rig.find_nginx() else [])]
+    contenders = ["kvferry", "kvferry passthrough", *(["nginx"] if find_nginx() else [])]
     for contender in contenders:
         async with _fleet(contender, slots=-(-n // _BACKENDS), more=beat) as proxy:
             await bench.case("streams", proxy, n, lambda url: send(url, _clients(n, 12)))

@@ -19,6 +19,7 @@ from bench.client import Client, Json, stream_all
 from bench.conversation import Conversation, words
 from bench.planning import slot_bytes, snapshot_bytes
 from bench.report import Report, arguments_of, median, run_bench
+from bench.rivals import NGINX, RIVALS, find_nginx, nginx
 from router.base.tokens import WIDTH
 
 COLUMNS = (
@@ -78,10 +79,10 @@ async def measure(options: argparse.Namespace) -> Report:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
         proxies = [
             await stack.enter_async_context(_contender(name, home))
-            for name in (BASELINE, "kvferry", *(["nginx"] if rig.find_nginx() else []))
+            for name in (BASELINE, "kvferry", *(["nginx"] if find_nginx() else []))
         ]
-        if rig.find_nginx() is None:
-            report.notes.append(rig.NGINX_HINT)
+        if find_nginx() is None:
+            report.notes.append(str(RIVALS[NGINX].missing))
         await _idle("idle, just started", proxies, options.idle_seconds, report)
         for rate in (float(text) for text in options.rates.split(",")):
             for name, bodies in CASES.items():
@@ -103,9 +104,9 @@ async def _contender(name: str, home: Path) -> AsyncIterator[rig.Proxy]:
     async with AsyncExitStack() as stack:
         fake = await stack.enter_async_context(rig.fake_llama(folder))
         if name == "nginx":
-            program = rig.find_nginx()
+            program = find_nginx()
             assert program is not None
-            way = rig.nginx(program, [fake.url], folder)
+            way = nginx(program, [fake.url], folder)
         else:
             policy = "passthrough" if name == BASELINE else "cheapest"
             # Without a directory the fake cannot save; bench.restore measures transfers.

@@ -18,7 +18,6 @@ from pathlib import Path
 from bench.client import Json, WrongAnswerError
 from bench.latency import (
     DIRECT,
-    SGLANG,
     WAYS,
     Contender,
     Sample,
@@ -28,6 +27,7 @@ from bench.latency import (
     start,
 )
 from bench.report import Report, arguments_of, median, percentile, run_bench
+from bench.rivals import NGINX, SGLANG
 
 COLUMNS = (
     *("route", "contender", "n", "p50 ms", "p99 ms", "x direct"),
@@ -80,7 +80,7 @@ async def measure(options: argparse.Namespace) -> Report:
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
         contenders = await start(
-            *(stack, home, contenders_of(options, [*WAYS, SGLANG]), report.notes),
+            *(stack, home, contenders_of(options, [*WAYS, NGINX, SGLANG]), report.notes),
             ctx=2048,
             extra_args=["--embeddings", "--pooling", "mean"],
         )

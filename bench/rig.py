@@ -5,7 +5,6 @@ Each context manager ends the process that it started. Raises RigError with the 
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,9 +21,6 @@ from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.llama_server import LlamaServer
 
 START_TIMEOUT_S = 60.0
-SGLANG_PACKAGE = "sglang-router==0.3.2"
-NGINX_HINT = "nginx left out: not found; apt-get install -y nginx-light"
-SGLANG_HINT = "sglang-router left out: not found; python -m bench.setup_sglang"
 
 
 class RigError(RuntimeError):
@@ -168,95 +164,6 @@ async def kvferry(
     argv = [*under, sys.executable, *start, "serve", "--config", str(config)]
     url = f"http://127.0.0.1:{port}"
     async with started(name, argv, url, "/kvferry/health", folder) as proxy:
-        yield proxy
-
-
-def find_nginx() -> str | None:
-    """Return nginx's path or None. Debian's is not always on a user's PATH."""
-    return shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
-
-
-@asynccontextmanager
-async def nginx(
-    program: str,
-    backends: Sequence[str],
-    folder: Path,
-    *,
-    keep: bool = True,
-    connections: int = 1024,
-) -> AsyncIterator[Proxy]:
-    """Run nginx as a plain proxy, round robin over `backends`: one worker, no buffering.
-
-    `keep`: keep connections on both sides, for single requests; else nginx's defaults hold.
-    `connections`: limit for both sides together.
-    """
-    port = free_port()
-    home = folder / "nginx"
-    home.mkdir()
-    user = "user root;" if os.geteuid() == 0 else ""
-    temp = "".join(
-        f"{kind}_temp_path {home}/{kind};\n  "
-        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
-    # A disconnected client is no failure of the server: never leave a server out.
-    servers = [f"server {url.removeprefix('http://')} max_fails=0;" for url in backends]
-    if keep:  # llama-server drops idle connections after 5 s
-        servers += ["keepalive 16;", "keepalive_timeout 2s;"]
-    # llama-server closes after each stream without saying so. nginx may use that connection again.
-    again = "proxy_next_upstream error timeout non_idempotent;" if keep else ""
-    (home / "nginx.conf").write_text(f"""{user}
-daemon off;
-worker_processes 1;
-pid {home}/pid;
-error_log {home}/error.log;
-events {{ worker_connections {connections}; }}
-http {{
-  access_log off;
-  {temp}
-  client_max_body_size 64m;
-  client_body_buffer_size 4m;
-  {"keepalive_requests 1000000;" if keep else ""}
-  upstream llama {{
-    {" ".join(servers)}
-  }}
-  server {{
-    listen 127.0.0.1:{port};
-    location / {{
-      proxy_pass http://llama;
-      proxy_http_version 1.1;
-      proxy_set_header Connection "";
-      proxy_buffering off;
-      {again}
-      proxy_read_timeout 1h;
-    }}
-  }}
-}}
-""")
-    argv = [program, "-e", f"{home}/error.log", "-p", str(home), "-c", f"{home}/nginx.conf"]
-    async with started("nginx", argv, f"http://127.0.0.1:{port}", "/health", folder) as proxy:
-        yield proxy
-
-
-def sglang_home() -> Path:
-    """Return the path of the virtual environment that `bench.setup_sglang` makes."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "kvferry-bench" / "sglang"
-
-
-def find_sglang() -> str | None:
-    """Return the Python with sglang-router: `$SGLANG_PYTHON`, or that in `sglang_home`."""
-    return os.environ.get("SGLANG_PYTHON") or shutil.which(str(sglang_home() / "bin" / "python"))
-
-
-@asynccontextmanager
-async def sglang(python: str, backends: Sequence[str], folder: Path) -> AsyncIterator[Proxy]:
-    """Run sglang-router with its cache-aware policy."""
-    port = free_port()
-    argv = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
-    argv += ["--port", str(port), "--prometheus-port", str(free_port())]
-    argv += ["--policy", "cache_aware", "--log-level", "warn", "--worker-urls", *backends]
-    # `readiness` is 200 once a worker has passed its health check.
-    async with started("sglang", argv, f"http://127.0.0.1:{port}", "/readiness", folder) as proxy:
         yield proxy
 
 

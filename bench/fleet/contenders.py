@@ -12,12 +12,15 @@ from pydantic import ValidationError
 from bench import rig
 from bench.fleet.counters import Fleet, settle
 from bench.rig import Proxy
+from bench.rivals import LITELLM, NGINX, RIVALS, SGLANG, find_nginx, nginx
 from router.config.loader import ConfigError, read_yaml
 from router.config.schema import PolicyConfig, PolicyName
 from router.servers.program import free_port
 from tests.support.servers.llama_server import LlamaServer
 
-KVFERRY, NGINX, SGLANG, URL = "kvferry", "nginx", "sglang", "url"
+KVFERRY, URL = "kvferry", "url"
+# Names on the command line.
+_RIVALS = {"nginx": NGINX, "sglang": SGLANG, "litellm": LITELLM}
 POLICIES = "policies"
 _POLICY_NAMES = {name.name.lower(): name for name in PolicyName}
 _LOGGING = "logging: {{format: json, level: {}}}"
@@ -52,11 +55,7 @@ class Contender:
     @property
     def missing(self) -> str | None:
         """Return what to install; None if all is there."""
-        if self.kind == NGINX and rig.find_nginx() is None:
-            return rig.NGINX_HINT
-        if self.kind == SGLANG and rig.find_sglang() is None:
-            return rig.SGLANG_HINT
-        return None
+        return RIVALS[_RIVALS[self.kind]].missing if self.kind in _RIVALS else None
 
 
 def named(text: str) -> list[Contender]:
@@ -69,7 +68,7 @@ def named(text: str) -> list[Contender]:
 
 
 def contender(text: str) -> Contender:
-    """Parse `kvferry`, `kvferry:POLICY`, `kvferry:KEY=VALUE,...`, both, `nginx`, `sglang`, a URL.
+    """Parse `kvferry`, `kvferry:POLICY`, `kvferry:KEY=VALUE,...`, both, another router, a URL.
 
     The keys are those of `policy` in kvferry's configuration. Policies may have their short names
     from `kvferry simulate`. `2*NAME`: two of that router. Raises ArgumentTypeError.
@@ -82,9 +81,10 @@ def contender(text: str) -> Contender:
             raise argparse.ArgumentTypeError(f"{text!r}: before * comes a number of routers")
         return replace(contender(name), doors=int(number))
     kind, colon, more = text.partition(":")
-    if kind not in (KVFERRY, NGINX, SGLANG):
+    if kind != KVFERRY and kind not in _RIVALS:
         raise argparse.ArgumentTypeError(
-            f"no such contender: {text!r} (kvferry, kvferry:POLICY, policies, nginx, sglang, URL)"
+            f"no such contender: {text!r} (kvferry, kvferry:POLICY, policies,"
+            f" {', '.join(_RIVALS)}, URL)"
         )
     if colon and kind != KVFERRY:
         raise argparse.ArgumentTypeError(f"{kind} takes no policy: {text!r}")
@@ -194,10 +194,6 @@ def _proxy(
             others = ", ".join(f"'http://127.0.0.1:{port}'" for port in peers)
             more += f"\nfleet: {{name: h{at}, listen: '127.0.0.1:{peers[at]}', peers: [{others}]}}"
         return rig.kvferry(KVFERRY, urls, home, kv_dir=kv_dir, policy=policy, more=more)
-    if contender.kind == SGLANG:
-        python = rig.find_sglang()
-        assert python is not None
-        return rig.sglang(python, urls, home)
-    program = rig.find_nginx()
-    assert program is not None
-    return rig.nginx(program, urls, home, keep=False)
+    if contender.kind == "nginx":  # with its defaults
+        return nginx(str(find_nginx()), urls, home, keep=False)
+    return RIVALS[_RIVALS[contender.kind]].running(urls, home)

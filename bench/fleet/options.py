@@ -9,7 +9,7 @@ from bench.fleet.contenders import URL, Contender, contender, named
 from bench.fleet.workload import Sizes
 
 Value = object
-_ALL = ("kvferry", "kvferry:cheapest", "nginx", "sglang")
+_ALL = ("kvferry", "kvferry:cheapest", "nginx", "sglang", "litellm")
 
 # Values of options that neither the case nor the command line sets.
 BASE: Mapping[str, Value] = {
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="kvferry, kvferry:POLICY, kvferry:KEY=VALUE,... (keys of `policy`), both, policies "
         "(kvferry with each), 2*NAME (two, that clients send to in turn), "
-        "nginx, sglang, http://HOST:PORT (any OpenAI-compatible server, as it "
+        "nginx, sglang, litellm, http://HOST:PORT (any OpenAI-compatible server, as it "
         f"is); repeat it; default: {', '.join(_ALL)}",
     )
     who.add_argument("--model-name", default="any", help="model in each request")

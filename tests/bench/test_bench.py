@@ -35,6 +35,7 @@ from bench import (
 )
 from bench.client import Stream
 from bench.report import Report, median, percentile, shown
+from bench.rivals import RIVALS
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.thorough
@@ -82,8 +83,7 @@ def test_latency_of_all_that_is_installed(tmp_path: Path) -> None:
 
     expected = {"direct", "direct again", "kvferry", "kvferry passthrough"}
     expected |= {"kvferry of two hosts", "kvferry forwarded"}
-    expected |= {"nginx"} if rig.find_nginx() else set()
-    expected |= {"sglang-router"} if rig.find_sglang() else set()
+    expected |= {name for name, rival in RIVALS.items() if not rival.missing}
     assert {row["contender"] for row in rows} == expected
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from bench import rig
 from bench.client import Client
 from bench.fleet import options as cli
 from bench.fleet import traces, workload
@@ -17,6 +16,7 @@ from bench.fleet.contenders import Contender, contender
 from bench.fleet.drive import Events
 from bench.fleet.oracle import computed
 from bench.fleet.workload import CHAT, COMPLETIONS, Ask, Sizes, Workload, build
+from bench.rivals import find_nginx
 from router.base.tokens import pack
 from router.core.model.policy import PolicyName
 from router.tools.simulate.accounting import reusable
@@ -265,7 +265,7 @@ def test_a_case_sets_what_is_not_given() -> None:
     assert (sizes.conversations, sizes.turns, sizes.groups) == (11, 2, 11)
     assert (options.servers, options.slots, options.clients) == (2, 2, 3)
     assert [each.name for each in cli.contenders(options)] == [
-        *("kvferry", "kvferry:cheapest", "nginx", "sglang")
+        *("kvferry", "kvferry:cheapest", "nginx", "sglang", "litellm")
     ]
 
 
@@ -329,7 +329,7 @@ def test_two_contenders(tmp_path: Path) -> None:
 
     table = json.loads((tmp_path / "table.json").read_text())
     rows = {row["contender"]: row for row in table["rows"]}
-    names = {"kvferry", "nginx"} if rig.find_nginx() else {"kvferry"}
+    names = {"kvferry", "nginx"} if find_nginx() else {"kvferry"}
     assert set(rows) == names
     assert all(row["errors"] == 0 for row in rows.values())
     assert not [note for note in table["notes"] if "no good" in note]
