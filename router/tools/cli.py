@@ -41,7 +41,7 @@ OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `kvferry` command. Returns the exit code: 0 fine, 1 cannot work, 2 bad input."""
-    options = _parser().parse_args(argv)
+    options = command_parser().parse_args(argv)
     try:
         code: int = options.run(options)
     except ConfigError as error:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvferry",
         description="A reverse proxy that moves the KV of llama-servers to where it is needed.",

@@ -23,7 +23,7 @@ from compose_spec import PyCompose
 from router.config.schema import Config, load
 from router.config.values import duration, url_address
 from router.servers.program import free_port
-from router.tools.cli import _config, _parser
+from router.tools.cli import _config, command_parser
 from router.tools.doctor.command import examine
 from router.tools.doctor.findings import Level, of_backend
 from tests.support.models.tiny_models import tiny_model
@@ -353,7 +353,7 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
 
 def host_config(name: str) -> Config:
     """Return the configuration that the flags of a host mean."""
-    return _config(_parser().parse_args(HOSTS[name]["command"]))
+    return _config(command_parser().parse_args(HOSTS[name]["command"]))
 
 
 @pytest.mark.parametrize("name", list(HOSTS))

@@ -62,5 +62,26 @@ async def test_package_works_by_itself(tmp_path: Path, kind: str) -> None:
     assert "complete" in await run(kvferry, "completion", "bash", cwd=tmp_path)
     (tmp_path / "kvferry.yaml").write_text("backends: [{url: 'http://127.0.0.1:1'}]\n")
     assert "OK" in await run(kvferry, "check", "kvferry.yaml", cwd=tmp_path)
+    assert (tmp_path / "env" / "share" / "man" / "man1" / "kvferry.1").is_file()
     page = "from router.web.admin.page import load_page; print(sorted(load_page()))"
     assert "page.js" in await run(scripts / "python", "-c", page, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("tool", ["uv", "pipx"])
+async def test_package_is_a_tool(
+    tmp_path: Path, tool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`uv tool install` and `pipx install` put the command on the PATH."""
+    package, bin_dir = await built(tmp_path, "wheel"), tmp_path / "bin"
+    await asyncio.to_thread(venv.create, tmp_path / "env", with_pip=True)
+    scripts = tmp_path / "env" / "bin"
+    await run(scripts / "python", "-m", "pip", "install", "-q", tool, cwd=tmp_path)
+    for name in ("UV_TOOL_BIN_DIR", "PIPX_BIN_DIR"):
+        monkeypatch.setenv(name, str(bin_dir))
+    for name in ("UV_TOOL_DIR", "PIPX_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "tools"))
+    monkeypatch.setenv("PIPX_MAN_DIR", str(tmp_path / "man"))
+    monkeypatch.setenv("UV_PYTHON", sys.executable)
+    install = ("tool", "install") if tool == "uv" else ("install",)
+    await run(scripts / tool, *install, package, cwd=tmp_path)
+    assert "kvferry 0." in await run(bin_dir / "kvferry", "--version", cwd=tmp_path)
