@@ -25,6 +25,7 @@ from router.base.types import (
     Namespace,
     Outcome,
     OwnPrefill,
+    PrefillProgress,
     Reported,
     Request,
     RequestId,
@@ -127,7 +128,8 @@ class Engine:
         self.listener: EngineListener = _Deaf()
         self._servers = servers
         self._scheduler = scheduler
-        self.view = SchedulerView(scheduler.state)
+        self._prefilled_tokens: dict[RequestId, int] = {}  # of prefills under way
+        self.view = SchedulerView(scheduler.state, self._prefilled_tokens)
         self._backends = backends
         self._transfers = Transfers(backends, store, clock, telemetry)
         self._clock = clock
@@ -464,6 +466,7 @@ class Engine:
             self._prefills[effect.request] = asyncio.current_task()
             event = await self._prefilled(effect)
         self._prefills.pop(effect.request, None)  # before another prefill of the request begins
+        self._prefilled_tokens.pop(effect.request, None)
         self._feed(event)
 
     async def _prefilled(self, effect: ef.Prefill) -> ev.Event:
@@ -477,7 +480,13 @@ class Engine:
                 cached = await preparing.judge(effect.slot)
                 told = preparing.on_progress
             began = True
-            reported = await backend.prefill(effect.slot.index, effect.tokens, told=told)
+
+            def progressed(progress: PrefillProgress) -> None:
+                self._prefilled_tokens[request] = progress.n_done
+                if told is not None:
+                    told(progress)
+
+            reported = await backend.prefill(effect.slot.index, effect.tokens, told=progressed)
             if cached is not None and reported.cached_tokens is not None:
                 # What the trial computed is not cached, and how long it took is not known.
                 least = min(cached, reported.cached_tokens)

@@ -6,6 +6,7 @@ Gives copies of facts and never an object of the scheduler that can be changed.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 
 from router.base.tokens import count
 from router.base.types import (
@@ -59,12 +60,16 @@ _DOING: dict[type[Step | InPrefillQueue | AtGate], str] = {
 }
 
 
+NOT_BEGUN: Mapping[RequestId, int] = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True)
 class SlotView:
     """A slot now, with what its job does.
 
     `doing` is a step, `prefill queue`, `placement gate`, or `answer`. `source` and `copy_from` are
-    the plan's. `pending_tokens` is what the slot will hold after the step.
+    the plan's. `pending_tokens` is what the slot will hold after the step. `prefilled`: the
+    share of a prompt that the router computes there, as the server told last.
     """
 
     id: SlotId
@@ -78,6 +83,7 @@ class SlotView:
     doing: str | None
     source: Source | None
     copy_from: SlotId | None
+    prefilled: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +138,10 @@ class RatesView:
     bytes_per_token: float
 
 
-def slot_view(slot: Slot, jobs: Mapping[RequestId, Job]) -> SlotView:
-    """Return the view of a slot."""
+def slot_view(
+    slot: Slot, jobs: Mapping[RequestId, Job], done: Mapping[RequestId, int] = NOT_BEGUN
+) -> SlotView:
+    """Return the view of a slot. `done`: tokens of prompts that are being computed."""
     job = jobs.get(slot.holder) if slot.holder is not None else None
     plan = job.plan if isinstance(job, RequestJob | SlotWatch) else None
     chosen = plan.chosen if plan is not None else None
@@ -149,7 +157,14 @@ def slot_view(slot: Slot, jobs: Mapping[RequestId, Job]) -> SlotView:
         doing=_doing(slot, job),
         source=chosen.source if chosen else None,
         copy_from=chosen.copy_from if chosen else None,
+        prefilled=_prefilled(job, done),
     )
+
+
+def _prefilled(job: Job | None, done: Mapping[RequestId, int]) -> float | None:
+    if not isinstance(job, RequestJob) or job.id not in done:
+        return None
+    return min(done[job.id] / max(len(job.request.prompt), 1), 1.0)
 
 
 def _doing(slot: Slot, job: Job | None) -> str | None:
@@ -164,8 +179,10 @@ def _doing(slot: Slot, job: Job | None) -> str | None:
 class SchedulerView:
     """The scheduler's state at the moment of each call."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, done: Mapping[RequestId, int] = NOT_BEGUN) -> None:
+        """Set up the view. `done`: as for `slot_view`; it may change."""
         self._state = state
+        self._done = done
 
     @property
     def policy(self) -> PolicyName:
@@ -219,7 +236,8 @@ class SchedulerView:
 
     def slots(self) -> list[SlotView]:
         """Return all slots, in the order of their ids."""
-        return [slot_view(slot, self._state.inventory.jobs) for slot in self._state.inventory.slots]
+        jobs = self._state.inventory.jobs
+        return [slot_view(slot, jobs, self._done) for slot in self._state.inventory.slots]
 
     def slot_of(self, request: RequestId) -> SlotId:
         """Return the slot that a request holds. Raises KeyError if it holds none."""

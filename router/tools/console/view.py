@@ -214,9 +214,17 @@ def _slots(state: Json) -> Table:
             Text(phase, _STYLES.get(phase, "")),
             f"{held:,} of {limit:,}" if limit else "",
             bar(held / limit, 16) if limit else "",
-            slot["request"] or Text(_idle(slot), "dim"),
+            _request(slot),
         )
     return made
+
+
+def _request(slot: Json) -> str | Text:
+    """Return the request of a slot, and how far its prompt is computed; else for how long idle."""
+    if not slot["request"]:
+        return Text(_idle(slot), "dim")
+    done = slot.get("prefilled")
+    return str(slot["request"]) if done is None else f"{slot['request']}  {done:.0%}"
 
 
 def _idle(slot: Json) -> str:

@@ -86,6 +86,7 @@ def slot_row(slot: SlotView) -> Row:
         "tenant": slot.tenant or None,
         "pending_tokens": slot.pending_tokens,
         "doing": slot.doing,
+        "prefilled": None if slot.prefilled is None else round(slot.prefilled, 2),
         "source": slot.source,
         "copy_from": str(slot.copy_from) if slot.copy_from else None,
     }

@@ -132,6 +132,11 @@ def test_what_a_backend_lacks_is_said() -> None:
     assert "cuts are refused" in text
 
 
+def test_progress_of_a_prompt_is_shown() -> None:
+    working = slot("a", 0, "preparing", 100, request="00c0ffee00c0ffee", prefilled=0.42)
+    assert "00c0ffee00c0ffee  42%" in drawn(state([backend("a")], [working]))
+
+
 def test_what_a_router_says_beyond_that_is_shown_as_it_is() -> None:
     """A newer router may know more states of a backend or phases of a slot."""
     gone = backend("a", up=False, state="drained", problem=None)

@@ -178,3 +178,22 @@ async def test_a_dry_run_says_what_then_happens(kvferry: RunningRouter) -> None:
     assert planned["plan"]["chosen"]["source"] == answer.source == "resident"
     assert planned["plan"]["chosen"]["reused_tokens"] == answer.cached
     assert planned["plan"]["boundary_saves"] == []
+
+
+async def test_progress_of_a_prompt_is_shown(fake: FakeLlama, kvferry: RunningRouter) -> None:
+    """Of what the router computes in a slot: the share that is done, as its server tells it."""
+    await kvferry.complete("q" * 1200)
+    await kvferry.until_quiet()
+    fake.prefill_gate.clear()
+    async with asyncio.TaskGroup() as group:
+        long = group.create_task(kvferry.complete("q" * 1200 + "r" * 2800))
+        state = await kvferry.until(
+            lambda state: any(slot["prefilled"] is not None for slot in state["slots"])
+        )
+        (slot,) = (slot for slot in state["slots"] if slot["prefilled"] is not None)
+        assert (slot["phase"], slot["doing"]) == ("preparing", "prefill")
+        assert slot["prefilled"] == 0.3
+        fake.prefill_gate.set()
+    assert long.result().status == 200
+    state = await kvferry.until_quiet()
+    assert all(slot["prefilled"] is None for slot in state["slots"])

@@ -93,7 +93,7 @@ export class Backends {
       return [
         id,
         slot.phase,
-        slot.doing ?? "",
+        slot.prefilled == null ? (slot.doing ?? "") : `${slot.doing} ${Math.round(slot.prefilled * 100)} %`,
         whole(slot.resident_tokens),
         percent(slot.resident_tokens, n_ctx),
         slot.source ?? "",
@@ -135,8 +135,10 @@ function showCell(cell, slot, n_ctx) {
   setText(cell.step, slot.phase === "lost" ? "lost" : (NARROW[word] ?? word));
   const source = slot.copy_from ? `copy of ${slot.copy_from}` : slot.source;
   const of = n_ctx ? ` of ${whole(n_ctx)}` : "";
+  const done = slot.prefilled == null ? "" : ` ${Math.round(slot.prefilled * 100)} %`;
+  if (done) setText(cell.step, done.trim());
   const words =
-    `slot ${slot.index}: ${slot.phase}${word && ![slot.phase, "wait"].includes(word) ? `, ${word}` : ""}, ` +
+    `slot ${slot.index}: ${slot.phase}${word && ![slot.phase, "wait"].includes(word) ? `, ${word}${done}` : ""}, ` +
     `${whole(slot.resident_tokens)}${of} tokens${source ? `, ${source}` : ""}`;
   setText(cell.words, words);
   root.title = words;
