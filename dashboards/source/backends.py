@@ -152,6 +152,17 @@ BACKENDS = Dashboard(
                 stacked=True,
             ),
             Panel(
+                "GPU memory",
+                "Memory in use on each GPU of this machine, by all programs, as a share.",
+                [
+                    (
+                        "kvferry_gpu_memory_used_bytes / kvferry_gpu_memory_total_bytes",
+                        "{{gpu}} {{name}}",
+                    )
+                ],
+                "percentunit",
+            ),
+            Panel(
                 "Slots given away",
                 "Background requests that went on after another request had their slot.",
                 [(rate("kvferry_yields_total", "backend", CHOSEN), "{{backend}}")],

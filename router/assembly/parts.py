@@ -35,6 +35,7 @@ from router.llama.client import LlamaClient
 from router.llama.server_client import Connections
 from router.store.store import KvStore
 from router.telemetry.decision_log import DecisionLog
+from router.telemetry.gpus import Gpus
 from router.telemetry.metrics import PrometheusTelemetry
 from router.telemetry.sessions import Sessions
 from router.telemetry.usage import UsageBook
@@ -53,6 +54,7 @@ class Parts:
     decision_log: DecisionLog
     sessions: Sessions
     usage: UsageBook
+    gpus: Gpus
     guard: Guard
     certificates: Certificates
     connections: Connections
@@ -91,6 +93,7 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         DecisionLog(config.diagnostics.requests, wall_now),
         Sessions(config.diagnostics.requests, wall_now),
         await _usage_of(config, stack),
+        Gpus(registry),
         guard,
         certificates,
         connections,

@@ -155,6 +155,7 @@ async def build(
         )
         tasks.supervise(vitals.watch_loop, name="event loop lag")
         tasks.supervise(vitals.watch_disks, name="room on disk")
+        tasks.supervise(parts.gpus.watch, name="memory of GPUs")
         stack.callback(parts.throttle.open)
         yield Router(
             app,

@@ -54,7 +54,7 @@ def live_of(made: Stages) -> Live:
     parts, selection, hosts = made.parts, made.watched.selection, made.hosts
     engine, view = parts.engine, None if hosts is None else hosts.view
     subject = Subject(
-        picture=lambda: picture_of(engine, selection, parts.clock.now(), view),
+        picture=lambda: picture_of(engine, selection, parts.clock.now(), view, parts.gpus.found),
         n_snapshots=lambda: engine.view.store.n_snapshots,
         survey=lambda: survey(engine.view.snapshots()),
         decisions=parts.decision_log.recent,
@@ -118,6 +118,7 @@ async def _own_routes(
         parts.registry,
         BackendMetrics(parts.clients, parts.registry),
         now,
+        parts.gpus,
         None if made.hosts is None else made.hosts.view,
     )
     shows = made.config.diagnostics.show_content

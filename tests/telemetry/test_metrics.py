@@ -40,6 +40,7 @@ from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.telemetry.backend_metrics import BackendMetrics
 from router.telemetry.engine_collector import EngineCollector, UsageCollector
+from router.telemetry.gpus import Gpu, Gpus
 from router.telemetry.hosts_metrics import (
     DirectoryStats,
     HostsCollector,
@@ -171,6 +172,7 @@ async def test_every_metric_is_described(
     """docs/metrics.md has a row for each: name, type, labels, meaning, what to do when it moves."""
     exercise(telemetry)
     exercise_hosts(registry)
+    Gpus(registry).found = [Gpu("0", "H100", 1, 2)]
     await Vitals(
         registry, MonotonicClock(), lambda: [str(tmp_path)], "1", lambda: {"fleet": 1.0}
     ).measure_disks()

@@ -97,6 +97,8 @@ def _sums(view: View) -> Table:
     waits = f"{waiting:,} waiting" if waiting else "none waiting"
     made.add_row("queue", waits + (f", for up to {span(longest)}" if longest else ""))
     made.add_row("snapshots", _store(state["snapshots"]))
+    if gpus := state.get("gpus"):
+        made.add_row("GPU memory", _gpus(gpus))
     if servers := state.get("servers"):
         made.add_row("servers", _servers(servers))
     if hosts := state.get("hosts"):
@@ -128,6 +130,13 @@ def _servers(servers: Sequence[Json]) -> Text:
         made.append("; " if made else "").append(f"{one['name']} ")
         made.append(one["phase"], style).append(waits)
     return made
+
+
+def _gpus(gpus: Sequence[Json]) -> str:
+    """Return the memory in use on each GPU."""
+    return "; ".join(
+        f"{one['gpu']} {size(one['used_bytes'])} of {size(one['total_bytes'])}" for one in gpus
+    )
 
 
 def _reuse(recent: Recent) -> Text:

@@ -5,13 +5,14 @@ Rows hold no prompt text and no key. This module has no state and does not chang
 
 import asyncio
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from router.base.types import BackendId, Snapshot
 from router.core.model.tenancy import tenant_of
 from router.engine.engine import Engine
 from router.engine.scheduler_view import SlotView, StoreView, WaitingView
 from router.llama.attach.monitor import EMPTIES_SLOTS, NO_RAM_CACHE
+from router.telemetry.gpus import Gpu
 from router.web.admin.hosts import HostsView, hosts_brief
 from router.web.api.backend_selection import BackendSelection
 
@@ -92,6 +93,15 @@ def slot_row(slot: SlotView) -> Row:
     }
 
 
+def gpu_rows(gpus: Sequence[Gpu]) -> list[Row]:
+    """Return the rows of the GPUs of this machine."""
+    return [
+        {"gpu": gpu.index, "name": gpu.name, "used_bytes": gpu.used_bytes}
+        | {"total_bytes": gpu.total_bytes}
+        for gpu in gpus
+    ]
+
+
 def store_row(store: StoreView) -> Row:
     """Return the totals of all snapshots, and their limits (-1: none)."""
     return {
@@ -121,7 +131,11 @@ def snapshot_row(snapshot: Snapshot, uses: int, references: int) -> Row:
 
 
 def picture_of(
-    engine: Engine, selection: BackendSelection, now: float, hosts: HostsView | None = None
+    engine: Engine,
+    selection: BackendSelection,
+    now: float,
+    hosts: HostsView | None = None,
+    gpus: Sequence[Gpu] = (),
 ) -> Picture:
     """Return all but the snapshots, which `survey` sums up. `now` is the engine's clock."""
     view = engine.view
@@ -137,6 +151,7 @@ def picture_of(
                 ]
             },
             "hosts": {"items": [] if hosts is None else hosts_brief(hosts)},
+            "gpus": {"items": gpu_rows(gpus)},
         },
         "backends": {name: backend_row(name, selection, engine) for name in selection.monitors},
         "slots": {str(slot.id): slot_row(slot) for slot in view.slots()},

@@ -11,9 +11,16 @@ from prometheus_client.registry import Collector
 from router.base.types import Standing
 from router.engine.engine import Engine
 from router.telemetry.backend_metrics import BackendMetrics
+from router.telemetry.gpus import Gpus
 from router.web.admin.hosts import HostsView, hosts_row
 from router.web.admin.servers import server_row
-from router.web.admin.state_json import backend_row, slot_row, snapshot_row, store_row
+from router.web.admin.state_json import (
+    backend_row,
+    gpu_rows,
+    slot_row,
+    snapshot_row,
+    store_row,
+)
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.completions import Completions
 from router.web.server.call import Call
@@ -44,9 +51,11 @@ class StatusRoutes:
         registry: CollectorRegistry,
         backend_metrics: BackendMetrics,
         now: Callable[[], float],
+        gpus: Gpus,
         hosts: HostsView | None = None,
     ) -> None:
         """Set up the handlers. `hosts` None: there are no other hosts."""
+        self._gpus = gpus
         self._hosts = hosts
         self._engine = engine
         self._selection = selection
@@ -125,6 +134,7 @@ class StatusRoutes:
                 },
                 "servers": [server_row(server, now) for server in view.servers()],
                 "hosts": None if self._hosts is None else hosts_row(self._hosts),
+                "gpus": gpu_rows(self._gpus.found),
                 "waiting_for_backend": self._selection.waiting,
                 "queue": [
                     {

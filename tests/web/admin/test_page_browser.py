@@ -317,7 +317,7 @@ async def test_everything_can_be_reached_by_keyboard(
                 )
             )
 
-    assert reached[:5] == ["skip", "pause", "SUMMARY", "decisions-box", "id"]
+    assert reached[:6] == ["skip", "try", "pause", "SUMMARY", "decisions-box", "id"]
 
 
 async def test_applies_changes_as_the_tests_do(browser: Browser, kvferry: RunningRouter) -> None:
@@ -369,3 +369,18 @@ def a_picture(chance: random.Random) -> Picture:
         section: {key: {"x": chance.randrange(2)} for key in "abcd" if chance.random() < 0.7}
         for section in ("host", "backends", "slots")
     }
+
+
+async def test_conversations_are_shown_when_opened(
+    browser: Browser, kvferry: RunningRouter
+) -> None:
+    async with opened(browser, kvferry) as found:
+        box = found.page.locator("#sessions")
+        await box.locator("summary").click()
+        await expect(box).to_contain_text("None yet.")
+        headers = {"x-session-id": MARKUP}
+        await kvferry.post("/completion", {"prompt": "x" * 200}, headers=headers)
+        await box.locator("summary").click()
+        await box.locator("summary").click()
+        await expect(box.locator("tbody tr")).to_have_count(1)
+        await expect(box).to_contain_text("x-session-id")

@@ -6,6 +6,7 @@ import { Detail } from "./detail.js";
 import { Backends } from "./backends.js";
 import { apply, pictureOf } from "./picture.js";
 import { h, percent, seconds, setText, short, whole } from "./show.js";
+import { showSessions } from "./sessions.js";
 import { fullness, showSnapshots } from "./snapshots.js";
 
 const REDRAW_MS = 5000; // charts move with time, also without events
@@ -82,6 +83,7 @@ function show() {
   setText(find("policy"), stopping ? `${policy}, stopping` : policy);
   showServers(picture.host.get("servers").items);
   showHosts(picture.host.get("hosts").items);
+  showGpus(picture.host.get("gpus").items);
   backends.show(picture);
   decisions.show();
   const store = picture.host.get("store");
@@ -110,6 +112,16 @@ function showHosts(items) {
     here ? `${name} (this one)` : `${name} ${up ? `load ${load}` : "not used"}`,
   );
   setText(find("hosts"), `Hosts: ${said.join("; ")}`);
+}
+
+// The memory of the GPUs of this machine, where a tool of the vendor tells it.
+function showGpus(items) {
+  find("gpus").hidden = !items.length;
+  const gib = (bytes) => (bytes / 2 ** 30).toFixed(1);
+  const said = items.map(
+    ({ gpu, name, used_bytes, total_bytes }) => `${gpu} ${name} ${gib(used_bytes)} of ${gib(total_bytes)} GiB`,
+  );
+  setText(find("gpus"), `GPU memory: ${said.join("; ")}`);
 }
 
 function charts() {
@@ -167,4 +179,5 @@ find("pause").addEventListener("click", () => {
 });
 new ResizeObserver(() => picture && !paused && charts()).observe(find("ttft"));
 setInterval(render, REDRAW_MS);
+showSessions(find("sessions"));
 connect();
