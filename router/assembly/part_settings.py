@@ -106,6 +106,7 @@ def take_settings(settings: Settings, config: Config, memory_bytes: int) -> None
     settings.browser_origins = frozenset(config.browsers.origins)
     settings.passthrough = config.policy.name is PolicyName.PASSTHROUGH
     settings.filters = filters_of(config)
+    settings.tells_creation = config.answers.cache_creation
     settings.corrects_counts = config.answers.counts is Counts.CORRECTED
 
 

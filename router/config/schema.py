@@ -144,6 +144,7 @@ class AnswersConfig(ConfigSection):
     """Changes that are made to answers."""
 
     counts: Counts = Field(default=Counts.CORRECTED, strict=False)
+    cache_creation: bool = False
 
 
 class LimitsConfig(ConfigSection):

@@ -38,9 +38,12 @@ class AnswerCounts:
     """Corrects one answer to a request with an own prefill: `part` by part, then its `rest`.
 
     A plain answer and each event of a stream are one line, and all counts of a line agree.
+    `tells_creation`: an answer to /v1/messages calls what was computed of the prompt
+    `cache_creation_input_tokens`, as Anthropic does for a prompt that its client marked.
     """
 
-    def __init__(self, shape: Shape, prefill: OwnPrefill) -> None:
+    def __init__(self, shape: Shape, prefill: OwnPrefill, *, tells_creation: bool = False) -> None:
+        self._tells_creation = tells_creation and shape is Shape.MESSAGES
         self._count = _MESSAGES_COUNT if shape is Shape.MESSAGES else _COUNT
         self._prefill = prefill
         self._kept = b""
@@ -75,6 +78,8 @@ class AnswerCounts:
             new = self._corrected(found) if found else {}
         except (ValueError, OverflowError):  # no number, or none of this world
             return line
+        if self._tells_creation and (computed := _computed(found, new)) is not None:
+            new[b"input_tokens"] = b'0,"cache_creation_input_tokens":' + computed
         if not new:
             return line
         return before + self._count.sub(lambda match: _replaced(match, new), behind)
@@ -98,6 +103,13 @@ class AnswerCounts:
             new[b"prompt_per_token_ms"] = ms / tokens if tokens else 0.0
             new[b"prompt_per_second"] = tokens * 1000 / ms if ms else 0.0
         return {key: repr(value).encode() for key, value in new.items()}
+
+
+def _computed(found: Mapping[bytes, float], new: Mapping[bytes, bytes]) -> bytes | None:
+    """Return the computed tokens of a line's prompt. None: it does not tell them."""
+    if b"input_tokens" not in found:
+        return None
+    return new.get(b"input_tokens", b"%d" % found[b"input_tokens"])
 
 
 def _replaced(match: re.Match[bytes], new: Mapping[bytes, bytes]) -> bytes:

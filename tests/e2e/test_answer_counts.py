@@ -177,3 +177,33 @@ async def test_an_encoded_answer_is_sent_on_as_it_came(tmp_path: Path) -> None:
     assert plain.timings["cache_n"] == 0, "the router computed the prompt"
     assert encoded.headers["Content-Encoding"] == "gzip"
     assert encoded.timings["cache_n"] == N
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_marked_prompt_tells_what_was_created(
+    llama_server: StartServer, stream: bool
+) -> None:
+    """As Anthropic's: input, creation and read add up to the prompt; unmarked ones have none."""
+    server = await llama_server("llama", slots=1, ctx=8192)
+    mark: Json = {"cache_control": {"type": "ephemeral"}}
+    text: Json = {"type": "text", "text": sentences(3, 25)}
+    async with running(
+        [("a", server.url)], server.kv_dir, yaml=f"{EAGER}\nanswers: {{cache_creation: true}}"
+    ) as kvferry:
+        told = []
+        for part in (text, text | mark, {**text, "text": sentences(4, 25)} | mark):
+            body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 4}
+            answer = await kvferry.post("/v1/messages", body | {"model": "m", "stream": stream})
+            parts = answer.events or [answer.json]
+            usage = (parts[0].get("message") or parts[0])["usage"]
+            names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+            told.append([usage.get(name) for name in names])
+            await kvferry.until_quiet()
+    plain, again, new = told
+    assert plain[0] > 100
+    assert plain[1] is None
+    total = plain[0] + plain[2]
+    assert (again[0], again[1] + again[2]) == (0, total)
+    assert again[2] > again[1]
+    assert new[0] == 0
+    assert new[1] > 100

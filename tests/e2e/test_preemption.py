@@ -3,11 +3,15 @@
 import asyncio
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
+from router.tools.demo.model import small_model
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import chat, sentences
+from tests.support.models.real_models import half_precision
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.running_router import Answer, Json, RunningRouter, running
 
 COMPLETION, CHAT, TEXT = "/completion", "/v1/chat/completions", "/v1/completions"
@@ -63,3 +67,28 @@ async def test_answer_with_a_pause_is_the_same(
             assert answer.json.keys() == whole.json.keys()
         else:
             assert answer.json["usage"]["completion_tokens"] == LONG["n_predict"]
+
+
+@pytest.mark.thorough
+async def test_chat_of_a_real_model_goes_on_from_its_text(tmp_path: Path) -> None:
+    """Its text tokenizes as it was generated, so the answer is the same and nothing is lost."""
+    model = await asyncio.to_thread(half_precision, await small_model(lambda _: None))
+    question: Json = {"role": "user", "content": f"Tell a story of this: {sentences(5, 12)}"}
+    body: Json = {"messages": [question], "max_tokens": 200, "temperature": 0}
+    made = LlamaServer(model, slots=1, ctx=4096, kv_dir=tmp_path / "kv", threads=2)
+    async with made as server, running([("a", server.url)], server.kv_dir) as kvferry:
+        whole = await kvferry.post(CHAT, body)
+        await kvferry.until_quiet()
+        async with asyncio.TaskGroup() as group:
+            paused = group.create_task(kvferry.post(CHAT, body | LATER))
+            await kvferry.until(lambda state: state["slots"][0]["phase"] == "running")
+            assert (await kvferry.complete(sentences(9, 10), n_predict=2)).status == 200
+            assert not paused.done()
+        answer = paused.result()
+        assert text_of(answer) == text_of(whole)
+        assert answer.json["usage"] == whole.json["usage"] | {
+            "prompt_tokens_details": answer.json["usage"]["prompt_tokens_details"]
+        }
+        entries = (await kvferry.get("/kvferry/requests")).json["requests"]
+        rest, *_ = (entry for entry in entries if ".2" in entry["id"])
+        assert rest["computed_tokens"] <= 2

@@ -162,10 +162,11 @@ class Sender:
         self, call: Call, prefilled: OwnPrefill | None, upstream: RelayedResponse
     ) -> AnswerCounts | None:
         """Return the correction of an answer's counts. None: it is sent on as it comes."""
-        if call.parsed is None or prefilled is None or not prefilled.tokens:
+        parsed, settings = call.parsed, self._settings
+        if parsed is None or upstream.status != 200:
             return None
-        if not self._settings.corrects_counts or upstream.status != 200:
+        own = prefilled if settings.corrects_counts and prefilled is not None else OwnPrefill()
+        creation = settings.tells_creation and parsed.hints.keep_s > 0
+        if not (own.tokens or creation) or upstream.header("content-encoding") not in IDENTITY:
             return None
-        if upstream.header("content-encoding") not in IDENTITY:
-            return None
-        return AnswerCounts(call.parsed.shape, prefilled)
+        return AnswerCounts(parsed.shape, own, tells_creation=creation)

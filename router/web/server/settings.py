@@ -28,6 +28,7 @@ class Settings:
     browser_hosts: frozenset[str] = frozenset()
     browser_origins: frozenset[str] = frozenset()
     corrects_counts: bool = True
+    tells_creation: bool = False
     filters: Filters = field(default_factory=dict)
 
     def model_of(self, name: str | None) -> str | None:
