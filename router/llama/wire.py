@@ -110,6 +110,7 @@ class ParsedRequest(Struct, frozen=True):
     prompt_source: PromptSource
     hints: CacheHints = NO_HINTS
     background: bool = False  # its client can wait
+    salt: str = ""  # its client's digest of `cache_salt`: nothing is shared between two of them
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -184,6 +185,7 @@ def parse_request(shape: Shape, body: dict[str, Any]) -> ParsedRequest:
         pinnable=shape is not Shape.MESSAGES,
         prompt_source=source,
         background=_is_background(body),
+        salt=_salt(body),
         hints=hints_of(body, convert) if isinstance(source, ChatPrompt) else NO_HINTS,
     )
 
@@ -193,6 +195,14 @@ def _is_background(body: dict[str, Any]) -> bool:
     priority = body.get("priority")
     later = isinstance(priority, int) and not isinstance(priority, bool) and priority > 0
     return later or body.get("service_tier") in ("flex", "batch")
+
+
+def _salt(body: dict[str, Any]) -> str:
+    """Return a digest of vLLM's `cache_salt`, which a client may want to be secret; "" without."""
+    salt = body.get("cache_salt")
+    if not isinstance(salt, str) or not salt:
+        return ""
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _max_new_tokens(fields: dict[str, Any]) -> int | None:

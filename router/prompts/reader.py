@@ -35,6 +35,7 @@ from router.prompts.tokenizer import SegmentTokenizer
 
 log = structlog.get_logger(__name__)
 
+_READERS = 256  # of tenants
 _LATEST = 32  # messages of a chat that are compared one by one
 
 
@@ -59,12 +60,14 @@ class PromptReader:
         self._others: dict[Tenant, PromptReader] = {}
 
     def of(self, tenant: Tenant) -> "PromptReader":
-        """Return the reader for a tenant; there is one for each tenant in the configuration."""
+        """Return the reader for a tenant. Only the latest are kept: clients may make up salts."""
         if tenant == self._tenant:
             return self
-        if tenant not in self._others:
-            self._others[tenant] = PromptReader(self._vocabulary, tenant)
-        return self._others[tenant]
+        found = self._others.pop(tenant, None) or PromptReader(self._vocabulary, tenant)
+        self._others[tenant] = found
+        if len(self._others) > _READERS:
+            del self._others[next(iter(self._others))]
+        return found
 
     async def read(
         self, parsed: ParsedRequest, *, boundaries: bool = False, n_ctx: int | None = None

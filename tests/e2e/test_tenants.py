@@ -220,3 +220,22 @@ async def test_a_server_that_mixes_tenants_is_told_of(
         (backend,) = (await two.kvferry.state())["backends"]
         assert backend["ram_cache"] == (ram != "0")
     assert ("backend_mixes_tenants" in capsys.readouterr().out) == (ram != "0")
+
+
+async def test_salts_of_one_tenant_share_nothing(llama_server: StartServer) -> None:
+    """Each `cache_salt` is a tenant of its own; a purge of the tenant reaches them all."""
+    server = await llama_server("llama", slots=2)
+    prompt = ids(1, LONG)
+    async with tenants([server]) as two:
+        for told in ({"cache_salt": "one"}, {"cache_salt": "two"}, {}):
+            assert await two.cost(two.complete(ALICE, prompt, **told)) == LONG
+        assert await two.cost(two.complete(BOB, prompt, cache_salt="one")) == LONG
+        again = await two.complete(ALICE, [*prompt, 300], cache_salt="one")
+        assert again.cached >= LONG - 1
+        state = await two.kvferry.until(lambda state: state["snapshots"]["count"] >= 3)
+        (namespace,) = {item["namespace"].split("@")[0] for item in state["snapshots"]["items"]}
+        body = {"namespace": f"{namespace}@{ALICE}"}
+        done = await two.kvferry.post("/kvferry/snapshots/purge", body)
+        assert done.status == 200, done.body
+        left = (await two.kvferry.state())["snapshots"]["items"]
+        assert {item["tenant"].split("~")[0] for item in left} <= {BOB}

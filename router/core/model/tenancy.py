@@ -9,6 +9,7 @@ from router.base.types import BackendInfo, Namespace, Request, Tenant
 from router.core.model.slots import Slot
 
 # Occurs in no digest of a model and in no name of a tenant.
+_SALT = "~"  # in no name of a tenant
 _MARK = "@"
 
 
@@ -23,6 +24,16 @@ def namespace_of(info: BackendInfo, tenant: Tenant) -> Namespace:
 def model_of(namespace: Namespace) -> Namespace:
     """Return the namespace without its tenant, as backends have it."""
     return Namespace(namespace.partition(_MARK)[0])
+
+
+def salted(tenant: str, salt: str) -> Tenant:
+    """Return the tenant of prompts with a `cache_salt`; without one the tenant itself."""
+    return Tenant(f"{tenant}{_SALT}{salt}" if salt else tenant)
+
+
+def is_of(namespace: str, named: str) -> bool:
+    """Return whether `NAME@TENANT` names a namespace, or one of that tenant with a salt."""
+    return namespace == named or namespace.startswith(f"{named}{_SALT}")
 
 
 def tenant_of(namespace: Namespace) -> Tenant:

@@ -6,7 +6,8 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from router.base.errors import BadRequestError, ConflictError
-from router.base.types import Outcome, Reported, Tenant
+from router.base.types import Outcome, Reported
+from router.core.model.tenancy import salted
 from router.engine.engine import Engine, Timing
 from router.llama import json_offload
 from router.llama.bodies.cache_hints import seconds_of
@@ -166,7 +167,8 @@ class PromptRoutes:
                 f"tenant: {tenant!r} is not the tenant of a key, or tenants are not kept apart"
             )
         if tenant:
-            call.request = replace(call.scheduled, tenant=Tenant(tenant))
+            salt = "" if call.parsed is None else call.parsed.salt
+            call.request = replace(call.scheduled, tenant=salted(tenant, salt))
 
 
 def _keep_s(text: str) -> float:

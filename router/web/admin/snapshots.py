@@ -22,6 +22,7 @@ from router.base.tokens import head, unpack
 from router.base.types import Snapshot, SnapshotId
 from router.config import values as values
 from router.config.loader import ConfigSection, path_text, problems_of
+from router.core.model.tenancy import is_of
 from router.engine.engine import Engine
 from router.llama.wire import parse_body
 from router.store.files import final_name
@@ -265,7 +266,7 @@ class Snapshots:
 
 def _in_namespace(namespace: str, wanted: str) -> bool:
     """Compare in full with a tenant: one tenant's name may begin with another's."""
-    return namespace == wanted if "@" in wanted else namespace.startswith(wanted)
+    return is_of(namespace, wanted) if "@" in wanted else namespace.startswith(wanted)
 
 
 def _of_query(query: Mapping[str, str]) -> dict[str, object]:

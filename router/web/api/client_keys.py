@@ -17,6 +17,7 @@ from router.base.api_keys import digest_of
 from router.base.errors import TenantBusyError, TenantQuotaError, UnauthorizedError
 from router.base.ports import Telemetry
 from router.base.types import NO_TENANT, Caller, Tenant
+from router.core.model.tenancy import salted
 from router.llama.routes import PUBLIC
 from router.telemetry.usage import UsageBook
 from router.web.server.call import Call
@@ -79,11 +80,14 @@ class Keys:
             raise UnauthorizedError("Invalid API Key")
         call.caller = caller
 
-    def tenant(self, caller: Caller | None) -> Tenant:
-        """Return the tenant that owns the tokens of a caller's prompts."""
+    def tenant(self, caller: Caller | None, salt: str = "") -> Tenant:
+        """Return the tenant that owns the tokens of a caller's prompts.
+
+        With a `salt` it is another one for each, where tenants are kept apart.
+        """
         if caller is None or not self.known.keeps_apart:
             return NO_TENANT
-        return Tenant(caller.tenant)
+        return salted(caller.tenant, salt)
 
     def has_tenant(self, name: str) -> bool:
         """Return whether a tenant has keys, and is kept apart from others."""

@@ -230,9 +230,9 @@ class Completions:
         )
 
     def _from(self, call: Call) -> _From:
-        hop = call.hop
+        hop, salt = call.hop, "" if call.parsed is None else call.parsed.salt
         return {
-            "tenant": self._keys.tenant(call.caller) if hop is None else hop.tenant,
+            "tenant": self._keys.tenant(call.caller, salt) if hop is None else hop.tenant,
             "client": call.client,
             "clients_id": call.clients_id,
             "caller": call.caller,

@@ -263,7 +263,7 @@ class Forwarding:
         return Request(
             id=call.id,
             prompt=_UNREAD,
-            tenant=self._keys.tenant(call.caller),
+            tenant=self._keys.tenant(call.caller, "" if parsed is None else parsed.salt),
             max_new_tokens=None if parsed is None else parsed.max_new_tokens,
             pinnable=parsed is not None and parsed.pinnable,
             caller=call.caller,
