@@ -51,6 +51,20 @@ def read_reply(
     return reading.report(complete=complete)
 
 
+def tokens_seen(chunks: list[bytes], size_bytes: int) -> int:
+    """Return about how many tokens a stream brought that broke off. Never raises.
+
+    A server sends an event for each token (llama-server.md section 2.4), and a few others. They are
+    counted and not parsed. `size_bytes`: of the whole stream, of which `chunks` may lack a middle.
+    """
+    raw = b"".join(chunks)
+    events = raw.count(b"data: {") - sum(map(raw.count, _NO_TOKEN))
+    return max(round(events * size_bytes / max(len(raw), 1)), 0)
+
+
+_NO_TOKEN = (b'"prompt_progress":', b'"content":null', b'"type":"message_start"', b'"type":"ping"')
+
+
 def _loads(raw: bytes) -> Any:
     try:
         return json_offload.loads(raw)

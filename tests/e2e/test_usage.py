@@ -67,6 +67,31 @@ async def counted(server: LlamaServer) -> tuple[float, float]:
     return prompt, generated
 
 
+@pytest.mark.real
+@pytest.mark.parametrize("path", ["/completion", "/v1/chat/completions", "/v1/messages"])
+async def test_answers_that_clients_leave_are_counted(llama_server: StartServer, path: str) -> None:
+    """The totals never came; the tokens that did are counted, as the server counts them."""
+    server = await llama_server("llama", slots=2, ctx=8192, extra_args=["--metrics"])
+    question = {"role": "user", "content": "a long answer, please"}
+    body: Json = {"stream": True, "max_tokens": 4000, "ignore_eos": True, "model": "any"}
+    body |= {"prompt": ids(1, 100)} if path == "/completion" else {"messages": [question]}
+    async with running([("a", server.url)], server.kv_dir, yaml=auth()) as kvferry:
+        before = (await counted(server))[1]
+        async with kvferry.session.post(
+            kvferry.url + path, json=body, headers=of("alice")
+        ) as answer:
+            read = b""
+            while read.count(b"data: ") < 60:
+                read += await answer.content.readany()
+            answer.close()
+        await kvferry.until_quiet()
+        (row,) = (await kvferry.get("/kvferry/usage")).json["usage"]
+        generated = (await counted(server))[1] - before
+    # What the server generated until it noticed is not seen; the clients' answers above all are.
+    assert 50 <= row["generated_tokens"] <= generated
+    assert row["requests"] == 1
+
+
 @pytest.mark.thorough
 @pytest.mark.real
 async def test_sums_are_those_of_the_servers(llama_server: StartServer, tmp_path: Path) -> None:

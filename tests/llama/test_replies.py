@@ -24,6 +24,7 @@ from router.llama.replies import (
     props_from,
     read_reply,
     slots_from,
+    tokens_seen,
     transfer_from,
 )
 from router.llama.routes import Shape
@@ -428,3 +429,13 @@ def test_each_model_is_listed_once() -> None:
 
     assert merged["data"] == [{"id": "m", "n": 1}, {"id": "n"}, {}]
     assert merged["models"] == [{"name": "m"}, {"name": "n"}]
+
+
+def test_tokens_of_a_stream_that_broke_off_are_counted() -> None:
+    event = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+    first = b'data: {"choices":[{"delta":{"role":"assistant","content":null}}]}\n\n'
+    whole = [first, *[event] * 40, b'data: {"choi']
+    assert tokens_seen(whole, sum(map(len, whole))) in (40, 41)
+    assert tokens_seen([event] * 10, 40 * len(event)) == 40  # its middle was not kept
+    assert tokens_seen([], 0) == 0
+    assert tokens_seen([b'{"error":{}}'], 12) == 0

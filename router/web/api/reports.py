@@ -10,7 +10,7 @@ from router.base.ports import Attempt, Spawn
 from router.base.types import Outcome, Prompt, Reported, Request
 from router.core.model import events as ev
 from router.engine.engine import Engine, Grant, Timing
-from router.llama.replies import read_reply
+from router.llama.replies import read_reply, tokens_seen
 from router.llama.wire import ChatPrompt, ParsedRequest
 from router.prompts.reader import PromptReader
 from router.telemetry.decision_log import DecisionLog
@@ -56,6 +56,10 @@ class Reports:
                 end.encoding,
                 complete=whole,
             )
+        elif end.outcome is Outcome.CLIENT_GONE and parsed is not None and parsed.stream:
+            # The server's totals come last, and its client has gone.
+            seen = tokens_seen(end.capture.chunks, end.capture.size_bytes)
+            reported = Reported(generated_tokens=seen)
         ttft_s = None
         if call.first_byte is not None:
             ttft_s = call.first_byte - call.arrived
