@@ -219,6 +219,7 @@ async def _address(
     listener = router.app.listener(side)
     handshake_s = None if context is None else router.config.limits.header_timeout_s
     loop = asyncio.get_running_loop()
+    bound = 0
     try:
         if address.is_socket:
             await _check_unused(address.host)
@@ -229,6 +230,7 @@ async def _address(
                 ssl=context,
                 ssl_handshake_timeout=handshake_s,
             )
+            bound = os.stat(address.host).st_ino
             os.chmod(address.host, 0o660)  # for its owner, and its group such as a web server's
         else:
             server = await loop.create_server(
@@ -250,14 +252,15 @@ async def _address(
             yield f"{scheme}://{authority(host, port)}"
     finally:
         server.close()
+        # Before the connections end, which takes a while: a kvferry that starts now has its own.
+        with suppress(FileNotFoundError):
+            if bound and os.stat(address.host).st_ino == bound:
+                os.unlink(address.host)
         try:
             listener.throttle.open()  # else waiting connections would be closed as idle
         finally:
             listener.pre_shutdown()
             await listener.shutdown(_CLOSE_S)
-            if address.is_socket:
-                with suppress(FileNotFoundError):
-                    os.unlink(address.host)
 
 
 async def _check_unused(path: str) -> None:

@@ -33,11 +33,14 @@ def sender_of(
 
 
 def _named(forwarded: Sequence[str], x_forwarded_for: Sequence[str]) -> Iterator[str]:
-    """Yield the addresses that the headers name, the client's first; the standard one counts."""
-    if forwarded:
-        yield from _bare(match[1] for value in forwarded for match in _FOR.finditer(value))
-    else:
+    """Yield the addresses that the headers name, the client's first.
+
+    Of both, `X-Forwarded-For` counts: most proxies write it, and pass on the other.
+    """
+    if x_forwarded_for:
         yield from _bare(one.strip() for value in x_forwarded_for for one in value.split(","))
+    else:
+        yield from _bare(match[1] for value in forwarded for match in _FOR.finditer(value))
 
 
 def _bare(addresses: Iterable[str]) -> Iterator[str]:

@@ -4,10 +4,15 @@ Raises only BackendError and its subclasses. The engine decides whether a slot a
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 
-from router.base.errors import BackendError, BackendRefusedError, BackendTimeoutError
+from router.base.errors import (
+    BackendError,
+    BackendLostError,
+    BackendRefusedError,
+    BackendTimeoutError,
+)
 from router.base.tokens import Tokens
 from router.base.types import BackendId, PrefillProgress, Reported, SlotStatus, Transfer
 from router.llama import json_offload, wire
@@ -179,7 +184,7 @@ class LlamaClient(ServerClient):
                 self.relay("POST", path, [_JSON], body) as answer,
             ):
                 await _check(answer)
-                async for chunk in answer:
+                async for chunk in _unless_lost(answer):
                     received += chunk
                     whole = received.rfind(b"\n\n") + 2
                     for progress in reply.progress_in(received[read:whole]):
@@ -228,6 +233,17 @@ class LlamaClient(ServerClient):
         """Compute an infill prompt in a slot. Raises BackendRefusedError if the model has none."""
         body = wire.infill_body(parts, slot)
         return reply.infill_from(await self._call("POST", "/infill", body, self._timeouts.action_s))
+
+
+async def _unless_lost(answer: RelayedResponse) -> AsyncIterator[bytes]:
+    """Yield the bytes of an answer to the router itself. Raises BackendLostError if they end."""
+    try:
+        async for chunk in answer:
+            yield chunk
+    except BackendLostError:
+        raise
+    except BackendError as error:
+        raise BackendLostError("the backend went down with the request") from error
 
 
 async def _check(answer: RelayedResponse) -> None:

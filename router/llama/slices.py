@@ -5,22 +5,22 @@ state is saved and restored like any other (docs/adr/0028). A completion goes on
 chat goes on from its text, as its next turn would. Pure: bodies in, bodies out.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from router.base.decoding import UndecodableError, json_bytes, json_of
-from router.base.tokens import Tokens, unpack
+from router.base.tokens import Tokens, count, join, pack, unpack
 from router.base.types import OwnPrefill
 from router.llama.routes import Shape
 from router.llama.wire import (
+    INT32_MAX,
     ChatPrompt,
     MixedPrompt,
     ParsedRequest,
     TextPrompt,
     TokenPrompt,
     is_int,
-    parse_request,
 )
 
 Json = dict[str, Any]
@@ -32,6 +32,7 @@ _FIRST_TOKENS = 48  # before the speed is known
 # sampled. With this many times as many tokens in the next slice, that is below 3 %.
 _LEAST_PER_LOST = 40
 
+_NO_TEXT = "\ufffd"  # in place of bytes that are no whole character
 # A character of 4 bytes has this many tokens at most.
 _CHARACTER_TOKENS = 4
 
@@ -72,6 +73,8 @@ def can_be_sliced(parsed: ParsedRequest) -> bool:
     seeded = body.get("seed") is not None
     if seeded and body.get("temperature") != 0:
         return False
+    if not all(_is_limit(body.get(name)) for name in _LIMITS):
+        return False  # the server refuses it, or generates nothing
     extra = {key for key, value in body.items() if value not in _NOTHING}
     if not extra <= _SAME_IN_SLICES | {"seed"}:
         return False
@@ -84,6 +87,13 @@ def can_be_sliced(parsed: ParsedRequest) -> bool:
             return False
 
 
+def _is_limit(value: object) -> bool:
+    """Return whether a limit of tokens means the same for the server and here; None: no limit."""
+    return value is None or (
+        isinstance(value, int) and is_int(value) and (value == -1 or 0 < value <= INT32_MAX)
+    )
+
+
 def _may_go_on(body: Json) -> bool:
     """Return whether the answer is a message of its own, to which another can be appended."""
     last = body["messages"][-1] if body["messages"] else None
@@ -93,13 +103,17 @@ def _may_go_on(body: Json) -> bool:
 class SlicedAnswer:
     """One answer on its way, over all its slices. `prompt`: the ids of the client's prompt.
 
-    `prefilled`: what the router computed of it before the first slice.
+    `prefilled`: what the router computed of it before the first slice. `n_ctx`: tokens of a slot.
     """
 
     def __init__(
-        self, parsed: ParsedRequest, prompt: Tokens, prefilled: OwnPrefill | None = None
+        self,
+        parsed: ParsedRequest,
+        prompt: Tokens,
+        prefilled: OwnPrefill | None = None,
+        n_ctx: int = INT32_MAX,
     ) -> None:
-        self._parsed, self._prompt = parsed, prompt
+        self._parsed, self._prompt, self._n_ctx = parsed, prompt, n_ctx
         self.prefilled = prefilled
         self._limit = parsed.max_new_tokens  # None: there is none
         self._ids: list[int] = []  # of a completion
@@ -127,6 +141,11 @@ class SlicedAnswer:
         """Begin to count for another slot."""
         self._granted, self._n_text = _Part(), len(self._text)
 
+    @property
+    def tokens(self) -> Tokens | None:
+        """Return the ids of prompt and answer so far. None: those of a chat are not known."""
+        return None if self._is_chat else join([self._prompt, pack(self._ids)])
+
     def so_far(self) -> ParsedRequest:
         """Return the request for the rest of the answer."""
         return self._request(None if self._limit is None else self._limit - self.n_tokens)
@@ -140,29 +159,34 @@ class SlicedAnswer:
 
     def _request(self, n_tokens: int | None) -> ParsedRequest:
         parsed = self._parsed
+        source = parsed.prompt_source
         body = {key: value for key, value in parsed.body.items() if key not in _LIMITS}
         if n_tokens is not None:
             body["n_predict"] = n_tokens
         if not self._is_chat:
-            body |= {"prompt": unpack(self._prompt) + self._ids, "return_tokens": True}
+            body["return_tokens"] = True
             if parsed.shape is Shape.OAI_COMPLETION:
                 body["verbose"] = True  # else it returns no tokens
+            if self._ids or not isinstance(source, TextPrompt):
+                body["prompt"] = unpack(self._prompt) + self._ids
+                source = TokenPrompt(join([self._prompt, pack(self._ids)]))
         elif self._text or self._thought:
             message: Json = {"role": "assistant", "content": self._text}
             if self._thought:
                 message["reasoning_content"] = self._thought
             body["messages"] = [*body["messages"], message]
             body |= {"continue_final_message": True, "add_generation_prompt": False}
-        return replace(parse_request(parsed.shape, body), model=parsed.model)
+            source = ChatPrompt(body)
+        return replace(parsed, body=body, prompt_source=source, max_new_tokens=n_tokens)
 
     def add(self, raw: bytes) -> bool:
         """Take the answer of the slice; return whether the whole answer is over.
 
-        Raises NotSlicedError if it does not go on from the answer before.
+        Raises NotSlicedError if it does not go on from the answer before; it is not taken then.
         """
         try:
             answer = json_of(raw)
-            at_limit = self._take(answer)
+            made = self._made(answer)
             timings = answer["timings"]
             n_tokens, n_prompt = timings["predicted_n"], timings["prompt_n"]
             seconds = timings["predicted_ms"] / 1000
@@ -170,50 +194,57 @@ class SlicedAnswer:
             raise NotSlicedError("the answer of a slice is not as expected") from error
         if not 0 < n_tokens <= self._size:
             raise NotSlicedError("a slice has another number of tokens than was asked")
+        if not self._is_chat and len(made.ids) != n_tokens:
+            raise NotSlicedError("a slice has not the ids of all its tokens")
+        total = self.n_tokens + n_tokens
+        is_over = not made.at_limit or n_tokens < self._size or total == self._limit
+        if not is_over and (made.text, made.thought) == (self._text, self._thought):
+            raise NotSlicedError("a slice has no text, and the next would be the same")
+        if not is_over and count(self._prompt) + total + 1 >= self._n_ctx:
+            raise NotSlicedError("the context is full, and a server may shift it")
         lost = n_prompt if self.n_granted else 0
+        self._text, self._thought = made.text, made.thought
+        self._ids += made.ids
         for part in (self._whole, self._granted):
             part.add(answer, n_tokens, seconds)
-        if not self._is_chat and len(self._ids) != self.n_tokens:
-            raise NotSlicedError("a slice has not the ids of all its tokens")
-        full = n_tokens < self._size or self.n_tokens == self._limit  # the context, or the limit
         per_token_s = self._whole.seconds / self.n_tokens
         timely = round(_SLICE_S / per_token_s) if per_token_s else 0
         self._size = max(timely, _LEAST_PER_LOST * max(lost, 1))
-        return full or not at_limit
+        return is_over
 
-    def _take(self, answer: Json) -> bool:
-        """Take text and ids of the slice; return whether it ended at its limit."""
+    def _made(self, answer: Json) -> "_Made":
+        """Return text and ids with those of a slice. Raises LookupError, TypeError and the like."""
         shape = self._parsed.shape
         if shape is Shape.COMPLETION:
-            self._take_ids(answer["tokens"])
-            self._text += answer["content"]
-            return bool(answer["stop_type"] == "limit")
+            ids, at_limit = answer["tokens"], answer["stop_type"] == "limit"
+            return _Made(self._text + answer["content"], "", _checked(ids), at_limit)
         choice = answer["choices"][0]
+        at_limit = choice["finish_reason"] == "length"
         if shape is Shape.OAI_COMPLETION:
-            self._take_ids(answer.pop("__verbose")["tokens"])
-            self._text += choice["text"]
-        else:
-            message = choice["message"]  # with the text that it goes on from
-            text = message.get("content") or ""
-            thought = message.get("reasoning_content") or ""
-            if message.get("tool_calls"):
-                raise NotSlicedError("a slice calls a tool")
-            if not (text.startswith(self._text) and thought.startswith(self._thought)):
-                raise NotSlicedError("a slice does not go on from the text before")
-            self._text, self._thought = text, thought
-        return bool(choice["finish_reason"] == "length")
-
-    def _take_ids(self, ids: list[int]) -> None:
-        if not all(map(is_int, ids)):
-            raise TypeError
-        self._ids += ids
+            ids = answer.pop("__verbose")["tokens"]
+            return _Made(self._text + choice["text"], "", _checked(ids), at_limit)
+        message = choice["message"]  # with the text that it goes on from
+        text, thought = message.get("content") or "", message.get("reasoning_content") or ""
+        if at_limit:  # of a character that is not complete there are bytes that are no text
+            text, thought = text.rstrip(_NO_TEXT), thought.rstrip(_NO_TEXT)
+        if message.get("tool_calls"):
+            raise NotSlicedError("a slice calls a tool")
+        if not (text.startswith(self._text) and thought.startswith(self._thought)):
+            raise NotSlicedError("a slice does not go on from the text before")
+        return _Made(text, thought, [], at_limit)
 
     def last_ids(self) -> list[int]:
         """Return ids with the last character of a completion, which may not be complete yet."""
         return self._ids[-_CHARACTER_TOKENS - 1 :]
 
-    def take_back(self, n_tokens: int) -> None:
-        """Take the last tokens back: they are a part of a character, of which there is no text."""
+    def take_back(self, n_tokens: int, text: str) -> None:
+        """Take the last tokens back, and their text: they are a part of a character.
+
+        Raises NotSlicedError if the answer does not end with that text.
+        """
+        if not self._text.endswith(text):
+            raise NotSlicedError("the text of a slice is not that of its tokens")
+        self._text = self._text.removesuffix(text)
         del self._ids[len(self._ids) - n_tokens :]
         for part in (self._whole, self._granted):
             part.n_tokens -= n_tokens
@@ -251,6 +282,21 @@ class SlicedAnswer:
         }
         answer["usage"] = {**usage, **totals}
         return json_bytes(answer)
+
+
+class _Made(NamedTuple):
+    """What a slice made: the whole text and reasoning so far, and its own ids."""
+
+    text: str
+    thought: str
+    ids: list[int]
+    at_limit: bool
+
+
+def _checked(ids: list[int]) -> list[int]:
+    if not all(map(is_int, ids)):
+        raise TypeError
+    return ids
 
 
 class _Part:

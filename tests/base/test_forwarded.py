@@ -31,7 +31,7 @@ def sender(remote: str, trusted: list[Network], *headers: tuple[str, str]) -> st
         ([("Forwarded", 'proto=http;For="[2001:db8::1]:80"')], "2001:db8::1"),
         ([("Forwarded", "for=6.6.6.6, for=203.0.113.7, for=10.1.1.1")], "203.0.113.7"),
         ([("Forwarded", "for=_hidden")], "_hidden"),
-        ([("Forwarded", "for=203.0.113.7"), ("X-Forwarded-For", "6.6.6.6")], "203.0.113.7"),
+        ([("Forwarded", "for=6.6.6.6"), ("X-Forwarded-For", "203.0.113.7")], "203.0.113.7"),
     ],
 )
 def test_client_is_the_last_that_is_no_trusted_proxy(

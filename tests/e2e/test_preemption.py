@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from router.llama import slices
 from router.tools.demo.model import small_model
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import chat, sentences
@@ -67,6 +68,26 @@ async def test_answer_with_a_pause_is_the_same(
             assert answer.json.keys() == whole.json.keys()
         else:
             assert answer.json["usage"]["completion_tokens"] == LONG["n_predict"]
+
+
+@pytest.mark.parametrize("path", [COMPLETION, TEXT, CHAT])
+async def test_characters_of_two_tokens_stay_whole(
+    llama_server: StartServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Slices end inside of characters: the server has U+FFFD there, which is no text."""
+    monkeypatch.setattr(slices, "_SLICE_S", 0.02)
+    server = await llama_server("llama", slots=1, ctx=8192)
+    # Only the two bytes of this letter, one after the other.
+    letter: Json = {"logit_bias": [[195, 1000.0], [169, 1000.0]], "repeat_penalty": 10.0}
+    body = FIELDS[path] | letter | {"repeat_last_n": 1, "n_predict": 400, "temperature": 0}
+    async with running([("a", server.url)], server.kv_dir) as kvferry:
+        whole = await kvferry.post(path, body)
+        sliced = await kvferry.post(path, body | LATER)
+    assert (whole.status, sliced.status) == (200, 200)
+    assert text_of(whole).count("é") > 150
+    assert text_of(sliced).count("\ufffd") == text_of(whole).count("\ufffd")
+    # A chat goes on from text, and counts the half of a letter twice.
+    assert len(text_of(whole)) - 20 <= len(text_of(sliced)) <= len(text_of(whole))
 
 
 @pytest.mark.thorough

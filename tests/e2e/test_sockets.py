@@ -99,6 +99,17 @@ async def test_socket_of_a_running_router_is_not_taken(tmp_path: Path) -> None:
         assert (await session.get("/kvferry/state")).status == 200
 
 
+async def test_socket_of_a_successor_is_left_alone(tmp_path: Path) -> None:
+    """A router that stops takes its socket away, and not that of one that has begun meanwhile."""
+    path = tmp_path / "kvferry.sock"
+    async with FakeLlama() as fake:
+        async with at_socket(path, fake.url):
+            path.unlink()
+            with socket.socket(socket.AF_UNIX) as other:
+                other.bind(str(path))
+        assert path.is_socket()
+
+
 async def test_file_that_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "kvferry.sock"
     path.write_text("mine")

@@ -80,6 +80,10 @@ def test_plain_answers_can_be_sliced(more: Json) -> None:
         {"logprobs": True},
         {"mirostat": 2},
         {"n": 2},
+        {"max_tokens": "5"},
+        {"max_tokens": 0},
+        {"max_tokens": True},
+        {"n_predict": 2**40},
         {"cache_prompt": False},
         {"a field of a newer server": 1},
         {"messages": [USER, {"role": "assistant", "content": "Well,"}]},
@@ -141,9 +145,12 @@ def test_completion_goes_on_from_its_ids() -> None:
 def test_half_a_character_is_generated_again() -> None:
     sliced = SlicedAnswer(parsed(TEXT, Shape.COMPLETION), IDS)
     sliced.next()
-    sliced.add(native("a", [7] * 46 + [200, 201]))
+    sliced.add(native("a\ufffd", [7] * 46 + [200, 201]))
     assert sliced.last_ids() == [7, 7, 7, 200, 201]
-    sliced.take_back(2)
+    sliced.take_back(2, "\ufffd")
+    assert json.loads(sliced.whole())["content"] == "a"
+    with pytest.raises(NotSlicedError):
+        sliced.take_back(1, "b")
     assert (sliced.n_tokens, sliced.n_granted) == (46, 46)
     assert json.loads(sliced.next()[1])["prompt"][-1] == 7
 
@@ -202,3 +209,41 @@ def test_completion_with_other_ids_is_refused(ids: list[Any]) -> None:
     sliced.next()
     with pytest.raises(NotSlicedError):
         sliced.add(native("a", ids, timings=timings(48)))
+
+
+def test_chat_without_new_text_is_not_asked_again_for_ever() -> None:
+    sliced = SlicedAnswer(parsed({"messages": [USER]}), IDS)
+    sliced.next()
+    with pytest.raises(NotSlicedError):
+        sliced.add(chat("", 48))
+
+
+def test_half_a_character_of_a_chat_is_no_text() -> None:
+    sliced = SlicedAnswer(parsed(CHAT), IDS)
+    sliced.next()
+    sliced.add(chat("a\ufffd", 48))
+    assert sliced.so_far().body["messages"][-1]["content"] == "a"
+
+
+def test_full_context_is_left_to_the_server() -> None:
+    """It may shift the context, and go on."""
+    sliced = SlicedAnswer(parsed({"messages": [USER]}), IDS, n_ctx=52)
+    sliced.next()
+    with pytest.raises(NotSlicedError):
+        sliced.add(chat("a", 48))
+
+
+def test_slice_that_is_refused_leaves_no_trace() -> None:
+    sliced = SlicedAnswer(parsed(TEXT, Shape.COMPLETION), IDS)
+    sliced.next()
+    sliced.add(native("a", [7] * 48))
+    sliced.next()
+    with pytest.raises(NotSlicedError):
+        sliced.add(native("b", [7] * 40, timings=timings(48)))
+    assert json.loads(sliced.granted())["content"] == "a"
+    assert sliced.n_tokens == 48
+
+
+def test_first_slice_sends_the_text_of_the_client() -> None:
+    sliced = SlicedAnswer(parsed(TEXT, Shape.COMPLETION), IDS)
+    assert json.loads(sliced.next()[1])["prompt"] == "Once"

@@ -308,7 +308,9 @@ def turn_away(state: State) -> None:
 
     None of the queued requests could be served at once.
     """
-    while len(state.queue) > state.queue.limits.max_requests:
+    if len(state.queue) <= state.queue.limits.max_requests:
+        return
+    while state.queue.n_new > state.queue.limits.max_requests:
         last = state.queue.last()
         state.queue.remove(last)
         state.reject(last, QueueFullError("too many requests are waiting; try again later"))

@@ -70,6 +70,11 @@ class Queue:
         return iter(tuple(self._waiting.values()))
 
     @property
+    def n_new(self) -> int:
+        """Return how many requests have not had a slot before: the limit holds for these."""
+        return sum(not waiting.request.goes_on for waiting in self._waiting.values())
+
+    @property
     def models(self) -> Set[str | None]:
         """Return the models that queued requests ask for."""
         return self._models.keys()
@@ -109,13 +114,17 @@ class Queue:
             yield model, len(those), next(iter(those.values())).since
 
     def last(self) -> RequestId:
-        """Return the newest request of the client with the most. Raise ValueError if empty.
+        """Return the newest request of the client with the most; a background one, if there is one.
 
-        What gave its slot to another is newest only among its like: it was served before.
+        What gave its slot to another is not among them. Raise ValueError if there is no other.
         """
-        most = max(self._clients, key=lambda client: len(self._clients[client]))
-        newest = [*reversed(self._clients[most].values())]
-        return next((w for w in newest if not w.request.goes_on), newest[0]).request.id
+        new = {
+            client: [w.request for w in own.values() if not w.request.goes_on]
+            for client, own in self._clients.items()
+        }
+        most = max((client for client in new if new[client]), key=lambda one: len(new[one]))
+        newest = [*reversed(new[most])]
+        return next((one for one in newest if one.background), newest[0]).id
 
     def add(self, request: Request, now: float, prefilled: OwnPrefill | None = None) -> None:
         """Queue a request. A client gets no credit for time in which it had no request."""
@@ -151,14 +160,20 @@ class Queue:
         return waiting
 
     def overdue(self, now: float) -> list[Waiting]:
-        """Return the requests past their deadline: the first of the queue, if any."""
+        """Return the requests past their deadline: the first of the queue, if any.
+
+        What gave its slot to another has none: its work would be lost.
+        """
         late = self.limits.deadline
-        return list(takewhile(lambda w: late(w.since) <= now, self._waiting.values()))
+        return list(takewhile(lambda w: late(w.since) <= now, self._new()))
 
     def next_deadline(self) -> float:
         """Return the earliest deadline, in clock seconds. inf: there is none."""
-        first = next(iter(self._waiting.values()), None)
+        first = next(self._new(), None)
         return inf if first is None else self.limits.deadline(first.since)
+
+    def _new(self) -> Iterator[Waiting]:
+        return (w for w in self._waiting.values() if not w.request.goes_on)
 
 
 _RANKS = 3

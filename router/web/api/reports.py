@@ -61,7 +61,7 @@ class Reports:
             seen = tokens_seen(end.capture.chunks, end.capture.size_bytes)
             reported = Reported(generated_tokens=seen)
         ttft_s = None
-        if call.first_byte is not None:
+        if call.first_byte is not None and not end.request.goes_on:
             ttft_s = call.first_byte - call.arrived
             if parsed is not None and not parsed.stream:
                 ttft_s = reported.first_token_s(ttft_s)

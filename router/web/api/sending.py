@@ -66,7 +66,7 @@ class Sender:
         capture = Capture()
         outcome = Outcome.BACKEND_ERROR
         upstream: RelayedResponse | None = None
-        yields = False
+        yields = goes_on = False
 
         def first_byte() -> None:
             call.first_byte = perf_counter()
@@ -94,8 +94,10 @@ class Sender:
                 )
                 if sliced.n_granted:
                     capture.add(sliced.granted())
-                if upstream is None:
-                    outcome, yields = Outcome.OK, True
+                if upstream is None:  # nothing was computed if the first slice here was refused
+                    yields = sliced.n_granted > 0
+                    outcome = Outcome.OK if yields else Outcome.REFUSED
+                    goes_on = True
                     return None
                 counts = self._counts(call, sliced.prefilled, upstream)
                 answer, outcome = await to_client(upstream, capture=Capture(), counts=counts)
@@ -118,7 +120,7 @@ class Sender:
             encoding = upstream.header("content-encoding") if ok and upstream is not None else None
             end = End(request, grant, outcome, capture, ok, encoding, perf_counter(), yields)
             report = partial(self._reports.finish, call, end)
-            if call.trace is not None:
+            if call.trace is not None or goes_on:  # before the rest is submitted
                 report()
             elif outcome in (Outcome.OK, Outcome.REFUSED):
                 # uvloop sends what was written at the end of this event-loop iteration. The next
@@ -144,8 +146,8 @@ class Sender:
     async def _slice(self, asked: _Asked, parsed: ParsedRequest, raw: bytes) -> RelayedResponse:
         """Return the whole answer to a slice. Raises BackendError."""
         try:
-            async with asyncio.timeout(self._settings.idle_timeout_s), asked(parsed, raw) as answer:
-                await answer.read()
+            async with asked(parsed, raw) as answer, asyncio.timeout(self._settings.idle_timeout_s):
+                await answer.read()  # the server sends a plain answer when it is whole
                 return answer
         except TimeoutError as error:
             raise BackendTimeoutError("the backend was silent for too long") from error

@@ -51,14 +51,18 @@ class Slicing:
             known = request.prompt.is_exact and can_be_sliced(parsed)
             if not known or not await self._is_fit(parsed, monitor):
                 return None
-            call.sliced = SlicedAnswer(parsed, request.prompt.tokens, grant.prefilled)
+            assert monitor.attached is not None
+            n_ctx = monitor.attached.props.n_ctx
+            call.sliced = SlicedAnswer(parsed, request.prompt.tokens, grant.prefilled, n_ctx)
         call.sliced.begin()
         return call.sliced
 
     async def _is_fit(self, parsed: ParsedRequest, monitor: Monitor) -> bool:
         """Return whether a server generates the same in slices. Raises BackendError."""
         attached = monitor.attached
-        if attached is None or (parsed.max_new_tokens is None and attached.props.n_predict >= 0):
+        if attached is None or not attached.props.draws_afresh:
+            return False
+        if parsed.max_new_tokens is None and attached.props.n_predict >= 0:
             return False
         if parsed.shape is not Shape.CHAT:
             return True
@@ -90,41 +94,58 @@ class Slicing:
                 body = await answer.read()
                 if await json_offload.read(body, sliced.add, body):
                     return answer.with_body(sliced.whole())
+                await _end_with_a_character(sliced, client)
             except NotSlicedError as error:
                 log.info("answer_not_sliced", request=call.id, reason=str(error))
                 call.sliced, call.as_one = None, True
                 return None
-            await _end_with_a_character(sliced, client)
             if self._engine.must_yield(call.scheduled.id):
                 return None
 
     async def rest(self, call: Call, first: Request) -> Request:
         """Return the request for the rest of a call; for all of it, if that cannot be read."""
+        goes_on = call.scheduled.goes_on
         if call.sliced is not None:
-            rest, model = call.sliced.so_far(), call.scheduled.model
-            prompt = Prompt(unknown="no backend reads it")
-            with suppress(BackendError):
-                prompt, _ = await self._selection.read(rest, model, first.tenant, first.avoid)
+            rest, prompt = call.sliced.so_far(), await self._prompt_of(call, call.sliced, first)
             if prompt.is_exact and prompt.tokens:
                 return replace(
                     call.scheduled,
                     prompt=prompt,
                     max_new_tokens=rest.max_new_tokens,
-                    goes_on=True,
+                    goes_on=goes_on or call.sliced.n_tokens > 0,
                 )
             call.sliced, call.as_one = None, True
-        return replace(call.scheduled, prompt=first.prompt, max_new_tokens=first.max_new_tokens)
+        return replace(
+            call.scheduled,
+            prompt=first.prompt,
+            max_new_tokens=first.max_new_tokens,
+            goes_on=goes_on or call.as_one,
+        )
+
+    async def _prompt_of(self, call: Call, sliced: SlicedAnswer, first: Request) -> Prompt:
+        if (tokens := sliced.tokens) is not None:
+            return Prompt(tokens)
+        with suppress(BackendError):
+            prompt, _ = await self._selection.read(
+                sliced.so_far(), call.scheduled.model, first.tenant, first.avoid
+            )
+            return prompt
+        return Prompt(unknown="no backend reads it")
 
 
 async def _end_with_a_character(sliced: SlicedAnswer, client: LlamaClient) -> None:
-    """Take back the tokens of a character that is not complete. Raises BackendError.
+    """Take back the tokens of a character that is not complete.
 
-    The server has kept its first bytes back, and the next slice would begin with the others.
+    Raises BackendError, NotSlicedError.
+
+    The server answers with U+FFFD in place of its first bytes, and the next slice would begin with
+    the others.
     """
-    ids = sliced.last_ids()
+    ids, whole = sliced.last_ids(), ""
     for n_tokens in range(len(ids)):
         text = await client.detokenize(ids[: len(ids) - n_tokens])
+        whole = whole or text
         if not text.endswith("\ufffd"):
             if n_tokens:
-                sliced.take_back(n_tokens)
+                sliced.take_back(n_tokens, whole[len(text) :])
             return

@@ -39,7 +39,8 @@ class Suspects:
         self._ends: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
     def sent(self, request: RequestId, backend: BackendId) -> None:
-        """Note that a server has a request."""
+        """Note that a server has a request, and no other server has it."""
+        self.over(request)
         self._where[request] = backend
         self._at.setdefault(backend, {})[request] = None
 

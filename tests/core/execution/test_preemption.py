@@ -5,10 +5,11 @@ from typing import Any
 from router.base.types import Outcome, Reported, RequestId
 from router.core.execution.preemption import must_yield
 from router.core.model import events as ev
-from router.core.model.effects import Dispatch, Effect, Prefill, Save
+from router.core.model.effects import Dispatch, Effect, Prefill, Reject, Save
+from router.core.model.request_queue import QueueLimits
 from router.core.scheduler import Scheduler
-from tests.support.scheduler.build import A0, backend, run_of, scheduler
-from tests.support.scheduler.drive import NOW, arrive, finish, prefilled, slot
+from tests.support.scheduler.build import A0, backend, request, run_of, scheduler
+from tests.support.scheduler.drive import NOW, arrive, finish, prefilled, slot, tick
 
 BATCH, ASKED, NEXT = run_of(300, 1), run_of(200, 2), run_of(250, 3)
 
@@ -74,12 +75,38 @@ def test_long_prompt_gives_way_between_two_chunks() -> None:
     assert (waiting.request.id, waiting.request.goes_on) == ("batch", True)
 
 
-def test_last_to_be_turned_away_is_what_was_served_before() -> None:
-    s = one_slot()
+def test_full_queue_turns_a_batch_away_and_never_its_rest() -> None:
+    s = one_slot(queue=QueueLimits(max_requests=2))
     arrive(s, "first", BATCH)
-    arrive(s, "new", NEXT, background=True)
+    effects: list[Effect] = []
+    for name, more in (("batch", {"background": True}), ("asked", {}), ("asked2", {})):
+        effects = arrive(s, name, NEXT, **more)
+    assert [e.request for e in effects if isinstance(e, Reject)] == ["batch"]
+    effects = arrive(s, "rest", ASKED, background=True, goes_on=True)
+    assert not [e for e in effects if isinstance(e, Reject)]
+    assert len(s.state.queue) == 3
+
+
+def test_rest_of_an_answer_has_no_deadline() -> None:
+    s = one_slot(queue=QueueLimits(deadline_s=10.0))
+    arrive(s, "first", BATCH)
     arrive(s, "rest", ASKED, background=True, goes_on=True)
-    assert s.state.queue.last() == "new"
+    arrive(s, "asked", NEXT)
+    late = [e.request for e in tick(s, 60.0) if isinstance(e, Reject)]
+    assert late == ["asked"]
+
+
+def test_slot_is_kept_where_nothing_is_won_by_giving_it_away() -> None:
+    """Another slot is free, or the state cannot be saved."""
+    s = scheduler(backend("a", 2), idle_save_after_s=None)
+    arrive(s, "batch", BATCH, background=True)
+    arrive(s, "batch2", NEXT, background=True, slot_hint=0)
+    s.state.queue.add(request("asked", ASKED), NOW)
+    assert not must_yield(s.state, RequestId("batch"))
+    without = scheduler(backend("a", 1, kv_dir=None), idle_save_after_s=None)
+    arrive(without, "batch", BATCH, background=True)
+    arrive(without, "asked", ASKED)
+    assert not must_yield(without.state, RequestId("batch"))
 
 
 def test_end_of_an_answer_keeps_nothing() -> None:
