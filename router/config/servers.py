@@ -108,6 +108,7 @@ class ServersConfig(ConfigSection):
     loaded: values.PositiveCount | None = None  # models at a time; None: all
     groups: tuple[GroupConfig, ...] = Field(default=(), strict=False)
     kv_dir: values.AbsolutePath | None = None  # None: a directory of the user's own
+    sockets: bool = False  # they listen at Unix sockets of the user's own, and at no port
     llama_server: values.AbsolutePath | None = None  # None: searched for
     max_log_bytes: values.PositiveSize = Field(default=1024 * 1024, alias="max_log")
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from msgspec import Struct
 
 from router.base.types import BackendId
+from router.base.urls import UNIX
 from router.config.servers import ModelConfig, ServersConfig
 from router.servers.program import HOST, PREBUILT, ServerNotFoundError, find_server
 
 _PORT, _KV_DIR = "${port}", "${kv_dir}"
+_MOST_OF_A_SOCKET = 107  # bytes of `sun_path`, less the end (unix(7))
 _KEY_VARIABLE = "LLAMA_API_KEY"  # of llama-server's --api-key
 _HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MS_TOKEN")
 # Names of variables that hold secrets as a rule.
@@ -35,6 +37,7 @@ class Launch(Struct, frozen=True):
     start_timeout_s: float
     stop_timeout_s: float
     api_key: str = ""  # for the server; a container may not get it, and wants none
+    socket: Path | None = None  # where it listens; None: at a port
     is_container: bool = False  # perhaps: a process that it did not start may listen for it
 
     def identity(self) -> Identity:
@@ -48,6 +51,17 @@ class Launch(Struct, frozen=True):
                 found = os.stat(word)
                 files.append((word, found.st_size, found.st_mtime_ns))
         return self.argv, tuple(sorted(self.env.items())), tuple(files)
+
+    def url(self, port: int) -> str:
+        """Return where the server answers that was started for a port."""
+        return f"http://{HOST}:{port}" if self.socket is None else f"{UNIX}{self.socket}"
+
+    def clear(self) -> None:
+        """Make room for the socket: a server that has ended leaves it. Blocking; raises OSError."""
+        if self.socket is not None:
+            self.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.chmod(self.socket.parent, 0o700)
+            self.socket.unlink(missing_ok=True)
 
     def command(self, port: int) -> list[str]:
         """Return the command line for a port."""
@@ -79,20 +93,38 @@ def launches_of(
     # line, they do not see the key.
     key = secrets.token_urlsafe(24)
     inherited = {name: value for name, value in os.environ.items() if name not in secrets_of}
+    sockets = _sockets(config) if config.sockets else {}
     return [
         Launch(
             name=name,
-            argv=model.command or (*program, *_arguments(model)),
+            argv=model.command or (*program, *_arguments(model, sockets.get(name))),
             env={**_environment(model, inherited), _KEY_VARIABLE: key, **model.env},
             kv_dir=kv_dir,
             start_timeout_s=model.start_timeout_s,
             stop_timeout_s=model.stop_timeout_s,
             api_key=model.env.get(_KEY_VARIABLE, key),
+            socket=None if model.command else sockets.get(name),
             is_container=bool(model.command),
         )
         for model in config.models
         for name in model.servers
     ]
+
+
+def _sockets(config: ServersConfig) -> dict[BackendId, Path]:
+    """Return the socket of each server, below the user's state directory: no other user gets in.
+
+    Raises ServerNotFoundError if a path is too long for the system.
+    """
+    folder = state_dir() / "run"
+    made = {name: folder / f"{name}.sock" for model in config.models for name in model.servers}
+    for path in made.values():
+        if len(os.fsencode(path)) > _MOST_OF_A_SOCKET:
+            raise ServerNotFoundError(
+                f"servers.sockets: {path} is longer than {_MOST_OF_A_SOCKET} bytes, the limit of"
+                " the system: set XDG_STATE_HOME to a shorter path, or leave `sockets` out"
+            )
+    return made
 
 
 def _environment(model: ModelConfig, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -110,8 +142,10 @@ def _environment(model: ModelConfig, inherited: Mapping[str, str]) -> dict[str, 
     }
 
 
-def _arguments(model: ModelConfig) -> tuple[str, ...]:
+def _arguments(model: ModelConfig, socket: Path | None) -> tuple[str, ...]:
     """Return llama-server's arguments: those that kvferry needs, then those of the configuration.
+
+    With a `socket` it ignores the port, which must not be 0 (start, server-http.cpp).
 
     The flags are those recommended in llama-server.md section 0: no RAM cache, explicit slots, a
     fixed share of the context for each.
@@ -119,7 +153,7 @@ def _arguments(model: ModelConfig) -> tuple[str, ...]:
     what = ("-m", str(model.model)) if model.model is not None else ("-hf", str(model.hf))
     return (
         *what,
-        *("-a", model.name, "--host", HOST, "--port", _PORT),
+        *("-a", model.name, "--host", HOST if socket is None else str(socket), "--port", _PORT),
         *("-np", str(model.slots), "-c", str(model.slots * model.ctx), "--no-kv-unified"),
         *("--cache-ram", "0", "--slot-save-path", _KV_DIR, "--slots", "--metrics"),
         *model.args,

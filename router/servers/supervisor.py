@@ -16,7 +16,7 @@ from router.base.tasks import Tasks
 from router.base.types import BackendId
 from router.servers.launch import Identity, Launch
 from router.servers.process import ServerLog, ServerProcess
-from router.servers.program import HOST, ServerStartError, free_port, is_heard_by
+from router.servers.program import ServerStartError, free_port, is_heard_by
 
 log = structlog.get_logger(__name__)
 
@@ -157,12 +157,13 @@ class Supervisor:
             identity = await asyncio.to_thread(launch.identity)
             await self._before_start()
             port = free_port()
+            await asyncio.to_thread(launch.clear)
             running.process = await ServerProcess.spawn(
                 launch.command(port), launch.env, kept, launch.stop_timeout_s
             )
             if running.stopping:  # ordered while it was being started
                 running.process.end()
-            url = f"http://{HOST}:{port}"
+            url = launch.url(port)
             late = await self._until_ready(port, launch, running.process)
             if late and not running.stopping:
                 running.process.end(0.0)
@@ -187,10 +188,9 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + launch.start_timeout_s
         while True:
-            answers = await self._is_ready(f"http://{HOST}:{port}")
-            if answers and (
-                launch.is_container or await asyncio.to_thread(is_heard_by, port, process.pid)
-            ):
+            answers = await self._is_ready(launch.url(port))
+            is_its_own = launch.socket is not None or launch.is_container
+            if answers and (is_its_own or await asyncio.to_thread(is_heard_by, port, process.pid)):
                 return ""
             if loop.time() > deadline:
                 told = f"it was not ready after {launch.start_timeout_s:g} s (start_timeout)"

@@ -14,6 +14,7 @@ import pytest
 import yaml as pyyaml
 from msgspec.structs import replace
 
+from router.assembly.backends import StartError
 from router.base.types import BackendId
 from router.core.model import servers as servers_module
 from router.core.model.tuning import TUNING
@@ -484,3 +485,28 @@ async def test_requests_while_a_server_dies_are_served_by_the_next() -> None:
             assert found["a"]["phase"] == "up"
             os.kill(guard, signal.SIGCONT)
         assert waiting.result().status == 200
+
+
+async def test_servers_at_sockets_have_no_port(tmp_path: Path) -> None:
+    """They are swapped and come back at the same socket, though llama-server leaves it behind."""
+    text = config([model("a"), model("b", "lfm2")], loaded=1, sockets=True)
+    folder = tmp_path / "state" / "kvferry" / "run"
+    async with running([], None, yaml=text, wait_for=[]) as kvferry:
+        answer: Answer | None = None
+        for name in ("a", "b", "a"):
+            answer = await kvferry.complete(ids(1, 300), model=name)
+            assert answer.status == 200, answer.body
+        listed = {one["name"]: one for one in (await kvferry.state())["backends"]}
+        assert listed["a"]["url"] == f"unix:{folder}/a.sock"
+        assert (folder.stat().st_mode & 0o777, (folder / "a.sock").is_socket()) == (0o700, True)
+    assert answer is not None
+    assert answer.cached >= 290
+
+
+async def test_socket_with_a_long_path_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ("x" * 100)))
+    with pytest.raises(StartError, match=r"servers.sockets: .* longer than 107 bytes"):
+        async with running([], None, yaml=config([model("a")], sockets=True), wait_for=[]):
+            pass

@@ -58,6 +58,14 @@ class Guard:
                 " password of HTTP Basic"
             )
 
+    def check_log(self, request: web.BaseRequest) -> None:
+        """Raise ForbiddenError unless the request may read what may hold text of prompts.
+
+        As `check`; a page of the router's own may, if its operator gave the token as a password.
+        """
+        if self._token is None or not self._has_password(request):
+            self.check(request)
+
     def check(self, request: web.BaseRequest, *, from_page: bool = False) -> None:
         """Raise ForbiddenError unless the request may change something.
 

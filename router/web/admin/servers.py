@@ -77,10 +77,10 @@ class ServerRoutes:
         `?after=` gives the whole lines since a position instead: that of the answer before, in its
         header `x-kvferry-log-position`.
 
-        Its lines may name files and hold text of prompts, so it needs the right to change things.
+        Its lines may name files and hold text of prompts: `Guard.check_log`.
         Raises ForbiddenError, NotFoundError, BadRequestError.
         """
-        self._guard.check(call.http)
+        self._guard.check_log(call.http)
         name, _slash, what = path.rpartition("/")
         if what != "log":
             raise NotFoundError("there is nothing at this path")

@@ -1,5 +1,6 @@
 """The right to change things: for operators on the machine or with the token, for no browser."""
 
+from base64 import b64encode
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -83,3 +84,16 @@ def test_not_by_a_name_that_may_have_been_rebound(host: str) -> None:
         guard.check_read(asked(Host=host))
     guard.protects_reads = False
     guard.check_read(asked(Host=host, **PAGE))
+
+
+def test_log_is_shown_to_who_shows_the_token() -> None:
+    guard = Guard("sesame", protects_reads=True)
+    basic = b64encode(b"any:sesame").decode()
+    guard.check_log(asked("192.0.2.7", Authorization=f"Basic {basic}", Origin="http://x"))
+    guard.check_log(asked("192.0.2.7", Authorization="Bearer sesame"))
+    with pytest.raises(ForbiddenError):
+        guard.check_log(asked(HERE))
+    guard = Guard(None)
+    guard.check_log(asked(HERE))
+    with pytest.raises(ForbiddenError):  # a page, of whatever host name
+        guard.check_log(asked(HERE, Sec_Fetch_Site="same-origin"))

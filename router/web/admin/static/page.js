@@ -6,6 +6,7 @@ import { Detail } from "./detail.js";
 import { Backends } from "./backends.js";
 import { apply, pictureOf } from "./picture.js";
 import { h, percent, seconds, setText, short, whole } from "./show.js";
+import { showLogs } from "./logs.js";
 import { showSessions } from "./sessions.js";
 import { fullness, showSnapshots } from "./snapshots.js";
 
@@ -98,7 +99,7 @@ function show() {
 
 // Servers on demand: a stopped one is no backend, and would not be seen else.
 function showServers(items) {
-  find("servers").hidden = !items.length;
+  find("servers").hidden = find("logs").hidden = !items.length;
   const said = items.map(
     ({ name, phase, waiting }) => `${name} ${phase}${waiting ? ` (${whole(waiting)} waiting)` : ""}`,
   );
@@ -180,4 +181,5 @@ find("pause").addEventListener("click", () => {
 new ResizeObserver(() => picture && !paused && charts()).observe(find("ttft"));
 setInterval(render, REDRAW_MS);
 showSessions(find("sessions"));
+showLogs(find("logs"), () => (picture?.host.get("servers").items ?? []).map(({ name }) => name));
 connect();
