@@ -122,4 +122,6 @@ async def test_every_prompt_token_is_counted_once(llama_server: StartServer) -> 
     assert sum(plans) == sum(ended.values())
     assert after["kvferry_prefill_avoided_seconds_total", "snapshot"] > 0
     said = sum(answer.timings["predicted_n"] for answer in answers)
-    assert after["kvferry_generated_tokens_total", ""] == said
+    # Of the streams that were left the tokens that came are counted; the backends generated more.
+    name = "llamacpp:tokens_predicted_total", ""
+    assert said < after["kvferry_generated_tokens_total", ""] <= after[name] - before[name]
