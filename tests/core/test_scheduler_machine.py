@@ -106,7 +106,10 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @rule(
         prompts=st.lists(PROMPTS, min_size=1, max_size=3),
         kind=st.sampled_from(
-            ["plain", "plain", "silent", "unpinned", "whole", "unknown", "left", "fresh", "warm"]
+            [
+                *("plain", "plain", "silent", "rest", "unpinned", "whole"),
+                *("unknown", "left", "fresh", "warm"),
+            ]
         ),
         hint=st.sampled_from([None, None, None, 0, 1]),
         session=st.sampled_from([None, "x"]),
@@ -126,6 +129,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         variants: dict[str, dict[str, Any]] = {
             "plain": {"boundaries": True},
             "silent": {"boundaries": True, "streams": False, "keep_s": 50.0, "background": True},
+            "rest": {"streams": False, "background": True, "goes_on": True},
             "unpinned": {"pinnable": False},
             "whole": {"pinnable": False, "whole_backend": True},
             "unknown": {"prompt": Prompt(unknown="media")},
@@ -261,7 +265,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         )
         self.feed(ev.Configured(replace(state.inventory.policy, name=policy), limits, queue))
         assert not limits.exceeded_by(state.inventory.catalog.total_tokens, 0)
-        assert len(state.queue) <= room
+        assert state.queue.n_new <= room
 
     @precondition(lambda self: self.files)
     @rule(data=st.data(), chance=st.integers(0, 3))

@@ -288,7 +288,10 @@ class World:
         self, op: Op, outcome: Outcome, reported: Reported, index: int | None = None
     ) -> None:
         self.ops.remove(op)
-        self.feed(ev.Finished(op.effect.request, outcome, reported, index))
+        name = op.effect.request
+        # A background request may end at a slice; a later arrival that goes on is its rest.
+        yields = outcome is Outcome.OK and self.requests[name].background
+        self.feed(ev.Finished(name, outcome, reported, index, yields=yields))
 
     # -- what the scheduler answers ----------------------------------------------------------
 
