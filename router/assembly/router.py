@@ -223,24 +223,13 @@ async def _address(
     try:
         if address.is_socket:
             await _check_unused(address.host)
-            server = await loop.create_unix_server(
-                listener,
-                address.host,
-                backlog=1024,
-                ssl=context,
-                ssl_handshake_timeout=handshake_s,
-            )
+            listen = partial(loop.create_unix_server, listener, address.host)
+        else:
+            listen = partial(loop.create_server, listener, address.host, address.port)
+        server = await listen(backlog=1024, ssl=context, ssl_handshake_timeout=handshake_s)
+        if address.is_socket:
             bound = os.stat(address.host).st_ino
             os.chmod(address.host, 0o660)  # for its owner, and its group such as a web server's
-        else:
-            server = await loop.create_server(
-                listener,
-                address.host,
-                address.port,
-                backlog=1024,
-                ssl=context,
-                ssl_handshake_timeout=handshake_s,
-            )
     except OSError as error:
         raise StartError(f"{key}: {error.strerror or error}; choose another HOST:PORT") from error
     try:

@@ -1,6 +1,7 @@
 """Parts of URLs."""
 
 UNIX = "unix:"  # begins the address of a Unix socket: its path follows
+MOST_OF_A_SOCKET = 107  # bytes of such a path: `sun_path`, less the end (unix(7))
 
 
 def authority(host: str, port: int | None) -> str:

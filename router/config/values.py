@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
 from functools import partial
-from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -28,11 +28,9 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from router.base.urls import UNIX, authority
+from router.base.forwarded import Network
+from router.base.urls import MOST_OF_A_SOCKET, UNIX, authority
 
-Network = IPv4Network | IPv6Network
-
-_MOST_OF_A_SOCKET = 107  # bytes of `sun_path`, less the end (unix(7))
 _SIZE_UNITS = {"B": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("kMGT", 1)
@@ -200,9 +198,9 @@ def _socket_path(value: object) -> str | None:
     path = value.removeprefix(UNIX)
     if not path.startswith("/") or path.endswith("/") or not path.isprintable():
         raise ValueError(f"must be unix: and the absolute path of a socket, not {shown(value)}")
-    if len(path.encode()) > _MOST_OF_A_SOCKET:
+    if len(path.encode()) > MOST_OF_A_SOCKET:
         raise ValueError(
-            f"must be at most {_MOST_OF_A_SOCKET} bytes, the limit of the system for the path of a"
+            f"must be at most {MOST_OF_A_SOCKET} bytes, the limit of the system for the path of a"
             f" socket, not {shown(value)}"
         )
     return posixpath.normpath(path).replace("//", "/")

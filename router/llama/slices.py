@@ -15,6 +15,7 @@ from router.base.types import OwnPrefill
 from router.llama.routes import Shape
 from router.llama.wire import (
     INT32_MAX,
+    LIMITS,
     ChatPrompt,
     MixedPrompt,
     ParsedRequest,
@@ -32,16 +33,15 @@ _FIRST_TOKENS = 48  # before the speed is known
 # sampled. With this many times as many tokens in the next slice, that is below 3 %.
 _LEAST_PER_LOST = 40
 
-_NO_TEXT = "\ufffd"  # in place of bytes that are no whole character
+NO_TEXT = "\ufffd"  # in place of bytes that are no whole character
 # A character of 4 bytes has this many tokens at most.
 _CHARACTER_TOKENS = 4
 
-_LIMITS = ("n_predict", "max_completion_tokens", "max_tokens")
 # Fields that mean the same for each slice as for the whole. Not `stop`, which may lie across two
 # slices, nor what has a state from the first token on: grammars, mirostat, budgets of time.
 _SAME_IN_SLICES = frozenset(
     {
-        *_LIMITS,
+        *LIMITS,
         *("model", "messages", "prompt", "stream", "n", "cache_prompt", "id_slot", "n_cache_reuse"),
         *("temperature", "dynatemp_range", "dynatemp_exponent", "top_k", "top_p", "min_p"),
         *("top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold", "min_keep", "samplers"),
@@ -73,7 +73,7 @@ def can_be_sliced(parsed: ParsedRequest) -> bool:
     seeded = body.get("seed") is not None
     if seeded and body.get("temperature") != 0:
         return False
-    if not all(_is_limit(body.get(name)) for name in _LIMITS):
+    if not all(_is_limit(body.get(name)) for name in LIMITS):
         return False  # the server refuses it, or generates nothing
     extra = {key for key, value in body.items() if value not in _NOTHING}
     if not extra <= _SAME_IN_SLICES | {"seed"}:
@@ -89,9 +89,7 @@ def can_be_sliced(parsed: ParsedRequest) -> bool:
 
 def _is_limit(value: object) -> bool:
     """Return whether a limit of tokens means the same for the server and here; None: no limit."""
-    return value is None or (
-        isinstance(value, int) and is_int(value) and (value == -1 or 0 < value <= INT32_MAX)
-    )
+    return value is None or (is_int(value) and (value == -1 or 0 < value <= INT32_MAX))
 
 
 def _may_go_on(body: Json) -> bool:
@@ -146,21 +144,26 @@ class SlicedAnswer:
         """Return the ids of prompt and answer so far. None: those of a chat are not known."""
         return None if self._is_chat else join([self._prompt, pack(self._ids)])
 
+    @property
+    def n_left(self) -> int | None:
+        """Return the tokens that may still be generated. None: there is no limit."""
+        return None if self._limit is None else self._limit - self.n_tokens
+
     def so_far(self) -> ParsedRequest:
-        """Return the request for the rest of the answer."""
-        return self._request(None if self._limit is None else self._limit - self.n_tokens)
+        """Return the request for the rest of a chat."""
+        return self._request(self.n_left)
 
     def next(self) -> tuple[ParsedRequest, bytes]:
         """Return the request for the next slice, and its bytes."""
-        if self._limit is not None:
-            self._size = min(self._size, self._limit - self.n_tokens)
+        if (left := self.n_left) is not None:
+            self._size = min(self._size, left)
         parsed = self._request(self._size)
         return parsed, json_bytes(parsed.body)
 
     def _request(self, n_tokens: int | None) -> ParsedRequest:
         parsed = self._parsed
         source = parsed.prompt_source
-        body = {key: value for key, value in parsed.body.items() if key not in _LIMITS}
+        body = {key: value for key, value in parsed.body.items() if key not in LIMITS}
         if n_tokens is not None:
             body["n_predict"] = n_tokens
         if not self._is_chat:
@@ -169,7 +172,6 @@ class SlicedAnswer:
                 body["verbose"] = True  # else it returns no tokens
             if self._ids or not isinstance(source, TextPrompt):
                 body["prompt"] = unpack(self._prompt) + self._ids
-                source = TokenPrompt(join([self._prompt, pack(self._ids)]))
         elif self._text or self._thought:
             message: Json = {"role": "assistant", "content": self._text}
             if self._thought:
@@ -226,7 +228,7 @@ class SlicedAnswer:
         message = choice["message"]  # with the text that it goes on from
         text, thought = message.get("content") or "", message.get("reasoning_content") or ""
         if at_limit:  # of a character that is not complete there are bytes that are no text
-            text, thought = text.rstrip(_NO_TEXT), thought.rstrip(_NO_TEXT)
+            text, thought = text.rstrip(NO_TEXT), thought.rstrip(NO_TEXT)
         if message.get("tool_calls"):
             raise NotSlicedError("a slice calls a tool")
         if not (text.startswith(self._text) and thought.startswith(self._thought)):
@@ -264,7 +266,7 @@ class SlicedAnswer:
             answer |= {"content": text, "tokens": [], "tokens_predicted": n_tokens}
             answer |= {key: first[key] for key in ("prompt", "tokens_evaluated") if key in first}
             settings, limit = dict(answer.get("generation_settings", {})), self._limit
-            for key in _LIMITS:
+            for key in LIMITS:
                 if key in settings:
                     settings[key] = -1 if limit is None else limit
             answer["generation_settings"] = settings

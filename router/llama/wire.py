@@ -7,7 +7,7 @@ the backend refuses wrong fields.
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import orjson
 from msgspec import Struct
@@ -23,6 +23,8 @@ from router.llama.bodies.responses import responses_to_chat
 from router.llama.routes import Shape
 
 INT32_MAX = 2**31 - 1
+# Names of the limit of an answer's tokens: the first that is not null counts.
+LIMITS = ("n_predict", "max_completion_tokens", "max_tokens")
 TINY_PAYLOAD = "base64,AA=="  # one zero byte: /apply-template decodes and ignores it
 
 
@@ -207,7 +209,7 @@ def _salt(body: dict[str, Any]) -> str:
 
 def _max_new_tokens(fields: dict[str, Any]) -> int | None:
     """Return `n_predict` or an alias, in the order of server-schema.cpp; -1 is no limit."""
-    limit = _first_int(fields, "n_predict", "max_completion_tokens", "max_tokens")
+    limit = _first_int(fields, *LIMITS)
     return limit if limit is not None and limit >= 0 else None
 
 
@@ -307,7 +309,7 @@ def _token_prompt(ids: list[int]) -> PromptSource:
         return UnknownPrompt("the prompt holds a token id that is not an int32")
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """Return `is_number_integer()` of a value; in Python a bool is an int too."""
     return type(value) is int
 

@@ -10,12 +10,11 @@ from pathlib import Path
 from msgspec import Struct
 
 from router.base.types import BackendId
-from router.base.urls import UNIX
+from router.base.urls import MOST_OF_A_SOCKET, UNIX
 from router.config.servers import ModelConfig, ServersConfig
 from router.servers.program import HOST, PREBUILT, ServerNotFoundError, find_server
 
 _PORT, _KV_DIR = "${port}", "${kv_dir}"
-_MOST_OF_A_SOCKET = 107  # bytes of `sun_path`, less the end (unix(7))
 _KEY_VARIABLE = "LLAMA_API_KEY"  # of llama-server's --api-key
 _HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MS_TOKEN")
 # Names of variables that hold secrets as a rule.
@@ -119,9 +118,9 @@ def _sockets(config: ServersConfig) -> dict[BackendId, Path]:
     folder = state_dir() / "run"
     made = {name: folder / f"{name}.sock" for model in config.models for name in model.servers}
     for path in made.values():
-        if len(os.fsencode(path)) > _MOST_OF_A_SOCKET:
+        if len(os.fsencode(path)) > MOST_OF_A_SOCKET:
             raise ServerNotFoundError(
-                f"servers.sockets: {path} is longer than {_MOST_OF_A_SOCKET} bytes, the limit of"
+                f"servers.sockets: {path} is longer than {MOST_OF_A_SOCKET} bytes, the limit of"
                 " the system: set XDG_STATE_HOME to a shorter path, or leave `sockets` out"
             )
     return made

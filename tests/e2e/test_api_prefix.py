@@ -3,8 +3,7 @@
 import pytest
 
 from tests.conftest import StartServer
-from tests.support.conversations.conversing import saved
-from tests.support.conversations.prompts import ids
+from tests.support.conversations.conversing import use_like_any
 from tests.support.servers.running_router import running
 
 
@@ -16,12 +15,6 @@ async def test_server_below_a_path(llama_server: StartServer, server_argv: list[
     server = await llama_server("llama", extra_args=["--api-prefix", "/llm/small"])
     assert server.url.endswith("/llm/small")
     async with running([("a", server.url)], server.kv_dir) as kvferry:
-        first = await kvferry.complete(ids(1, 600))
-        assert first.status == 200, first.body
-        await kvferry.until(saved(600))
-        await kvferry.complete(ids(2, 600))
-        again = await kvferry.complete([*ids(1, 600), *ids(3, 20)])
-        assert again.cached >= 590
-        assert (await kvferry.chat([{"role": "user", "content": "hello"}])).status == 200
+        await use_like_any(kvferry)
         assert (await kvferry.get("/v1/models")).status == 200
         assert (await kvferry.post("/tokenize", {"content": "hello"})).json["tokens"]

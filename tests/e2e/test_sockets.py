@@ -15,7 +15,7 @@ from router.assembly.backends import StartError
 from router.assembly.router import build, listening
 from router.tools.cli import main
 from tests.conftest import StartServer
-from tests.support.conversations.conversing import saved
+from tests.support.conversations.conversing import use_like_any
 from tests.support.conversations.prompts import ids
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import Json, configuration, running
@@ -44,13 +44,7 @@ async def test_server_at_a_socket(llama_server: StartServer, tmp_path: Path) -> 
     """Its prompts are read, its slots saved and restored, its routes passed on."""
     server = await llama_server("llama", extra_args=["--host", str(tmp_path / "llama.sock")])
     async with running([("a", server.url)], server.kv_dir) as kvferry:
-        first = await kvferry.complete(ids(1, 600))
-        assert first.status == 200, first.body
-        await kvferry.until(saved(600))
-        await kvferry.complete(ids(2, 600))
-        again = await kvferry.complete([*ids(1, 600), *ids(3, 20)])
-        assert again.cached >= 590
-        assert (await kvferry.chat([{"role": "user", "content": "hello"}])).status == 200
+        await use_like_any(kvferry)
         await server.stop()
         os.unlink(str(server.socket))  # llama-server leaves it, and would not start again
         await server.start()

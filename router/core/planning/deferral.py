@@ -10,7 +10,7 @@ from router.core.model.jobs import RequestJob
 from router.core.model.plan import Plan
 from router.core.model.slots import Phase, Slot
 from router.core.planning.planner import plan
-from router.core.planning.prefill_wait import rank, remaining_prefill_s
+from router.core.planning.prefill_wait import rank, rank_of, remaining_prefill_s
 
 
 class Decision(NamedTuple):
@@ -78,5 +78,4 @@ def _rank_of(inventory: Inventory, slot: Slot, remaining_s: float, now: float) -
     job = inventory.job_in(slot)
     if not isinstance(job, RequestJob):
         return rank(remaining_s, 0.0)
-    age_s = job.waited_s + now - job.since
-    return rank(remaining_s, age_s, background=job.request.background)
+    return rank_of(job, remaining_s, job.waited_s + now - job.since)

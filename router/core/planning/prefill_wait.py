@@ -32,6 +32,11 @@ def rank(needs_s: float, waited_s: float, *, background: bool = False) -> float:
     return behind_s + needs_s - TUNING.prefill_patience * waited_s
 
 
+def rank_of(job: RequestJob, needs_s: float, waited_s: float) -> float:
+    """Return the rank of a job's prefill."""
+    return rank(needs_s, waited_s, background=job.request.background)
+
+
 def before_s(parts: list[Ahead], rank_s: float) -> float:
     """Return the seconds before a prefill of that rank starts; of equals it goes last."""
     return sum(part.remaining_s for part in parts if part.rank_s <= rank_s)
@@ -52,7 +57,7 @@ def slot_ahead(inventory: Inventory, slot: Slot, now: float) -> list[Ahead]:
     piece_s, remaining_s = job.chunk_until - now, max(slot.work.busy_until - job.chunk_until, 0.0)
     return [
         Ahead(-inf, max(piece_s, 0.0)),
-        Ahead(_rank_of(job, remaining_s, job.past_queue_s), remaining_s),
+        Ahead(rank_of(job, remaining_s, job.past_queue_s), remaining_s),
     ]
 
 
@@ -66,8 +71,4 @@ def prefill_ahead(inventory: Inventory, slot: Slot, now: float) -> Ahead:
         return Ahead(rank(remaining_s, 0.0), remaining_s)
     if not isinstance(job.doing, InPrefillQueue):  # a restore brings it as far as was planned
         remaining_s = min(remaining_s, max(slot.work.busy_until - now, 0.0))
-    return Ahead(_rank_of(job, remaining_s, job.prefill_queue_s(now)), remaining_s)
-
-
-def _rank_of(job: RequestJob, needs_s: float, waited_s: float) -> float:
-    return rank(needs_s, waited_s, background=job.request.background)
+    return Ahead(rank_of(job, remaining_s, job.prefill_queue_s(now)), remaining_s)

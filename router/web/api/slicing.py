@@ -15,7 +15,7 @@ from router.llama.client import LlamaClient
 from router.llama.replies import IDENTITY
 from router.llama.routes import Shape
 from router.llama.server_client import RelayedResponse
-from router.llama.slices import NotSlicedError, SlicedAnswer, can_be_sliced
+from router.llama.slices import NO_TEXT, NotSlicedError, SlicedAnswer, can_be_sliced
 from router.llama.wire import ParsedRequest
 from router.web.api.backend_selection import BackendSelection
 from router.web.server.call import Call
@@ -106,12 +106,12 @@ class Slicing:
         """Return the request for the rest of a call; for all of it, if that cannot be read."""
         goes_on = call.scheduled.goes_on
         if call.sliced is not None:
-            rest, prompt = call.sliced.so_far(), await self._prompt_of(call, call.sliced, first)
+            prompt = await self._prompt_of(call, call.sliced, first)
             if prompt.is_exact and prompt.tokens:
                 return replace(
                     call.scheduled,
                     prompt=prompt,
-                    max_new_tokens=rest.max_new_tokens,
+                    max_new_tokens=call.sliced.n_left,
                     goes_on=goes_on or call.sliced.n_tokens > 0,
                 )
             call.sliced, call.as_one = None, True
@@ -145,7 +145,7 @@ async def _end_with_a_character(sliced: SlicedAnswer, client: LlamaClient) -> No
     for n_tokens in range(len(ids)):
         text = await client.detokenize(ids[: len(ids) - n_tokens])
         whole = whole or text
-        if not text.endswith("\ufffd"):
+        if not text.endswith(NO_TEXT):
             if n_tokens:
                 sliced.take_back(n_tokens, whole[len(text) :])
             return

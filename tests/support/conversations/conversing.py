@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from tests.support.conversations.prompts import ids
 from tests.support.servers.running_router import Answer, Json, RunningRouter
 
 
@@ -25,6 +26,17 @@ def runs_on(backend: str, index: int) -> Callable[[Json], bool]:
         slot["phase"] == "running" and (slot["backend"], slot["index"]) == (backend, index)
         for slot in state["slots"]
     )
+
+
+async def use_like_any(kvferry: RunningRouter) -> None:
+    """Check that prompts are read, and slots saved and restored, however the server is reached."""
+    first = await kvferry.complete(ids(1, 600))
+    assert first.status == 200, first.body
+    await kvferry.until(saved(600))
+    await kvferry.complete(ids(2, 600))
+    again = await kvferry.complete([*ids(1, 600), *ids(3, 20)])
+    assert again.cached >= 590
+    assert (await kvferry.chat([{"role": "user", "content": "hello"}])).status == 200
 
 
 @asynccontextmanager
