@@ -31,6 +31,8 @@ shutdown_grace: 5s
 """
 # Real servers start and probe in a second; a busy machine takes longer.
 PATIENCE_S = 60.0
+# A probe computes prompts: with real models, on cores that others use, it takes a minute.
+UP_PATIENCE_S = 150.0
 _POLL_S = 0.02
 
 
@@ -200,7 +202,7 @@ class RunningRouter:
         """Wait until these backends are in use; all of them if none is named."""
         standings: Mapping[str, str] = {}
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(UP_PATIENCE_S):
                 while True:
                     standings = await self.standings()
                     if all(standings[name] == Standing.UP for name in names or standings):
