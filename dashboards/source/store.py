@@ -59,6 +59,46 @@ STORE = Dashboard(
                 width=12,
             ),
         ],
+        "Blobs": [
+            Panel(
+                "Shared bytes",
+                "Split snapshots as files of their own, the blobs they are, and whole files.",
+                [
+                    ("sum(kvferry_blob_sum_bytes)", "as files"),
+                    ("sum(kvferry_blob_bytes)", "as blobs"),
+                    ("sum(kvferry_whole_file_bytes)", "whole files"),
+                ],
+                "bytes",
+            ),
+            Panel(
+                "Written",
+                "State files that were split, what was written for them, and what is left of "
+                "store.max_written_per_day.",
+                [
+                    (rate("kvferry_blob_split_bytes_total"), "state files"),
+                    (rate("kvferry_blob_written_bytes_total"), "written"),
+                    ("sum(kvferry_blob_write_budget_bytes) < +Inf", "left of a day"),
+                ],
+                "Bps",
+            ),
+            Panel(
+                "Blobs and files",
+                "Blobs on disk, and state files that are not split yet.",
+                [
+                    ("sum(kvferry_blobs)", "blobs"),
+                    ("sum(kvferry_unwritten_files)", "not split yet"),
+                ],
+            ),
+            Panel(
+                "Trouble",
+                "Writes that were put off, and damaged blobs: the log says why.",
+                [
+                    (rate("kvferry_blob_writes_put_off_total"), "put off"),
+                    (rate("kvferry_blobs_damaged_total"), "damaged"),
+                ],
+                "ops",
+            ),
+        ],
         "Saves and restores": [
             Panel(
                 "Saves, by reason",

@@ -2,16 +2,19 @@
 
 import os
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 
-from router.base.types import Caller
+from router.base.types import Caller, KvDir
 from router.config.schema import Config, Counts
+from router.config.values import NO_LIMIT
 from router.core.model.events import ServersConfigured
 from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerLimit, ServerSpec
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.llama.bodies.filters import RequestFilter
+from router.store.blobs.split_snapshots import BlobSettings
 from router.web.api.client_keys import Known, Limits
 from router.web.server.settings import Settings
 
@@ -36,6 +39,19 @@ def limits_of(config: Config) -> SnapshotLimits:
     store = config.store
     return SnapshotLimits(
         store.max_bytes, store.max_tokens, store.min_tokens, store.protected_share
+    )
+
+
+def blobs_of(config: Config) -> BlobSettings | None:
+    """Return the settings of the tier of blobs; None: there is none."""
+    store = config.store
+    if store.blobs is None or not store.enabled:
+        return None
+    return BlobSettings(
+        KvDir(str(store.blobs)),
+        store.write_after_s,
+        store.whole_files,
+        inf if store.max_written_per_day == NO_LIMIT else store.max_written_per_day,
     )
 
 

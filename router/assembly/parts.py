@@ -17,6 +17,7 @@ from router.assembly.backends import (
     watch_of,
 )
 from router.assembly.certificates import Certificates
+from router.assembly.part_settings import blobs_of
 from router.assembly.reactions import BackendReactions, EngineReactions, StoreReactions
 from router.assembly.servers_on_demand import ServersOnDemand
 from router.assembly.slot_journal import SlotJournal
@@ -34,6 +35,7 @@ from router.llama.attach.monitor import Monitor
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections
 from router.store.store import KvStore
+from router.telemetry.blob_metrics import BlobCollector
 from router.telemetry.decision_log import DecisionLog
 from router.telemetry.gpus import Gpus
 from router.telemetry.metrics import PrometheusTelemetry
@@ -76,7 +78,14 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
     certificates = Certificates(config)
     connections = await stack.enter_async_context(Connections())
     kept = config.store
-    store = KvStore((), wall_now=wall_now, fsync=kept.fsync, group_access=kept.group_access)
+    store = KvStore(
+        (),
+        wall_now=wall_now,
+        fsync=kept.fsync,
+        group_access=kept.group_access,
+        blobs=blobs_of(config),
+    )
+    BlobCollector(registry, store.tier_status)
     stack.push_async_callback(store.aclose)
     clients: dict[BackendId, LlamaClient] = {}
     on_demand = ServersOnDemand(config, connections)

@@ -21,6 +21,7 @@ from router.base.types import (
     Request,
     RequestRecord,
     Snapshot,
+    SnapshotId,
 )
 from router.core.model import events as ev
 from router.core.model.plan import Plan
@@ -132,6 +133,14 @@ class StoreReactions:
     def lost(self, snapshot: Snapshot, _: str) -> None:
         """Offer a snapshot no more."""
         self.engine.tell(ev.SnapshotLost(snapshot.id))
+
+    def stored(self, snapshot: Snapshot) -> None:
+        """Count its blobs once, and price what it takes to make a file of it."""
+        self.engine.tell(ev.SnapshotStored(snapshot))
+
+    def is_worth_writing(self, snapshot: SnapshotId) -> bool:
+        """Return whether a snapshot would be kept, and not evicted next."""
+        return self.engine.keeps(snapshot)
 
     async def found(self, snapshots: list[Snapshot]) -> None:
         """Offer snapshots again."""

@@ -21,6 +21,7 @@ from router.base.types import (
     Snapshot,
     Source,
     StagedFile,
+    TierStatus,
     Transfer,
 )
 
@@ -101,6 +102,9 @@ class SnapshotStore(Protocol):
 
     async def close(self, snapshot: Snapshot, kv_dir: KvDir, name: str) -> None:
         """Give back a name that `open` returned."""
+
+    def tier_status(self) -> TierStatus | None:
+        """Return the state of the tier of blobs; None: there is none."""
 
     async def delete(self, snapshot: Snapshot) -> None:
         """Remove a snapshot: first its record, then its file."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from enum import StrEnum
 from math import inf
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -270,8 +270,19 @@ class StateShape(Struct, frozen=True):
 PLAIN = StateShape()
 
 
+class Blob(NamedTuple):
+    """Bytes of state files that are stored once. `id`: their blake3 hash, 32 bytes."""
+
+    id: bytes
+    size_bytes: int
+
+
 class Snapshot(Struct, frozen=True):
-    """A committed state file. Immutable. `saved_at`: seconds since the epoch, for display."""
+    """A committed state file. Immutable. `saved_at`: seconds since the epoch, for display.
+
+    `blobs`: what it was split into; none: it was not yet. Not `whole`: there is no file in a KV
+    directory, and it has to be assembled from its blobs; `kv_dir` is then their directory.
+    """
 
     id: SnapshotId
     namespace: Namespace
@@ -280,6 +291,8 @@ class Snapshot(Struct, frozen=True):
     size_bytes: int
     shape: StateShape = PLAIN
     saved_at: float = 0.0
+    blobs: tuple[Blob, ...] = ()
+    whole: bool = True
 
     def __len__(self) -> int:
         return count(self.tokens)
@@ -444,6 +457,23 @@ class Stats(Struct, frozen=True):
     servers: tuple[ServerStats, ...] = ()
     server_swaps: int = 0
     protected_bytes: int = 0
+
+
+class TierStatus(Struct, frozen=True):
+    """The tier of blobs now; counts are since the router's start."""
+
+    snapshots: int  # that are split
+    blobs: int
+    blob_bytes: int
+    sum_bytes: int  # of the split snapshots, as if each was a file of its own
+    whole_files: int  # in the KV directories
+    whole_bytes: int
+    unwritten: int  # of the whole files: not split yet
+    written_bytes: int
+    split_bytes: int  # state files that were split: so much would have been written without blobs
+    put_off: int  # writes
+    damaged: int  # blobs
+    budget_left_bytes: float  # that may be written in these 24 hours; inf: no limit
 
 
 class SlotStatus(Struct, frozen=True):

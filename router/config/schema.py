@@ -98,6 +98,10 @@ class StoreConfig(ConfigSection):
     protected_share: values.Ratio = 0.25
     fsync: bool = True
     group_access: bool = False
+    blobs: values.AbsolutePath | None = None  # None: each snapshot is a file of its own
+    write_after_s: values.Seconds = Field(default=60.0, alias="write_after")
+    max_written_per_day: values.SizeOrNoLimit = 100 * GIB
+    whole_files: values.Size | None = None  # in each KV directory; None: half its file system
     idle_save_after_s: values.SecondsOrOff = Field(default=0.5, alias="idle_save_after")
     save_on_shutdown: bool = True
 
@@ -383,6 +387,11 @@ class Config(ConfigSection):
             if taken := names.intersection(model.servers):
                 message = f"{shown(min(taken))} is also the name of a backend"
                 misfits.append((("servers", "models", at, "name"), message))
+        blobs = self.store.blobs
+        kv_dirs = [one.kv_dir for one in self.backends] + [self.servers.kv_dir]
+        if blobs is not None and blobs in kv_dirs:
+            message = "is the kv_dir of a backend: blobs need a directory of their own"
+            misfits.append((("store", "blobs"), message))
         if self.policy.name is PolicyName.PASSTHROUGH and self.auth.keeps_apart:
             message = "passthrough cannot keep tenants apart: set auth.share_cache: all"
             misfits.append((("policy", "name"), message))

@@ -36,6 +36,7 @@ from router.base.types import (
     Snapshot,
     SnapshotId,
     Stats,
+    TierStatus,
 )
 from router.core.admission.backend_attach import probe_name
 from router.core.execution.preemption import must_yield
@@ -295,6 +296,10 @@ class Engine:
             self._feed(ev.SnapshotsFound(tuple(snapshots[start : start + _FOUND_AT_ONCE])))
             await asyncio.sleep(0)
 
+    def keeps(self, snapshot: SnapshotId) -> bool:
+        """Return whether a snapshot is in use, and not the next one to be evicted."""
+        return not self._scheduler.state.inventory.catalog.is_evicted_next(snapshot)
+
     async def purge(self, snapshots: Sequence[SnapshotId]) -> None:
         """Take snapshots out of use, a few at a time.
 
@@ -320,6 +325,11 @@ class Engine:
         inventory = self._scheduler.state.inventory
         there = inventory.up.get(backend)
         return there is not None and keeps_snapshots(inventory, there)
+
+    def tier_status(self) -> TierStatus | None:
+        """Return the state of the tier of blobs; None: there is none."""
+        store = self._transfers.store
+        return None if store is None else store.tier_status()
 
     async def stop(self, *, save: bool) -> None:
         """Admit no more requests, let running ones end; `save`: save slots where that pays."""

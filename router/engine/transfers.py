@@ -96,9 +96,11 @@ class Transfers:
         backend, rewrite_s, start = self.backends[slot.backend], 0.0, self.clock.now()
         try:
             name = await self.store.open(snapshot, info.kv_dir, info.n_stream)
-            if snapshot.shape.needs_restream(info.n_stream):
+            restreamed = snapshot.shape.needs_restream(info.n_stream)
+            if restreamed or not snapshot.whole:
                 rewrite_s = self.clock.now() - start
-                self.telemetry.rewritten("restream", snapshot.size_bytes, rewrite_s, "")
+                what = "restream" if restreamed else "assemble"
+                self.telemetry.rewritten(what, snapshot.size_bytes, rewrite_s, "")
             try:
                 if effect.erase:
                     await backend.erase(slot.index)

@@ -5,7 +5,7 @@ meaning of the bytes. Blocking. Raises OSError, or KvFileError if the source is 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from router.base.errors import KvFileError
 from router.store.format.rewrite import Piece, Rewrite, Rows, Span
@@ -35,7 +35,7 @@ def write(reader: int, writer: int, rewrite: Rewrite) -> None:
         elif isinstance(first, Span) and first.size >= _LARGE:
             copy_range(reader, writer, first.offset, target, first.size)
         else:
-            _write(writer, buffer.fill(reader, pieces), target)
+            write_all(writer, buffer.fill(reader, pieces), target)
 
 
 def shift(file: int, rewrite: Rewrite) -> None:
@@ -62,9 +62,9 @@ def shift(file: int, rewrite: Rewrite) -> None:
         if isinstance(first, Span) and first.size >= _LARGE:
             for done in reversed(range(0, first.size, _BATCH)):
                 part = Span(first.offset + done, min(_BATCH, first.size - done))
-                _write(file, buffer.fill(file, [part]), target + done)
+                write_all(file, buffer.fill(file, [part]), target + done)
         else:
-            _write(file, buffer.fill(file, pieces), target)
+            write_all(file, buffer.fill(file, pieces), target)
     os.ftruncate(file, rewrite.size_bytes)
 
 
@@ -79,7 +79,7 @@ def _write_rows(reader: int, writer: int, buffer: "_Buffer", rows: Rows, target:
         at = rows.offset + done * rows.stride
         for distance, parts, size in calls:
             _read(reader, parts, size, at + distance)
-        _write(writer, buffer.filled(n * rows.size), target + done * rows.size)
+        write_all(writer, buffer.filled(n * rows.size), target + done * rows.size)
 
 
 def copy_range(reader: int, writer: int, source: int, target: int, size: int) -> None:
@@ -94,7 +94,7 @@ def copy_range(reader: int, writer: int, source: int, target: int, size: int) ->
         buffer = _Buffer()
         while done < size:
             part = Span(source + done, min(_COPY, size - done))
-            _write(writer, buffer.fill(reader, [part]), target + done)
+            write_all(writer, buffer.fill(reader, [part]), target + done)
             done += part.size
     if done != size:
         raise KvFileError(f"copied {done} of {size} bytes")
@@ -213,7 +213,24 @@ def _read(reader: int, parts: list[memoryview], size: int, offset: int) -> None:
         raise KvFileError(f"the file ends before byte {offset + size}")
 
 
-def _write(writer: int, raw: memoryview, offset: int) -> None:
+def write_all(writer: int, raw: memoryview, offset: int) -> None:
+    """Write all of `raw` at an offset."""
     while raw:
         n = os.pwrite(writer, raw, offset)
         raw, offset = raw[n:], offset + n
+
+
+def gather(reader: int, spans: Sequence[Span], raw: memoryview) -> None:
+    """Read the spans one behind the other into `raw`, which has just their size."""
+    at = 0
+    for span in spans:
+        _read(reader, [raw[at : at + span.size]], span.size, span.offset)
+        at += span.size
+
+
+def scatter(writer: int, raw: memoryview, spans: Sequence[Span]) -> None:
+    """Write what `gather` read back to the same places of another file."""
+    at = 0
+    for span in spans:
+        write_all(writer, raw[at : at + span.size], span.offset)
+        at += span.size

@@ -85,9 +85,19 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
+def create(path: Path) -> int:
+    """Create a private file, and return its descriptor. Raises OSError if something is there."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
 def identity_of(file: BinaryIO) -> Identity:
     """Return the identity of an open file. Raises KvFileError unless it is regular."""
     return _identity(os.fstat(file.fileno()), Path(str(file.name)))
+
+
+def identity_of_fd(file: int, path: Path) -> Identity:
+    """Return the identity of the open regular file at `path`. Raises KvFileError."""
+    return _identity(os.fstat(file), path)
 
 
 def _identity(status: os.stat_result, path: Path) -> Identity:
@@ -134,14 +144,13 @@ def write_rewritten(source: Path, target: Path, expected: Identity, rewrite: Rew
         if identity_of(reader) != expected:
             raise KvFileError(f"{source.name} was replaced")
         status = os.fstat(reader.fileno())
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        writer = os.open(target, flags, 0o600)
+        writer = create(target)
         try:
             copies.write(reader.fileno(), writer, rewrite)
             with suppress(PermissionError):
                 os.fchmod(writer, stat.S_IMODE(status.st_mode))
                 os.fchown(writer, status.st_uid, status.st_gid)
-            return _identity(os.fstat(writer), target)
+            return identity_of_fd(writer, target)
         except (OSError, KvFileError):
             with suppress(OSError):
                 os.unlink(target)
@@ -161,7 +170,7 @@ def rewrite_tail(path: Path, rewrite: Rewrite) -> Identity:
     try:
         _identity(os.fstat(file), path)
         copies.shift(file, rewrite)
-        return _identity(os.fstat(file), path)
+        return identity_of_fd(file, path)
     finally:
         os.close(file)
 
@@ -191,8 +200,7 @@ def write_new(path: Path, content: bytes, *, fsync: bool) -> None:
     """
     with suppress(FileNotFoundError):
         path.unlink()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o600), "wb") as file:
+    with open(create(path), "wb") as file:
         file.write(content)
         file.flush()
         if fsync:

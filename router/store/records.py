@@ -36,6 +36,7 @@ class KvDirectory:
     sidecars: Sidecars
     threads: Threads
     status: os.stat_result  # from the opening: a later stat could hang
+    disk_bytes: int = 0  # of its file system
 
 
 @dataclass(slots=True)
@@ -73,11 +74,14 @@ def open_directory(
     with os_errors(f"{kv_dir} cannot be used for state files"):
         files.prepare_directory(path, group_access=group_access)
         status = path.stat()
+        disk = os.statvfs(path)
         for other in others:
             if os.path.samestat(status, other.status):  # one directory under two names
                 return other
     sidecars = Sidecars(path, fsync=fsync)
-    directory = KvDirectory(path, kv_dir, DirectoryLock(path), sidecars, threads, status)
+    directory = KvDirectory(
+        path, kv_dir, DirectoryLock(path), sidecars, threads, status, disk.f_blocks * disk.f_frsize
+    )
     directory.lock.acquire()
     try:
         directory.sidecars.open()

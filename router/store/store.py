@@ -9,9 +9,10 @@ that hangs are withdrawn, and offered again when it answers. Calls raise KvError
 """
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -20,8 +21,19 @@ import structlog
 
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import Tasks
-from router.base.types import KvDir, MemoryKind, Namespace, Snapshot, SnapshotId, StagedFile
+from router.base.types import (
+    KvDir,
+    MemoryKind,
+    Namespace,
+    Snapshot,
+    SnapshotId,
+    StagedFile,
+    TierStatus,
+)
 from router.store import files, io_pool, records, shapes
+from router.store.blobs.blob_files import DamagedBlobError
+from router.store.blobs.split_snapshots import BlobSettings, SplitListener, SplitSnapshots
+from router.store.blobs.tier import BlobTier
 from router.store.files import Identity
 from router.store.io_pool import Threads
 from router.store.records import KvDirectory, StoredSnapshot
@@ -36,20 +48,31 @@ _RECOVERED_AT_ONCE = 100
 _TOLD_AT_ONCE = 10  # to find ten thousand in an index at once would hold up the event loop
 
 
-class StoreListener(Protocol):
+class StoreListener(SplitListener, Protocol):
     """Who is told what became of snapshots."""
-
-    def lost(self, snapshot: Snapshot, reason: str) -> None:
-        """Note one that could not be made durable, or is in a directory that hangs."""
 
     async def found(self, snapshots: list[Snapshot]) -> None:
         """Note those in a directory that answers again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StateFile:
+    """A state file that can be read; `made`: from blobs, for this reader alone."""
+
+    directory: KvDirectory
+    path: Path
+    identity: Identity
+    made: bool = False
 
 
 class _Deaf:
     """A listener that does nothing."""
 
     def lost(self, *_: object) -> None: ...
+    def stored(self, _: object) -> None: ...
+    def is_worth_writing(self, _: object) -> bool:
+        return True
+
     async def found(self, *_: object) -> None: ...
 
 
@@ -63,13 +86,14 @@ class KvStore:
         wall_now: Callable[[], float],
         fsync: bool = True,
         group_access: bool = False,
+        blobs: BlobSettings | None = None,
     ) -> None:
         """Configure the store; `load` opens `kv_dirs`.
 
         Set `listener` before. `wall_now` returns seconds since the epoch. Without `fsync` a crash
         of the machine (not of the router) may lose snapshots, but never brings back a wrong one.
         `group_access`: the group of a directory may read and write in it, as a backend of another
-        user has to.
+        user has to. `blobs`: split snapshots in the background, and store equal bytes once.
         """
         self._kv_dirs = tuple(dict.fromkeys(kv_dirs))
         self.listener: StoreListener = _Deaf()
@@ -81,6 +105,9 @@ class KvStore:
         self._staged: dict[tuple[KvDir, str], Identity] = {}
         self._opened: set[tuple[KvDir, str]] = set()
         self._unwanted: list[tuple[KvDir, str]] = []  # to delete when their directory answers
+        self._blobs = blobs
+        self._split: SplitSnapshots | None = None
+        self._reading: Counter[SnapshotId] = Counter()  # whole files, by their readers
         self._threads: list[Threads] = []
         self._between: dict[tuple[KvDir, KvDir], Threads] = {}
         self._telling: defaultdict[KvDir, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -103,6 +130,10 @@ class KvStore:
         Oldest first. Directories that are open already stay as they are. Raises KvError if a new
         one cannot be used; none of the new ones is locked then.
         """
+        names: list[SnapshotId] = []
+        if self._blobs is not None and self._split is None:
+            self._split = await self._open_blobs(self._blobs)
+            names += self._held
         before = dict(self._directories)
         fresh: list[KvDirectory] = []
         try:
@@ -120,8 +151,28 @@ class KvStore:
             self._directories = before
             await self._close(fresh)
             raise
+        if self._split is not None:
+            for directory in fresh:
+                self._split.opened(directory, [h for h in found if h.directory is directory])
         self._held |= {held.snapshot.id: held for held in found}
-        return [held.snapshot for held in found]
+        names += [held.snapshot.id for held in found]
+        return [self._held[name].snapshot for name in dict.fromkeys(names)]
+
+    async def _open_blobs(self, settings: BlobSettings) -> SplitSnapshots:
+        """Lock and read the directory of the tier. Raises KvError."""
+        await self._open_directory(settings.directory)
+        directory = self._directories[settings.directory]
+        tier = BlobTier(directory, self._fsync, settings.least_bytes)
+        split = SplitSnapshots(
+            settings, tier, self._held, lambda: self.listener, self._wall_now, self._reading
+        )
+        try:
+            await split.load()
+        except KvError:
+            del self._directories[settings.directory]
+            await self._close([directory])
+            raise
+        return split
 
     async def _recover(self, directory: KvDirectory) -> list[StoredSnapshot]:
         names = directory.sidecars.names
@@ -149,6 +200,8 @@ class KvStore:
         with suppress(TimeoutError):
             async with asyncio.timeout(io_pool.QUICK_S if self.hangs else io_pool.BULK_S):
                 await self.flush()
+                if self._split is not None:
+                    await self._split.aclose()
         await self._background.aclose()
         for kv_dir, name in tuple(self._opened):
             with suppress(KvError):
@@ -179,6 +232,10 @@ class KvStore:
     def works(self) -> bool:
         """Return True if a call in a thread has not returned; after `aclose` nothing awaits it."""
         return any(threads.works for threads in self._threads)
+
+    def tier_status(self) -> TierStatus | None:
+        """Return the state of the tier of blobs; None: there is none."""
+        return None if self._split is None else self._split.status()
 
     def staging_name(self) -> str:
         """Return a fresh name for a backend to write to."""
@@ -223,12 +280,13 @@ class KvStore:
 
         Raises KvFileError with the reason if the cut is impossible; no file is left then.
         """
-        held = await self._unchanged(snapshot)
-        name = files.staging_name()
-        target = held.directory.path / name
-        make = partial(shapes.cut, held.path, target, held.identity, n_tokens)
-        found = await held.directory.threads.bulk(make, lambda _: target.unlink(missing_ok=True))
-        return self._stage(snapshot.kv_dir, name, found)
+        async with self._as_file(snapshot, self._kv_directory()) as file:
+            name = files.staging_name()
+            target = file.directory.path / name
+            make = partial(shapes.cut, file.path, target, file.identity, n_tokens)
+            threads = file.directory.threads
+            found = await threads.bulk(make, lambda _: target.unlink(missing_ok=True))
+        return self._stage(file.directory.kv_dir, name, found)
 
     def _stage(self, kv_dir: KvDir, name: str, found: shapes.Inspected) -> StagedFile:
         self._staged[kv_dir, name] = found.identity
@@ -260,6 +318,8 @@ class KvStore:
         rename = partial(records.rename, path, held, mode)
         await directory.threads.quick(rename, lambda _: held.unlink(), blame_file=True)
         self._held[number] = held
+        if self._split is not None:
+            self._split.committed(held)
         self._background.spawn(self._make_durable(held), name=f"kv_durable {number}")
         return snapshot
 
@@ -277,24 +337,94 @@ class KvStore:
         in the backend's files: a file with another number is restreamed; 0 takes any.
         """
         target_directory = self._directory(kv_dir)
-        held = await self._unchanged(snapshot)
-        restream = held.snapshot.shape.needs_restream(n_stream)
-        if target_directory is held.directory and not restream:
-            return held.path.name
-        target = target_directory.path / files.staging_name()
+        async with self._as_file(snapshot, target_directory) as file:
+            restream = snapshot.shape.needs_restream(n_stream)
+            if file.directory is target_directory and not restream:
+                if file.made:
+                    self._opened.add((kv_dir, file.path.name))
+                else:
+                    self._reading[snapshot.id] += 1  # until `close`
+                return file.path.name
+            target = target_directory.path / files.staging_name()
 
-        def undo(_: object) -> None:
-            target.unlink(missing_ok=True)
+            def undo(_: object) -> None:
+                target.unlink(missing_ok=True)
 
-        threads = self._threads_of(held.directory, target_directory)
-        if restream:
-            make = partial(shapes.restream, held.path, target, held.identity, n_stream)
-            await threads.bulk(make, undo)
-        elif not await threads.quick(partial(files.link, held.path, target), undo):
-            copy = partial(files.copy, held.path, target, held.identity)
-            await threads.bulk(copy, undo)
+            threads = self._threads_of(file.directory, target_directory)
+            if restream:
+                make = partial(shapes.restream, file.path, target, file.identity, n_stream)
+                await threads.bulk(make, undo)
+            elif not await threads.quick(partial(files.link, file.path, target), undo):
+                copy = partial(files.copy, file.path, target, file.identity)
+                await threads.bulk(copy, undo)
         self._opened.add((kv_dir, target.name))
         return target.name
+
+    @asynccontextmanager
+    async def _as_file(
+        self, snapshot: Snapshot, directory: KvDirectory
+    ) -> AsyncIterator[_StateFile]:
+        """Yield the whole file of a snapshot, or one made in `directory` from its blobs.
+
+        One that was made is removed at the end, unless it is in `_opened`. Raises KvFileError if
+        the file is not as committed, or a blob is damaged.
+        """
+        self._reading[snapshot.id] += 1  # its whole file is not dropped meanwhile
+        try:
+            held = await self._readable(snapshot)
+            if held.snapshot.whole:
+                yield _StateFile(held.directory, held.path, held.identity)
+                return
+            name = files.staging_name()
+            target = directory.path / name
+            identity = await self._assemble(held, directory, target)
+            try:
+                yield _StateFile(directory, target, identity, made=True)
+            finally:
+                if (directory.kv_dir, name) not in self._opened:
+                    with suppress(KvError):
+                        await self._unlink(directory.kv_dir, name)
+        finally:
+            self._read(snapshot.id)
+
+    async def _assemble(
+        self, held: StoredSnapshot, directory: KvDirectory, target: Path
+    ) -> Identity:
+        assert self._split is not None
+        mode = files.file_mode(group_access=self._group_access)
+        work = self._split.tier.assembly(held.snapshot.id, target, mode)
+        threads = self._threads_of(held.directory, directory)
+        try:
+            return await threads.bulk(work, lambda _: target.unlink(missing_ok=True))
+        except DamagedBlobError as error:
+            await self._split.damaged(error.blob)
+            raise
+
+    async def _readable(self, snapshot: Snapshot) -> StoredSnapshot:
+        """Return the held snapshot. Raises KvFileError if it has no file that is as committed.
+
+        A whole file that has changed is dropped if the snapshot has blobs.
+        """
+        try:
+            return await self._unchanged(snapshot)
+        except KvFileError:
+            if self._split is None or snapshot.id not in self._split.tier:
+                raise
+            await self._split.drop_whole(snapshot.id)
+            return self._held[snapshot.id]
+
+    def _read(self, snapshot: SnapshotId) -> None:
+        """Note the end of a read of a whole file."""
+        self._reading[snapshot] -= 1
+        if not self._reading[snapshot]:
+            del self._reading[snapshot]
+
+    def _kv_directory(self) -> KvDirectory:
+        """Return a directory for a file that is made of blobs. Raises KvError."""
+        for directory in self._distinct():
+            if self._blobs is None or directory.kv_dir != self._blobs.directory:
+                return directory
+        raise KvError("there is no KV directory to make a state file in")
 
     def _threads_of(self, source: KvDirectory, target: KvDirectory) -> Threads:
         """Return the threads that read one directory and write another.
@@ -319,6 +449,8 @@ class KvStore:
         held = self._held.get(snapshot.id)
         if held is None:
             raise KvFileError(f"snapshot {snapshot.id} does not exist")
+        if not held.snapshot.whole:
+            return held
         identity = partial(files.identity, held.path)
         found = await held.directory.threads.quick(identity, blame_file=True)
         if found != held.identity:
@@ -331,13 +463,21 @@ class KvStore:
         if (kv_dir, name) in self._opened:
             self._opened.discard((kv_dir, name))
             await self._unlink(kv_dir, name)
+        elif snapshot.id in self._reading:
+            self._read(snapshot.id)
 
     async def delete(self, snapshot: Snapshot) -> None:
         """Remove a snapshot: first its record, then its file. Idempotent."""
         held = self._held.pop(snapshot.id, None)
         if held is not None:
             held.gone = True
-            await held.directory.threads.unhurried(partial(records.take_out, held, held.unlink))
+            await self._remove(held, held.unlink)
+
+    async def _remove(self, held: StoredSnapshot, remove: Callable[[], None]) -> None:
+        if held.snapshot.whole:
+            await held.directory.threads.unhurried(partial(records.take_out, held, remove))
+        if self._split is not None:
+            await self._split.remove(held)
 
     async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
         """Drop the record of a misbehaving snapshot; keep its file for the operator."""
@@ -345,8 +485,7 @@ class KvStore:
         if held is not None:
             held.gone = True
             log.warning("snapshot_quarantined", snapshot=snapshot.id, reason=reason)
-            remove = partial(files.quarantine, held.path)
-            await held.directory.threads.unhurried(partial(records.take_out, held, remove))
+            await self._remove(held, partial(files.quarantine, held.path))
 
     def _distinct(self) -> list[KvDirectory]:
         return list({id(d): d for d in self._directories.values()}.values())
@@ -439,14 +578,15 @@ class KvStore:
                 await self._unlink(kv_dir, name)
 
     async def _make_durable(self, held: StoredSnapshot) -> None:
+        fsync = self._fsync and self._split is None  # else its blobs are what survives a crash
         try:
-            await held.directory.threads.unhurried(partial(records.record, held, fsync=self._fsync))
+            await held.directory.threads.unhurried(partial(records.record, held, fsync=fsync))
         except KvError as error:
             if held.gone:
                 return  # deleted meanwhile, and its file with it
             held.gone = True
             self._held.pop(held.snapshot.id, None)
             with suppress(KvError):
-                await held.directory.threads.unhurried(partial(records.take_out, held, held.unlink))
+                await self._remove(held, held.unlink)
             log.warning("snapshot_lost", snapshot=held.snapshot.id, reason=str(error))
             self.listener.lost(held.snapshot, str(error))

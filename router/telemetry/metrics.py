@@ -199,7 +199,7 @@ class PrometheusTelemetry:
                 self._avoided_by(backend, source)
         for action in ("save", "restore", "delete", "cut", "erase"):
             self._failures.labels(action)
-        for what in ("cut", "restream"):
+        for what in ("assemble", "cut", "restream"):
             self._rewrite.labels(what)
             self._rewritten.labels(what)
         for action in ("save", "restore"):

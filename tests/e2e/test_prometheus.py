@@ -59,7 +59,8 @@ async def test_every_query_finds_something(
     program("prometheus")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     entry = {"name": "on-demand", "model": str(tiny_model("llama").path), "slots": 1, "ctx": 2048}
-    yaml = LIMITS + safe_dump({"servers": {"models": [entry]}})
+    blobs = f", blobs: '{tmp_path / 'blobs'}', write_after: 0, whole_files: 0}}"
+    yaml = LIMITS.replace("10ms}", f"10ms{blobs}") + safe_dump({"servers": {"models": [entry]}})
     a = await llama_server("llama", slots=2, ctx=8192, extra_args=["-a", "a", "--metrics"])
     b = await llama_server("llama", slots=1, ctx=4096, extra_args=["-a", "b", "--metrics"])
     async with (

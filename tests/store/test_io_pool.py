@@ -265,7 +265,7 @@ async def test_what_was_lost_is_told_before_what_is_found(
     monkeypatch.setattr(store_module, "_TOLD_AT_ONCE", 1)
     offered: set[SnapshotId] = set()
 
-    class Listener:
+    class Listener(Noting):
         def lost(self, snapshot: Snapshot, _: str) -> None:
             if not hanging.go.is_set():
                 hanging.go.set()

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
+from router.base.shared_bytes import SharedBytes
 from router.base.tokens import Tokens, count
-from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId
+from router.base.types import Blob, MemoryKind, Namespace, Snapshot, SnapshotId
 from router.core.inventory.eviction_order import EvictionOrder
 from router.core.inventory.ghost_list import GhostList
 from router.core.inventory.prefix_index import Match, PrefixIndex
@@ -70,7 +71,7 @@ class Catalog:
     _doubtful: dict[SnapshotId, None] = field(default_factory=dict)  # basis is not `OWN`
     _anew: list[SnapshotId] = field(default_factory=list)  # of these, still to value again
     _value: Callable[[Snapshot], tuple[float, Basis]] = lambda _: (0.0, Basis.GUESS)
-    total_bytes: int = 0
+    _shared: SharedBytes[SnapshotId] = field(default_factory=SharedBytes)
     total_tokens: int = 0
     evicted: int = 0
     gone: GhostList = field(default_factory=GhostList)  # evicted or unusable snapshots
@@ -86,6 +87,21 @@ class Catalog:
 
     def __getitem__(self, snapshot: SnapshotId) -> Snapshot:
         return self._entries[snapshot].snapshot
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the bytes of all usable snapshots; a blob that several have counts once."""
+        return self._shared.total_bytes
+
+    @property
+    def sum_bytes(self) -> int:
+        """Return the bytes of all usable snapshots, as if each was a file of its own."""
+        return self._shared.sum_bytes
+
+    @property
+    def n_blobs(self) -> int:
+        """Return the number of different blobs; a file that is not split counts as one."""
+        return self._shared.n_blobs
 
     def snapshots(self) -> list[tuple[Snapshot, int, int]]:
         """Return every usable snapshot with its uses and references."""
@@ -142,7 +158,7 @@ class Catalog:
         index.insert(snapshot.tokens, snapshot.id)
         self.changes += 1
         self.watch(snapshot, True)
-        self.total_bytes += snapshot.size_bytes
+        self._shared.put(snapshot.id, _blobs(snapshot))
         self.total_tokens += len(snapshot)
         self._ranks.use(snapshot.id, entry.density)
         # Counted after the insertion: a single branch at a prefix is the new snapshot's own.
@@ -168,6 +184,24 @@ class Catalog:
             return [snapshot]
         known.kept = False
         return []
+
+    def stored(self, snapshot: Snapshot) -> None:
+        """Note that a snapshot has blobs now, or no whole file any more."""
+        entry = self._entries.get(snapshot.id)
+        if entry is None:
+            return
+        entry.snapshot = snapshot
+        if not entry.doomed:
+            self._shared.put(snapshot.id, _blobs(snapshot))
+
+    def is_evicted_next(self, snapshot: SnapshotId) -> bool:
+        """Return whether a snapshot goes as soon as there is a new one; True if it is gone."""
+        entry = self._entries.get(snapshot)
+        if entry is None or entry.doomed:
+            return True
+        next_bytes = self.total_bytes + entry.snapshot.size_bytes
+        full = self.limits.exceeded_by(self.total_tokens, next_bytes)
+        return full and len(self._ranks) > 1 and self._ranks.least() == snapshot
 
     def value_anew(self, value: Callable[[Snapshot], tuple[float, Basis]]) -> None:
         """Value again the snapshots not valued by `Basis.OWN`, where `value` has a better basis.
@@ -398,7 +432,7 @@ class Catalog:
         self._protection.drop(snapshot)
         self.changes += 1
         self.watch(entry.snapshot, False)
-        self.total_bytes -= entry.snapshot.size_bytes
+        self._shared.remove(snapshot)
         self.total_tokens -= len(entry.snapshot)
         if entry.references:
             entry.doomed = True
@@ -419,3 +453,8 @@ class Catalog:
         self.evicted += 1
         self.gone.add(entry.snapshot.namespace, entry.snapshot.tokens)
         return self.remove(entry.snapshot.id)
+
+
+def _blobs(snapshot: Snapshot) -> tuple[Blob, ...]:
+    """Return the blobs of a snapshot; one of its own if it is not split."""
+    return snapshot.blobs or (Blob(snapshot.id.encode(), snapshot.size_bytes),)

@@ -157,6 +157,12 @@ class SnapshotLost(Struct, frozen=True):
     snapshot: SnapshotId
 
 
+class SnapshotStored(Struct, frozen=True):
+    """A snapshot has blobs now, or no whole file any more; `snapshot` is how it is now."""
+
+    snapshot: Snapshot
+
+
 class Purged(Struct, frozen=True):
     """An operator wants these snapshots deleted; some may not exist any more."""
 
@@ -361,6 +367,7 @@ Event = (
     | RatesFound
     | SnapshotsFound
     | SnapshotLost
+    | SnapshotStored
     | Purged
     | Arrived
     | Cancelled

@@ -207,9 +207,14 @@ def _find_files(context: PricingContext, info: BackendInfo) -> list[RestoreOptio
 
 def _is_there(info: BackendInfo, file: RestoreOption) -> bool:
     """Return True if the backend can read the file as it is: no rewrite is needed."""
+    return file.snapshot.kv_dir == info.kv_dir and not _n_rewrites(info, file)
+
+
+def _n_rewrites(info: BackendInfo, file: RestoreOption) -> int:
+    """Return how often the file is written anew: assembled from blobs, cut, restreamed."""
     snapshot = file.snapshot
-    rewritten = file.cut is not None or snapshot.shape.needs_restream(info.n_stream)
-    return snapshot.kv_dir == info.kv_dir and not rewritten
+    cut, restreamed = file.cut is not None, snapshot.shape.needs_restream(info.n_stream)
+    return (not snapshot.whole) + cut + restreamed
 
 
 def _restore(
@@ -220,14 +225,13 @@ def _restore(
     file: RestoreOption,
 ) -> Candidate:
     """Return the way that restores a file into a slot, rewritten if need be."""
-    rates, n_stream = backend.rates, backend.info.n_stream
-    n_rewrites = (file.cut is not None) + file.snapshot.shape.needs_restream(n_stream)
+    rates = backend.rates
     return context.candidate(
         target.id,
         Source.SNAPSHOT,
         displaced,
         reused=file.reused,
-        rewrite_s=n_rewrites * rates.rewrite_s(file.size_bytes),
+        rewrite_s=_n_rewrites(backend.info, file) * rates.rewrite_s(file.size_bytes),
         restore_s=rates.restore_s(file.size_bytes),
         file=file,
     )

@@ -6,8 +6,9 @@ Rows hold no prompt text and no key. This module has no state and does not chang
 import asyncio
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 
-from router.base.types import BackendId, Snapshot
+from router.base.types import BackendId, Snapshot, TierStatus
 from router.core.model.tenancy import tenant_of
 from router.engine.engine import Engine
 from router.engine.scheduler_view import SlotView, StoreView, WaitingView
@@ -102,8 +103,8 @@ def gpu_rows(gpus: Sequence[Gpu]) -> list[Row]:
     ]
 
 
-def store_row(store: StoreView) -> Row:
-    """Return the totals of all snapshots, and their limits (-1: none)."""
+def store_row(store: StoreView, tier: TierStatus | None) -> Row:
+    """Return the totals of all snapshots, and their limits (-1: none); `blobs`: those of a tier."""
     return {
         "count": store.n_snapshots,
         "size_bytes": store.total_bytes,
@@ -111,6 +112,25 @@ def store_row(store: StoreView) -> Row:
         "evicted": store.evicted,
         "max_bytes": store.max_bytes,
         "max_tokens": store.max_tokens,
+        "blobs": None if tier is None else _tier_row(tier),
+    }
+
+
+def _tier_row(tier: TierStatus) -> Row:
+    left = tier.budget_left_bytes
+    return {
+        "snapshots": tier.snapshots,
+        "count": tier.blobs,
+        "size_bytes": tier.blob_bytes,
+        "sum_bytes": tier.sum_bytes,
+        "whole_files": tier.whole_files,
+        "whole_bytes": tier.whole_bytes,
+        "unwritten": tier.unwritten,
+        "written_bytes": tier.written_bytes,
+        "split_bytes": tier.split_bytes,
+        "put_off": tier.put_off,
+        "damaged": tier.damaged,
+        "budget_left_bytes": None if left == inf else int(left),
     }
 
 
@@ -143,7 +163,7 @@ def picture_of(
         "host": {
             "router": {"policy": view.policy, "stopping": view.is_stopping},
             "queue": _queue_row(view.queue(), selection.waiting, now),
-            "store": store_row(view.store),
+            "store": store_row(view.store, engine.tier_status()),
             "servers": {
                 "items": [
                     {"name": one.name, "phase": one.phase, "waiting": one.waiting}

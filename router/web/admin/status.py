@@ -129,7 +129,7 @@ class StatusRoutes:
                     for slot in view.slots()
                 ],
                 "snapshots": {
-                    **store_row(view.store),
+                    **store_row(view.store, self._engine.tier_status()),
                     "items": [snapshot_row(*one) for one in view.snapshots()[:1000]],
                 },
                 "servers": [server_row(server, now) for server in view.servers()],

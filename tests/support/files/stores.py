@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.base.types import KvDir, Namespace, Snapshot
+from router.base.types import KvDir, Namespace, Snapshot, SnapshotId
 from router.store.store import KvStore
 from tests.support.files.state_files import full
 
@@ -26,6 +26,11 @@ class Noting:
 
     def lost(self, snapshot: Snapshot, reason: str) -> None:
         self.gone.append((snapshot, reason))
+
+    def stored(self, snapshot: Snapshot) -> None: ...
+
+    def is_worth_writing(self, _: SnapshotId) -> bool:
+        return True
 
     async def found(self, snapshots: list[Snapshot]) -> None:
         self.back.append(snapshots)

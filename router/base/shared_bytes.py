@@ -1,0 +1,69 @@
+"""Bytes of items that share blobs: each blob counts once, however many items have it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from router.base.types import Blob
+
+Item = TypeVar("Item", bound=str)
+
+
+@dataclass(slots=True)
+class SharedBytes(Generic[Item]):
+    """Which items have which blobs."""
+
+    total_bytes: int = 0  # of all blobs, each once
+    sum_bytes: int = 0  # of all items, as if none shared
+    _items: dict[Item, tuple[Blob, ...]] = field(default_factory=dict)
+    _users: dict[Blob, int] = field(default_factory=dict)
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def n_blobs(self) -> int:
+        """Return the number of different blobs."""
+        return len(self._users)
+
+    def has(self, blob: Blob) -> bool:
+        """Return whether an item has this blob."""
+        return blob in self._users
+
+    def put(self, item: Item, blobs: Iterable[Blob]) -> list[Blob]:
+        """Set the blobs of an item, in place of those before; return those that nobody has now."""
+        before = self._items.get(item, ())
+        self._items[item] = held = tuple(dict.fromkeys(blobs))
+        for blob in held:
+            self.sum_bytes += blob.size_bytes
+            users = self._users[blob] = self._users.get(blob, 0) + 1
+            if users == 1:
+                self.total_bytes += blob.size_bytes
+        return self._release(before)
+
+    def remove(self, item: Item) -> list[Blob]:
+        """Remove an item, if it is there; return the blobs that nobody has now."""
+        return self._release(self._items.pop(item, ()))
+
+    def items_with(self, blob: Blob) -> list[Item]:
+        """Return the items that have a blob. Looks at all items: for damage only."""
+        return [item for item, blobs in self._items.items() if blob in blobs]
+
+    def own_bytes(self, item: Item) -> int:
+        """Return the bytes that no other item has; 0 for an unknown item."""
+        blobs = self._items.get(item, ())
+        return sum(blob.size_bytes for blob in blobs if self._users[blob] == 1)
+
+    def _release(self, blobs: tuple[Blob, ...]) -> list[Blob]:
+        unused: list[Blob] = []
+        for blob in blobs:
+            self.sum_bytes -= blob.size_bytes
+            self._users[blob] -= 1
+            if not self._users[blob]:
+                del self._users[blob]
+                self.total_bytes -= blob.size_bytes
+                unused.append(blob)
+        return unused

@@ -1,0 +1,265 @@
+"""Blob files: bytes of state files, named by their content.
+
+`ab/abcd….blob` is a header and the bytes. The name is the blake3 hash of the bytes, so a blob is
+never changed and never written twice. Two checks: a read compares the header's xxh3, which keeps up
+with the disk; `verify` also computes the name anew. Every function blocks, and may raise OSError.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+from typing import NamedTuple
+
+import xxhash
+from blake3 import blake3
+
+from router.base.errors import KvFileError
+from router.base.types import Blob
+from router.store import copies, files
+from router.store.files import Identity
+from router.store.format.rewrite import Span
+from router.store.sidecars import sync_directory
+
+_MAGIC = b"KVFB"
+_VERSION = 1
+_RAW = 0  # the codec; compressed blobs would have another
+_HEADER = Struct("<4sBBHQ16s32s")  # magic, version, codec, 0, bytes, their xxh3_128, their blake3
+
+# Blobs that are read and written at a time: a disk works on one while another is checked.
+_AT_ONCE = 3
+
+_NAME = re.compile(r"([0-9a-f]{64})\.blob")
+_TEMPORARY = re.compile(r"[0-9a-f]{64}\.blob-[0-9a-f]+\.new")
+_QUARANTINED = re.compile(r"[0-9a-f]{64}\.blob\.quarantined")
+_FOLDER = re.compile(r"[0-9a-f]{2}")
+
+
+class DamagedBlobError(KvFileError):
+    """A blob is missing, or its bytes are not what they were."""
+
+    def __init__(self, blob: Blob, message: str) -> None:
+        """`blob`: the one that no snapshot may use any more."""
+        super().__init__(message)
+        self.blob = blob
+
+
+class Buffer:
+    """Memory that is used for one blob after the other, as large as the largest so far."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def of(self, size: int) -> memoryview:
+        """Return `size` bytes, valid until the next call."""
+        if len(self._bytes) < size:
+            self._bytes = bytearray(size)
+        return memoryview(self._bytes)[:size]
+
+
+def blob_of(raw: memoryview) -> Blob:
+    """Return the blob that has these bytes."""
+    return Blob(blake3(raw).digest(), len(raw))
+
+
+def path_of(root: Path, blob: bytes) -> Path:
+    """Return the path of a blob: 256 directories, because large ones are slow or full early."""
+    name = blob.hex()
+    return root / name[:2] / f"{name}.blob"
+
+
+def is_there(root: Path, blob: Blob) -> bool:
+    """Return whether a blob is on disk, with the right size."""
+    try:
+        return path_of(root, blob.id).lstat().st_size == _HEADER.size + blob.size_bytes
+    except FileNotFoundError:
+        return False
+
+
+def write(root: Path, blob: Blob, raw: memoryview, *, fsync: bool) -> int:
+    """Write a blob durably, whole or not at all; return the bytes written."""
+    path = path_of(root, blob.id)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    new = path.with_name(f"{path.name}-{os.urandom(4).hex()}.new")
+    header = _HEADER.pack(_MAGIC, _VERSION, _RAW, 0, len(raw), xxhash.xxh3_128_digest(raw), blob.id)
+    file = files.create(new)
+    try:
+        copies.write_all(file, memoryview(header), 0)
+        copies.write_all(file, raw, len(header))
+        if fsync:
+            os.fsync(file)
+        os.rename(new, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(new)
+        raise
+    finally:
+        os.close(file)
+    if fsync:
+        sync_directory(path.parent)
+    return len(header) + len(raw)
+
+
+def read(root: Path, blob: Blob, buffer: Buffer) -> memoryview:
+    """Return the bytes of a blob, checked; valid until the next use of `buffer`.
+
+    Raises KvFileError if the file is missing or damaged.
+    """
+    path = path_of(root, blob.id)
+    try:
+        file = files.open_regular(path)
+    except FileNotFoundError:
+        raise KvFileError(f"blob {path.name} is missing") from None
+    with file:
+        parts = [memoryview(bytearray(_HEADER.size)), buffer.of(blob.size_bytes)]
+        n = os.preadv(file.fileno(), parts, 0)
+        found = _HEADER.unpack(parts[0])
+        raw = parts[1]
+        while n < _HEADER.size + len(raw) and (
+            more := os.preadv(file.fileno(), [raw[n - _HEADER.size :]], n)
+        ):
+            n += more
+    whole = n == _HEADER.size + len(raw)
+    expected = (_MAGIC, _VERSION, _RAW, 0, len(raw), xxhash.xxh3_128_digest(raw), blob.id)
+    if not whole or found != expected:
+        raise KvFileError(f"blob {path.name} is damaged")
+    return raw
+
+
+def verify(root: Path, blob: Blob, buffer: Buffer) -> None:
+    """Check that a blob has the content that it is named by. Raises KvFileError."""
+    if blob_of(read(root, blob, buffer)) != blob:
+        raise KvFileError(
+            f"blob {path_of(root, blob.id).name} has other content than its name says"
+        )
+
+
+def unlink(root: Path, blob: bytes) -> None:
+    """Remove a blob, if it is there."""
+    path_of(root, blob).unlink(missing_ok=True)
+
+
+def quarantine(root: Path, blob: bytes) -> None:
+    """Put a damaged blob aside for the operator, if it is there."""
+    path = path_of(root, blob)
+    with suppress(FileNotFoundError):
+        path.rename(path.with_name(f"{path.name}.quarantined"))
+
+
+class Found(NamedTuple):
+    """What is in the directories of blobs: blobs, and what writes and quarantines left there."""
+
+    blobs: set[Blob]
+    leftovers: list[Path]
+
+
+def scan(root: Path) -> Found:
+    """List all blobs by name and size; only `read` looks into them."""
+    found = Found(set(), [])
+    for folder in os.scandir(root):
+        if not (_FOLDER.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False)):
+            continue
+        for entry in os.scandir(folder.path):
+            if name := _NAME.fullmatch(entry.name):
+                size = entry.stat(follow_symlinks=False).st_size - _HEADER.size
+                found.blobs.add(Blob(bytes.fromhex(name[1]), size))
+            elif _TEMPORARY.fullmatch(entry.name) or _QUARANTINED.fullmatch(entry.name):
+                found.leftovers.append(Path(entry.path))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The blobs of a file that was split, those that were new, and the bytes written for them."""
+
+    blobs: tuple[Blob, ...]
+    new: tuple[Blob, ...]
+    written_bytes: int
+
+
+def write_blobs(
+    root: Path,
+    source: Path,
+    expected: Identity,
+    spans: Iterable[list[Span]],
+    *,
+    fsync: bool,
+) -> Written:
+    """Write the blobs of a state file that are not there yet.
+
+    Raises KvFileError if `source` is no longer `expected`. No new blob is left on failure.
+    """
+    blobs: list[Blob] = []
+    new: list[Blob] = []
+    written_bytes = 0
+    buffer = Buffer()
+    try:
+        with files.open_regular(source) as file:
+            for parts in spans:
+                raw = buffer.of(sum(part.size for part in parts))
+                copies.gather(file.fileno(), parts, raw)
+                blob = blob_of(raw)
+                blobs.append(blob)
+                if not is_there(root, blob):
+                    new.append(blob)
+                    written_bytes += write(root, blob, raw, fsync=fsync)
+            if files.identity_of(file) != expected:
+                raise KvFileError(f"{source.name} changed while it was split")
+    except BaseException:
+        for blob in new:
+            with suppress(OSError):
+                unlink(root, blob.id)
+        raise
+    return Written(tuple(blobs), tuple(new), written_bytes)
+
+
+def _read_checked(root: Path, blob: Blob, buffer: Buffer) -> memoryview:
+    try:
+        return read(root, blob, buffer)
+    except KvFileError as error:
+        raise DamagedBlobError(blob, str(error)) from error
+
+
+def assemble(
+    root: Path,
+    head: bytes,
+    blobs: Iterable[tuple[Blob, list[Span]]],
+    target: Path,
+    size_bytes: int,
+    mode: int,
+) -> Identity:
+    """Put a state file together as the new file `target`, removed again on failure.
+
+    Raises DamagedBlobError for a blob that is missing or damaged.
+    """
+    todo, lock = iter(blobs), threading.Lock()
+    writer = files.create(target)
+
+    def work() -> None:
+        buffer = Buffer()
+        while True:
+            with lock:
+                blob, parts = next(todo, (None, []))
+            if blob is None:
+                return
+            copies.scatter(writer, _read_checked(root, blob, buffer), parts)
+
+    try:
+        os.fchmod(writer, mode)
+        os.ftruncate(writer, size_bytes)
+        copies.write_all(writer, memoryview(head), 0)
+        with ThreadPoolExecutor(_AT_ONCE, "kv-assemble") as pool:
+            for done in [pool.submit(work) for _ in range(_AT_ONCE)]:
+                done.result()
+        return files.identity_of_fd(writer, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(target)
+        raise
+    finally:
+        os.close(writer)

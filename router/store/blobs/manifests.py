@@ -1,0 +1,163 @@
+"""Manifests: what a snapshot is, and the blobs that its state file was split into.
+
+`manifests/kvf-ID.manifest` is MessagePack and a checksum. It is written by rename after all of its
+blobs, so a snapshot whose manifest is there can be assembled. It begins with the head of the state
+file, which has the tokens: a manifest is a transcript, as the file was.
+"""
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from router.base.decoding import UndecodableError, msgpack_decoder
+from router.base.errors import KvError, KvFileError
+from router.base.types import Blob, KvDir, Namespace, Snapshot, SnapshotId, StateShape
+from router.store import files
+from router.store.format.head import Head, collapse_media, read_head
+from router.store.format.rewrite import Span
+from router.store.format.split import Split
+from router.store.sidecars import sync_directory
+
+FOLDER = "manifests"
+FORMAT_VERSION = 1
+
+_NAME = re.compile(r"kvf-([0-9a-f]{32})\.manifest")
+_TEMPORARY = re.compile(r"kvf-[0-9a-f]{32}\.manifest\.new")
+_SUM_BYTES = 16
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One snapshot. `head`: the first bytes of its file; `blobs`: the ids of all others, in order.
+
+    `added_at` is wall time in seconds. `media`, `n_stream`, `checkpoints` and `extendable` are as
+    in a `SnapshotRecord`.
+    """
+
+    version: int = FORMAT_VERSION
+    id: SnapshotId
+    namespace: Namespace
+    added_at: float
+    head: bytes
+    split: Split
+    blobs: tuple[bytes, ...]
+    media: tuple[int, ...] = ()
+    n_stream: int = 1
+    checkpoints: tuple[int, ...] = ()
+    extendable: bool = True
+
+    @property
+    def parts(self) -> Iterator[tuple[Blob, list[Span]]]:
+        """Return each blob with its ranges of the file."""
+        return zip(self.sized, self.split.spans(), strict=True)
+
+    @property
+    def sized(self) -> tuple[Blob, ...]:
+        """Return the blobs with their sizes."""
+        return tuple(map(Blob, self.blobs, self.split.sizes()))
+
+    def snapshot(self, kv_dir: KvDir) -> Snapshot:
+        """Return the snapshot, of which there is no file but its blobs in `kv_dir`.
+
+        Raises KvFileError if the head is not one.
+        """
+        head = self._checked_head()
+        tokens = collapse_media(head, self.media)
+        shape = StateShape(
+            self.n_stream, self.checkpoints, self.extendable, media=bool(head.media_starts)
+        )
+        return Snapshot(
+            self.id,
+            self.namespace,
+            kv_dir,
+            head.tokens if tokens is None else tokens,
+            self.split.size_bytes,
+            shape,
+            self.added_at,
+            self.sized,
+            whole=False,
+        )
+
+    def check(self) -> None:
+        """Raise KvFileError for a manifest that contradicts itself."""
+        self.split.check()
+        if len(self.blobs) != len(self.split.sizes()) or any(len(id) != 32 for id in self.blobs):
+            raise KvFileError(f"the manifest of {self.id} has other blobs than its split")
+        self._checked_head()
+
+    def _checked_head(self) -> Head:
+        head = read_head(io.BytesIO(self.head))
+        if not head.end == len(self.head) == self.split.start:
+            raise KvFileError(f"the manifest of {self.id} has another head than its split")
+        return head
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+_version_of = msgpack_decoder(_Version)
+_manifest_of = msgpack_decoder(Manifest)
+
+
+def write(root: Path, manifest: Manifest, *, fsync: bool) -> int:
+    """Write a manifest durably; return the bytes written. Raises OSError."""
+    path = path_of(root, manifest.id)
+    new = path.with_name(f"{path.name}.new")
+    raw = msgspec.msgpack.encode(manifest)
+    raw += xxhash.xxh3_128_digest(raw)
+    try:
+        files.write_new(new, raw, fsync=fsync)
+        os.rename(new, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(new)
+        raise
+    if fsync:
+        sync_directory(path.parent)
+    return len(raw)
+
+
+def read(path: Path) -> Manifest:
+    """Read a manifest. Raises KvFileError for a damaged one, KvError for one of a later version."""
+    raw = files.read_small(path)
+    packed, checksum = raw[:-_SUM_BYTES], raw[-_SUM_BYTES:]
+    if xxhash.xxh3_128_digest(packed) != checksum:
+        raise KvFileError(f"{path.name}: its checksum is another one")
+    try:
+        version = _version_of(packed).version
+        if version != FORMAT_VERSION:
+            raise KvError(f"{path}: unknown version {version}")
+        manifest = _manifest_of(packed)
+    except UndecodableError as error:
+        raise KvFileError(f"{path.name}: {error}") from error
+    manifest.check()
+    if path.name != path_of(path.parent.parent, manifest.id).name:
+        raise KvFileError(f"{path.name}: its id is another one")
+    return manifest
+
+
+def unlink(root: Path, snapshot: SnapshotId) -> None:
+    """Remove a manifest, if it is there."""
+    path_of(root, snapshot).unlink(missing_ok=True)
+
+
+def path_of(root: Path, snapshot: SnapshotId) -> Path:
+    """Return the path of the manifest of a snapshot."""
+    return root / FOLDER / f"kvf-{snapshot}.manifest"
+
+
+def scan(root: Path) -> tuple[list[Path], list[Path]]:
+    """Return the paths of all manifests, and of what writes have left. Creates their directory."""
+    folder = root / FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    paths = list(folder.iterdir())
+    return (
+        [path for path in paths if _NAME.fullmatch(path.name)],
+        [path for path in paths if _TEMPORARY.fullmatch(path.name)],
+    )

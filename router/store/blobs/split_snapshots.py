@@ -1,0 +1,198 @@
+"""The snapshots of a store that are, or will be, split into blobs.
+
+Shares the dictionary of held snapshots with `KvStore`, and changes it where a snapshot gets blobs,
+loses its whole file, or loses a blob. A snapshot without a whole file is held in the directory of
+the tier.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from typing import Protocol
+
+import structlog
+from msgspec.structs import replace
+
+from router.base.errors import KvError, KvFileError
+from router.base.tasks import supervise
+from router.base.types import Blob, KvDir, Snapshot, SnapshotId, TierStatus
+from router.store import records
+from router.store.blobs.tier import BlobTier
+from router.store.blobs.whole_files import WholeFiles
+from router.store.blobs.write_behind import WriteBehind
+from router.store.blobs.write_budget import WriteBudget
+from router.store.files import Identity
+from router.store.format.split import LEAST_BYTES
+from router.store.records import KvDirectory, StoredSnapshot
+
+log = structlog.get_logger(__name__)
+
+_NO_FILE = Identity(0, 0, 0)
+_SHARE = 0.5  # of a KV directory's file system that whole files may take by default
+
+
+@dataclass(frozen=True, slots=True)
+class BlobSettings:
+    """Settings of the tier of blobs; its directory is on a disk, KV directories in memory."""
+
+    directory: KvDir
+    write_after_s: float = 60.0
+    whole_bytes: int | None = None  # of files in each KV directory; None: half its file system
+    max_written_per_day: float = inf  # bytes
+    least_bytes: int = LEAST_BYTES  # of a blob of rows
+
+
+class SplitListener(Protocol):
+    """Who is told what became of snapshots, and asked what they are worth."""
+
+    def lost(self, snapshot: Snapshot, reason: str) -> None:
+        """Note one that cannot be used any more."""
+
+    def stored(self, snapshot: Snapshot) -> None:
+        """Note that a snapshot has blobs now, or no whole file any more."""
+
+    def is_worth_writing(self, snapshot: SnapshotId) -> bool:
+        """Return whether a snapshot would be kept, and not evicted next."""
+
+
+@dataclass(slots=True)
+class SplitSnapshots:
+    """Snapshots with blobs, with a whole file, or with both. Implements `write_behind.Owner`."""
+
+    settings: BlobSettings
+    tier: BlobTier
+    held: dict[SnapshotId, StoredSnapshot]
+    listener: Callable[[], SplitListener]
+    wall_now: Callable[[], float]
+    reading: Counter[SnapshotId]  # whole files, by their readers
+    behind: WriteBehind = field(init=False)
+    _running: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        budget = WriteBudget(self.settings.max_written_per_day, self.wall_now)
+        self.behind = WriteBehind(
+            self.tier, budget, self.settings.write_after_s, self, self.reading
+        )
+
+    async def load(self) -> None:
+        """Read the directory of the tier, and hold its snapshots. Raises KvError."""
+        directory = self.tier.directory
+        await directory.threads.unhurried(partial(self.behind.budget.read, directory.path))
+        for snapshot in await self.tier.load():
+            self.held[snapshot.id] = StoredSnapshot(snapshot, directory, _NO_FILE)
+        self._running = supervise(self.behind.run, name="write blobs")
+
+    def opened(self, directory: KvDirectory, found: Sequence[StoredSnapshot]) -> None:
+        """Note a KV directory and its whole files; those without blobs will get them."""
+        room = directory.disk_bytes * _SHARE
+        limit = self.settings.whole_bytes
+        self.behind.directories[directory.kv_dir] = WholeFiles(room if limit is None else limit)
+        for one in found:
+            split = self.held.get(one.snapshot.id)
+            if split is not None:
+                one.snapshot = replace(one.snapshot, blobs=split.snapshot.blobs)
+            self.behind.add(one.snapshot)
+
+    def committed(self, held: StoredSnapshot) -> None:
+        """Note a new whole file."""
+        self.behind.add(held.snapshot)
+
+    async def remove(self, held: StoredSnapshot) -> None:
+        """Remove the blobs of a snapshot that is deleted."""
+        if held.snapshot.whole:
+            self.behind.gone(held.snapshot)
+        await self.tier.remove(held.snapshot.id)
+
+    async def damaged(self, blob: Blob) -> None:
+        """Put a blob aside that cannot be read, and give up what cannot do without it.
+
+        A snapshot with a whole file is split again.
+        """
+        for name in await self.tier.damaged(blob):
+            await self.tier.remove(name)
+            held = self.held.get(name)
+            if held is not None and held.snapshot.whole:
+                held.snapshot = replace(held.snapshot, blobs=())
+                self.listener().stored(held.snapshot)
+                self.behind.add(held.snapshot)
+            elif held is not None:
+                del self.held[name]
+                self.listener().lost(held.snapshot, "a blob of it is damaged")
+
+    async def aclose(self) -> None:
+        """Write what is not written yet; the directories must still be open."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+            with suppress(KvError):
+                await self.behind.finish()
+
+    def status(self) -> TierStatus:
+        """Return the state of the tier."""
+        tier, behind = self.tier, self.behind
+        directories = behind.directories.values()
+        return TierStatus(
+            snapshots=len(tier.shared),
+            blobs=tier.shared.n_blobs,
+            blob_bytes=tier.shared.total_bytes,
+            sum_bytes=tier.shared.sum_bytes,
+            whole_files=sum(len(files) for files in directories),
+            whole_bytes=sum(files.total_bytes for files in directories),
+            unwritten=sum(len(files.unwritten()) for files in directories),
+            written_bytes=tier.counts.written_bytes,
+            split_bytes=tier.counts.split_bytes,
+            put_off=behind.put_off,
+            damaged=tier.counts.damaged,
+            budget_left_bytes=behind.budget.left_bytes,
+        )
+
+    # -- for the task that writes and drops ---------------------------------------------------
+
+    def is_worth_writing(self, snapshot: SnapshotId) -> bool:
+        """Return whether a snapshot would be kept, and not evicted next."""
+        return self.listener().is_worth_writing(snapshot)
+
+    async def write_blobs(self, snapshot: SnapshotId) -> int:
+        """Write the blobs of a whole file; return the bytes written. Raises KvError."""
+        held = self._whole(snapshot)
+        before = self.tier.counts.written_bytes
+        split = await self.tier.write(held)
+        if self.held.get(snapshot) is not held:
+            await self.tier.remove(snapshot)
+            raise KvFileError(f"snapshot {snapshot} was deleted while it was split")
+        held.snapshot = split
+        self.listener().stored(split)
+        return self.tier.counts.written_bytes - before
+
+    async def drop_whole(self, snapshot: SnapshotId) -> None:
+        """Delete a whole file whose blobs are written. Raises KvError."""
+        held = self._whole(snapshot)
+        split = replace(held.snapshot, kv_dir=self.tier.kv_dir, whole=False)
+        self.held[snapshot] = StoredSnapshot(split, self.tier.directory, _NO_FILE)
+        self.listener().stored(split)
+        await self._delete(held)
+
+    async def give_up(self, snapshot: SnapshotId, reason: str) -> None:
+        """Delete a snapshot for which there is no room. Raises KvError."""
+        held = self._whole(snapshot)
+        if snapshot in self.tier:
+            await self.drop_whole(snapshot)
+            return
+        del self.held[snapshot]
+        log.warning("snapshot_given_up", snapshot=snapshot, reason=reason)
+        self.listener().lost(held.snapshot, reason)
+        await self._delete(held)
+
+    def _whole(self, snapshot: SnapshotId) -> StoredSnapshot:
+        held = self.held.get(snapshot)
+        if held is None or not held.snapshot.whole:
+            raise KvFileError(f"snapshot {snapshot} has no whole file")
+        return held
+
+    async def _delete(self, held: StoredSnapshot) -> None:
+        held.gone = True
+        await held.directory.threads.unhurried(partial(records.take_out, held, held.unlink))

@@ -1,0 +1,228 @@
+"""The tier of blobs: snapshots in a directory, split so that equal bytes are stored once.
+
+Owns every file in its directory. `KvStore` decides which snapshots it gets, and when; see
+docs/adr/0029. Call all from one event loop. Calls raise KvError or KvFileError.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import structlog
+from msgspec.structs import replace
+
+from router.base import tokens as tok
+from router.base.errors import KvError, KvFileError
+from router.base.shared_bytes import SharedBytes
+from router.base.types import Blob, KvDir, Snapshot, SnapshotId
+from router.store import files
+from router.store.blobs import blob_files, manifests
+from router.store.blobs.manifests import Manifest
+from router.store.files import Identity
+from router.store.format.head import read_head
+from router.store.format.layout import OPAQUE, read_layout
+from router.store.format.split import LEAST_BYTES, Split, split
+from router.store.io_pool import Threads
+from router.store.records import KvDirectory, StoredSnapshot
+
+log = structlog.get_logger(__name__)
+
+_READ_AT_ONCE = 100  # manifests in one call in a thread
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """What the tier has done since its start."""
+
+    written_bytes: int = 0  # blobs and manifests
+    split_bytes: int = 0  # state files, as they were before
+    damaged: int = 0  # blobs
+
+
+@dataclass(slots=True)
+class BlobTier:
+    """All manifests and blobs of one directory, which is locked while it is open."""
+
+    directory: KvDirectory
+    fsync: bool = True
+    least_bytes: int = LEAST_BYTES
+    shared: SharedBytes[SnapshotId] = field(default_factory=SharedBytes)
+    counts: TierCounts = field(default_factory=TierCounts)
+    _manifests: dict[SnapshotId, Manifest] = field(default_factory=dict)
+    # A blob that one task finds on disk must not be removed by another before it is in `shared`.
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def kv_dir(self) -> KvDir:
+        """Return the directory, as snapshots name it that have no file elsewhere."""
+        return self.directory.kv_dir
+
+    @property
+    def _root(self) -> Path:
+        return self.directory.path
+
+    def __contains__(self, snapshot: SnapshotId) -> bool:
+        return snapshot in self._manifests
+
+    async def load(self) -> list[Snapshot]:
+        """Read the directory; return the snapshots with all of their blobs. Removes all else."""
+        paths, leftovers = await self._threads.unhurried(partial(manifests.scan, self._root))
+        there = await self._threads.unhurried(partial(blob_files.scan, self._root))
+        found: list[Snapshot] = []
+        kept: dict[Blob, Blob] = {}  # one object for each, however many manifests name it
+        for first in range(0, len(paths), _READ_AT_ONCE):
+            some = paths[first : first + _READ_AT_ONCE]
+            for manifest in await self._threads.unhurried(partial(_read_all, some)):
+                snapshot = manifest.snapshot(self.kv_dir)
+                if there.blobs.issuperset(snapshot.blobs):
+                    blobs = tuple(kept.setdefault(blob, blob) for blob in snapshot.blobs)
+                    self._manifests[manifest.id] = manifest
+                    self.shared.put(manifest.id, blobs)
+                    found.append(replace(snapshot, blobs=blobs))
+                    continue
+                log.warning("snapshot_not_recovered", snapshot=manifest.id, reason="blobs missing")
+                leftovers.append(manifests.path_of(self._root, manifest.id))
+        unused = [blob for blob in there.blobs if not self.shared.has(blob)]
+        leftovers += [blob_files.path_of(self._root, blob.id) for blob in unused]
+        leftovers += there.leftovers
+        if leftovers:
+            await self._threads.unhurried(partial(_remove, leftovers))
+            log.info("leftovers_removed", kv_dir=self.kv_dir, files=len(leftovers))
+        return found
+
+    async def write(self, held: StoredSnapshot) -> Snapshot:
+        """Write the blobs of a state file that are not there yet, and the manifest after them.
+
+        Return the snapshot with its blobs. Raises KvFileError if the file has changed.
+        """
+        snapshot = held.snapshot
+        async with self._changing:
+            work = partial(self._write, held.path, held.identity, snapshot)
+            manifest, written_bytes = await self._threads.unhurried(work)
+            self._manifests[snapshot.id] = manifest
+            self.shared.put(snapshot.id, manifest.sized)
+        self.counts.written_bytes += written_bytes
+        self.counts.split_bytes += snapshot.size_bytes
+        return replace(snapshot, blobs=manifest.sized)
+
+    def _write(self, path: Path, identity: Identity, snapshot: Snapshot) -> tuple[Manifest, int]:
+        head, plan = _plan(path, identity, self.least_bytes)
+        written = blob_files.write_blobs(self._root, path, identity, plan.spans(), fsync=self.fsync)
+        shape = snapshot.shape
+        manifest = Manifest(
+            id=snapshot.id,
+            namespace=snapshot.namespace,
+            added_at=snapshot.saved_at,
+            head=head,
+            split=plan,
+            blobs=tuple(blob.id for blob in written.blobs),
+            media=tuple(token for token in tok.iterate(snapshot.tokens) if token < 0),
+            n_stream=shape.n_stream,
+            checkpoints=shape.checkpoints,
+            extendable=shape.extendable,
+        )
+        try:
+            size_bytes = manifests.write(self._root, manifest, fsync=self.fsync)
+        except OSError:
+            _remove(blob_files.path_of(self._root, blob.id) for blob in written.new)
+            raise
+        return manifest, written.written_bytes + size_bytes
+
+    def assembly(self, snapshot: SnapshotId, target: Path, mode: int) -> "Assembly":
+        """Return a function for a thread that makes the state file `target`."""
+        return Assembly(self._root, self._manifests[snapshot], target, mode)
+
+    async def remove(self, snapshot: SnapshotId) -> None:
+        """Remove a snapshot, if it is there: its manifest, then the blobs that no other has."""
+        async with self._changing:
+            if self._manifests.pop(snapshot, None) is None:
+                return
+            unused = self.shared.remove(snapshot)
+            paths = [manifests.path_of(self._root, snapshot)]
+            paths += [blob_files.path_of(self._root, blob.id) for blob in unused]
+            await self._threads.unhurried(partial(_remove, paths))
+
+    async def damaged(self, blob: Blob) -> list[SnapshotId]:
+        """Put a damaged blob aside; return the snapshots that cannot be used without it."""
+        self.counts.damaged += 1
+        log.warning("blob_quarantined", blob=blob.id.hex())
+        with suppress(KvError):
+            await self._threads.unhurried(partial(blob_files.quarantine, self._root, blob.id))
+        return self.shared.items_with(blob)
+
+    async def verify(self, snapshot: SnapshotId) -> Blob | None:
+        """Check every blob of a snapshot against its name; return the first damaged one."""
+        manifest = self._manifests.get(snapshot)
+        if manifest is None:
+            return None
+        return await self._threads.unhurried(partial(_first_damaged, self._root, manifest.sized))
+
+    @property
+    def _threads(self) -> Threads:
+        return self.directory.threads
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """The state file of a snapshot, to be put together from its blobs."""
+
+    root: Path
+    manifest: Manifest
+    target: Path
+    mode: int
+
+    def __call__(self) -> Identity:
+        """Make the file. Blocks. Raises DamagedBlobError, and OSError."""
+        one = self.manifest
+        return blob_files.assemble(
+            self.root, one.head, one.parts, self.target, one.split.size_bytes, self.mode
+        )
+
+
+def _plan(path: Path, expected: Identity, least_bytes: int) -> tuple[bytes, Split]:
+    """Return the head of a state file, and how to split the rest of it.
+
+    A memory state that cannot be read is opaque, as it is to the probe of its backend.
+    """
+    with files.open_regular(path) as file:
+        if files.identity_of(file) != expected:
+            raise KvFileError(f"{path.name} changed after it was committed")
+        head = read_head(file)
+        try:
+            layout = read_layout(file, head, expected.size_bytes)
+        except KvFileError:
+            layout = OPAQUE
+        file.seek(0)
+        return file.read(head.end), split(head.end, layout, expected.size_bytes, least_bytes)
+
+
+def _read_all(paths: Iterable[Path]) -> list[Manifest]:
+    """Read manifests; remove those that are damaged. Raises KvError for a later version."""
+    found: list[Manifest] = []
+    for path in paths:
+        try:
+            found.append(manifests.read(path))
+        except KvFileError as error:
+            log.warning("manifest_damaged", file=path.name, reason=str(error))
+            _remove([path])
+    return found
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    """Remove files; one that cannot be removed must not keep the others."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _first_damaged(root: Path, blobs: Iterable[Blob]) -> Blob | None:
+    buffer = blob_files.Buffer()
+    for blob in blobs:
+        try:
+            blob_files.verify(root, blob, buffer)
+        except KvFileError:
+            return blob
+    return None

@@ -1,0 +1,135 @@
+"""Write snapshots from their KV directories to the tier of blobs, and drop whole files.
+
+Off the path of every request: one file at a time, when it is due (`whole_files.py`).
+"""
+
+import asyncio
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+import structlog
+
+from router.base.errors import KvError, KvFileError
+from router.base.types import KvDir, Snapshot, SnapshotId
+from router.store.blobs.tier import BlobTier
+from router.store.blobs.whole_files import WholeFiles
+from router.store.blobs.write_budget import WriteBudget
+
+log = structlog.get_logger(__name__)
+
+# Seconds until a file is tried again that could not be written: a full disk, or no budget left.
+_AGAIN_S = 60.0
+
+
+class Owner(Protocol):
+    """The store: the owner of all snapshots."""
+
+    def is_worth_writing(self, snapshot: SnapshotId) -> bool:
+        """Return whether the snapshot would be kept: not the next one to be evicted."""
+
+    async def write_blobs(self, snapshot: SnapshotId) -> int:
+        """Write the blobs of a whole file; return the bytes written. Raises KvError."""
+
+    async def drop_whole(self, snapshot: SnapshotId) -> None:
+        """Delete a whole file whose blobs are written. Raises KvError."""
+
+    async def give_up(self, snapshot: SnapshotId, reason: str) -> None:
+        """Delete a snapshot for which there is no room. Raises KvError."""
+
+
+@dataclass(slots=True)
+class WriteBehind:
+    """The whole files of all KV directories; `run` writes their blobs and drops them."""
+
+    tier: BlobTier
+    budget: WriteBudget
+    after_s: float
+    owner: Owner
+    in_use: Collection[SnapshotId]  # whole files that are being read
+    directories: dict[KvDir, WholeFiles] = field(default_factory=dict)
+    put_off: int = 0  # writes: no budget or no room, or the snapshot would soon be evicted
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Note a whole file: a new one, or one found at the start."""
+        due = None if snapshot.id in self.tier else _now() + self.after_s
+        self.directories[snapshot.kv_dir].add(snapshot.id, snapshot.size_bytes, due)
+        self._wake.set()
+
+    def used(self, snapshot: Snapshot) -> None:
+        """Note that a whole file was read."""
+        self.directories[snapshot.kv_dir].use(snapshot.id)
+        self._wake.set()
+
+    def gone(self, snapshot: Snapshot) -> None:
+        """Note that a whole file was deleted."""
+        self.directories[snapshot.kv_dir].drop(snapshot.id)
+
+    async def run(self) -> None:
+        """Write and drop files for ever."""
+        while True:
+            self._wake.clear()
+            for files in tuple(self.directories.values()):
+                while await self._step(files):
+                    pass
+            due = min((files.wakeup() for files in self.directories.values()), default=inf)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if due == inf else max(due - _now(), 0)):
+                    await self._wake.wait()
+
+    async def finish(self) -> None:
+        """Write all files that are not written: the router ends, and memory may be lost."""
+        for files in self.directories.values():
+            for snapshot in files.unwritten():
+                await self._write(files, snapshot)
+
+    async def _step(self, files: WholeFiles) -> bool:
+        """Drop or write one file; return whether there may be more to do."""
+        if snapshot := files.to_drop(self.in_use):
+            files.drop(snapshot)
+            with suppress(KvError):
+                await self.owner.drop_whole(snapshot)
+            return True
+        snapshot = files.to_write(_now())
+        if snapshot is None:
+            return False
+        return await self._write(files, snapshot) or await self._give_up_one(files)
+
+    async def _write(self, files: WholeFiles, snapshot: SnapshotId) -> bool:
+        """Write one file; return False if that has to wait."""
+        problem = ""
+        if not self.budget.left_bytes:
+            problem = "as much was written as is allowed in a day"
+        elif self.owner.is_worth_writing(snapshot):
+            try:
+                self.budget.spend(await self.owner.write_blobs(snapshot))
+                files.written(snapshot)
+                return True
+            except KvFileError as error:
+                log.warning("snapshot_not_written", snapshot=snapshot, reason=str(error))
+                files.written(snapshot)  # the restore finds out what is wrong with it
+                return True
+            except KvError as error:
+                problem = str(error)
+        if problem:
+            log.warning("write_put_off", snapshot=snapshot, reason=problem)
+        self.put_off += 1
+        files.put_off(snapshot, _now() + _AGAIN_S)
+        return False
+
+    async def _give_up_one(self, files: WholeFiles) -> bool:
+        """Delete a file if there is no room for whole files; return whether one was deleted."""
+        snapshot = files.to_give_up(self.in_use)
+        if snapshot is None:
+            return False
+        files.drop(snapshot)
+        with suppress(KvError):
+            await self.owner.give_up(snapshot, "no room for it, and it could not be written")
+        return True
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,429 @@
+"""`KvStore` with a tier of blobs: split in the background, assembled for a restore, never lost."""
+
+import asyncio
+import errno
+import os
+import struct
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.base.errors import KvError, KvFileError
+from router.base.tasks import spawn
+from router.base.types import KvDir, MemoryKind, Namespace, Snapshot, SnapshotId
+from router.store.blobs import blob_files, manifests
+from router.store.blobs.split_snapshots import BlobSettings
+from router.store.store import KvStore
+from tests.support.files.state_files import appendix, attention, full, head, recurrent, stream
+
+NAMESPACE = Namespace("n")
+LONG = 3600.0
+
+
+def cell(section: int, position: int) -> bytes:
+    return struct.pack("<HHI", section, position, 7 * position)
+
+
+def state(n: int, salt: int = 0) -> bytes:
+    """Return a state of `n` tokens; with another `salt` the tokens after the 512th are others."""
+    ids = [*range(min(n, 512)), *(1000 + salt + i for i in range(n - 512))]
+    rows = dict(enumerate(ids))
+    return full(ids, row=8, cell=lambda s, p: struct.pack("<HHI", s, p, rows[p]))
+
+
+@dataclass
+class Told:
+    """A listener that notes what a store tells; `worth` is what it answers."""
+
+    now: dict[SnapshotId, Snapshot] = field(default_factory=dict)
+    gone: list[SnapshotId] = field(default_factory=list)
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    worth: bool = True
+
+    def stored(self, snapshot: Snapshot) -> None:
+        self.now[snapshot.id] = snapshot
+        self.told.set()
+
+    def lost(self, snapshot: Snapshot, _: str) -> None:
+        self.gone.append(snapshot.id)
+        self.told.set()
+
+    def is_worth_writing(self, _: SnapshotId) -> bool:
+        return self.worth
+
+    async def found(self, snapshots: list[Snapshot]) -> None: ...
+
+
+@dataclass
+class Place:
+    """A KV directory and a directory of blobs, and the stores over them."""
+
+    kv: Path
+    blobs: Path
+    open: list[KvStore] = field(default_factory=list)
+
+    async def store(self, **settings: Any) -> tuple[KvStore, Told, list[Snapshot]]:
+        """Open a store; by default it splits at once, and keeps no whole file."""
+        given = {"write_after_s": 0.0, "whole_bytes": 0, "least_bytes": 1} | settings
+        store = KvStore(
+            [KvDir(str(self.kv))],
+            wall_now=lambda: 1.5,
+            blobs=BlobSettings(KvDir(str(self.blobs)), **given),
+        )
+        noting = Told()
+        store.listener = noting
+        self.open.append(store)
+        return store, noting, await store.load()
+
+    async def put(self, store: KvStore, raw: bytes, kind: MemoryKind | None = None) -> Snapshot:
+        name = store.staging_name()
+        (self.kv / name).write_bytes(raw)
+        staged = await store.verify(KvDir(str(self.kv)), name, len(raw), kind)
+        return await store.commit(staged, NAMESPACE)
+
+    async def read(self, store: KvStore, snapshot: Snapshot, n_stream: int = 1) -> bytes:
+        """Return what a backend would read."""
+        kv_dir = KvDir(str(self.kv))
+        name = await store.open(snapshot, kv_dir, n_stream)
+        try:
+            return (self.kv / name).read_bytes()
+        finally:
+            await store.close(snapshot, kv_dir, name)
+
+    def whole(self) -> list[str]:
+        return [path.name for path in self.kv.iterdir() if path.suffix == ".kv"]
+
+    def disk(self) -> set[str]:
+        """Return the names of all files of the tier."""
+        files = (path.name for path in self.blobs.rglob("*") if path.is_file())
+        return {name for name in files if name not in ("kvferry.lock", "written.json")}
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    made = Place(tmp_path / "kv", tmp_path / "blobs")
+    yield made
+    for store in made.open:
+        await store.aclose()
+
+
+async def until(noting: Told, snapshot: Snapshot, *, whole: bool = False) -> Snapshot:
+    """Wait until a snapshot is split, and has its whole file or has it no more."""
+    async with asyncio.timeout(30):
+        while True:
+            noting.told.clear()
+            now = noting.now.get(snapshot.id)
+            if now is not None and now.blobs and now.whole is whole:
+                return now
+            await noting.told.wait()
+
+
+KINDS = {
+    "full": state(600),
+    "short": state(3),
+    "window": head(range(600))
+    + attention(stream(range(600), row=8, cell=cell))
+    + attention(stream(range(500, 600), row=8, cell=cell)),
+    "hybrid": head(range(600)) + attention(stream(range(600), row=8, cell=cell)) + recurrent(599),
+    "recurrent": head(range(600)) + recurrent(599) + appendix((300, recurrent(299))),
+}
+
+
+@pytest.mark.parametrize("raw", KINDS.values(), ids=KINDS)
+async def test_assembled_as_it_was(place: Place, raw: bytes) -> None:
+    store, noting, _ = await place.store()
+    snapshot = await place.put(store, raw)
+    expected = await place.read(store, snapshot)  # a window was padded
+    now = await until(noting, snapshot)
+    assert now.kv_dir == str(place.blobs)
+    for _ in range(2):
+        assert await place.read(store, now) == expected
+        assert await place.read(store, snapshot) == expected, "by the snapshot as it was"
+    await store.aclose()
+    assert not [n for n in os.listdir(place.kv) if "kvf-" in n], "no whole file, and no read one"
+
+
+async def test_a_state_that_is_not_understood(place: Place) -> None:
+    store, noting, _ = await place.store()
+    raw = head(range(9)) + bytes(range(256)) * 40
+    snapshot = await place.put(store, raw, MemoryKind.OPAQUE)
+    assert await place.read(store, await until(noting, snapshot), 0) == raw
+
+
+async def test_equal_bytes_are_stored_once(place: Place) -> None:
+    store, noting, _ = await place.store()
+    first = await until(noting, await place.put(store, state(700, 1)))
+    second = await until(noting, await place.put(store, state(700, 2)))
+    assert first.blobs[:2] == second.blobs[:2]
+    assert len({*first.blobs, *second.blobs}) == 4
+    await store.delete(second)
+    assert await place.read(store, first) == state(700, 1)
+    await store.delete(first)
+    assert not place.disk()
+
+
+async def test_restreamed_and_cut_from_blobs(place: Place) -> None:
+    store, noting, _ = await place.store()
+    snapshot = await until(noting, await place.put(store, state(700)))
+    assert len(await place.read(store, snapshot, 3)) == len(state(700)) + 8
+    staged = await store.cut(snapshot, 600)
+    made = await until(noting, await store.commit(staged, NAMESPACE))
+    assert await place.read(store, made) == state(600)
+    assert made.blobs[:2] == snapshot.blobs[:2]
+
+
+async def test_found_after_a_restart(place: Place) -> None:
+    store, noting, _ = await place.store()
+    snapshot = await until(noting, await place.put(store, state(700)))
+    await store.aclose()
+    for path in place.kv.iterdir():  # the memory is lost
+        path.unlink()
+    store, _, found = await place.store()
+    assert found == [snapshot]
+    assert await place.read(store, found[0]) == state(700)
+
+
+async def test_found_with_its_whole_file(place: Place) -> None:
+    store, noting, _ = await place.store(whole_bytes=None)
+    snapshot = await until(noting, await place.put(store, state(700)), whole=True)
+    await store.aclose()
+    store, _, found = await place.store(whole_bytes=None)
+    assert found == [snapshot]
+    assert found[0].kv_dir == str(place.kv)
+
+
+async def test_what_is_not_split_yet_is_at_the_end(place: Place) -> None:
+    store, noting, _ = await place.store(write_after_s=LONG, whole_bytes=None)
+    snapshot = await place.put(store, state(700))
+    await store.flush()
+    assert not place.disk()
+    await store.aclose()
+    assert noting.now[snapshot.id].blobs
+    for path in place.kv.iterdir():
+        path.unlink()
+    store, _, found = await place.store()
+    assert await place.read(store, found[0]) == state(700)
+
+
+async def test_whole_files_of_an_earlier_run_are_taken_over(place: Place) -> None:
+    place.kv.mkdir(0o700)
+    before = KvStore([KvDir(str(place.kv))], wall_now=lambda: 1.5)
+    place.open.append(before)
+    await before.load()
+    snapshot = await place.put(before, state(700))
+    await before.aclose()
+    store, noting, found = await place.store()
+    assert [one.id for one in found] == [snapshot.id]
+    assert await place.read(store, await until(noting, snapshot)) == state(700)
+
+
+async def test_what_is_replaced_in_time_is_never_written(place: Place) -> None:
+    store, _, _ = await place.store(write_after_s=LONG, whole_bytes=None)
+    await store.delete(await place.put(store, state(700)))
+    await store.aclose()
+    assert not place.disk()
+
+
+async def test_what_would_be_evicted_is_not_written(place: Place) -> None:
+    store, noting, _ = await place.store(whole_bytes=None)
+    noting.worth = False
+    snapshot = await place.put(store, state(700))
+    await store.aclose()
+    assert not place.disk()
+    assert snapshot.id not in noting.now
+
+
+async def test_beyond_the_budget_nothing_is_written(place: Place) -> None:
+    store, noting, _ = await place.store(max_written_per_day=1, whole_bytes=40_000)
+    first = await until(noting, await place.put(store, state(700, 1)), whole=True)
+    second = await place.put(store, state(700, 2))
+    assert await place.read(store, second) == state(700, 2), "it stays in the KV directory"
+    third = await place.put(store, state(700, 3))
+    async with asyncio.timeout(30):
+        while not noting.gone:
+            noting.told.clear()
+            await noting.told.wait()
+    assert noting.gone == [second.id], "there is room for one file"
+    assert await place.read(store, first) == state(700, 1)
+    assert await place.read(store, third) == state(700, 3)
+
+
+async def test_a_full_disk_loses_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, noting, _ = await place.store(whole_bytes=None)
+
+    def full_disk(*_: Any, **__: Any) -> Any:
+        tried.set()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tried = _Flag(asyncio.get_running_loop())
+    with monkeypatch.context() as patch:
+        patch.setattr(blob_files, "write", full_disk)
+        snapshot = await place.put(store, state(700))
+        await asyncio.wait_for(tried.event.wait(), 30)
+    assert await place.read(store, snapshot) == state(700)
+    await store.aclose()
+    assert noting.now[snapshot.id].blobs, "written at the end"
+
+
+class _Flag:
+    """An event that another thread may set."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self.event = loop, asyncio.Event()
+
+    def set(self) -> None:
+        self._loop.call_soon_threadsafe(self.event.set)
+
+
+def flip(place: Place, blob: bytes) -> None:
+    path = blob_files.path_of(place.blobs, blob)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+async def test_a_flipped_bit_is_a_miss(place: Place) -> None:
+    store, noting, _ = await place.store()
+    first = await until(noting, await place.put(store, state(700, 1)))
+    second = await until(noting, await place.put(store, state(700, 2)))
+    other = await until(noting, await place.put(store, state(300)))
+    flip(place, first.blobs[1].id)
+    with pytest.raises(KvFileError, match="damaged"):
+        await place.read(store, first)
+    assert set(noting.gone) == {first.id, second.id}
+    assert await place.read(store, other) == state(300), "it has another second blob"
+    await store.quarantine(first, "cannot be read")
+    again = await until(noting, await place.put(store, state(700, 2)))
+    assert await place.read(store, again) == state(700, 2), "the blob was written anew"
+
+
+async def test_a_whole_file_makes_up_for_a_damaged_blob(place: Place) -> None:
+    store, noting, _ = await place.store(whole_bytes=40_000)
+    first = await until(noting, await place.put(store, state(700, 1)), whole=True)
+    second = await until(noting, await place.put(store, state(700, 2)), whole=True)
+    first = await until(noting, first)  # dropped: there is room for one
+    flip(place, first.blobs[0].id)
+    with pytest.raises(KvFileError, match="damaged"):
+        await place.read(store, first)
+    assert noting.gone == [first.id]
+    second = await until(noting, second, whole=True)
+    assert await place.read(store, second) == state(700, 2)
+
+
+async def test_blobs_make_up_for_a_changed_file(place: Place) -> None:
+    store, noting, _ = await place.store(whole_bytes=None)
+    snapshot = await until(noting, await place.put(store, state(700)), whole=True)
+    path = place.kv / f"kvf-{snapshot.id}.kv"
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+    assert await place.read(store, snapshot) == state(700)
+    assert not noting.now[snapshot.id].whole
+
+
+async def test_a_file_that_is_read_is_not_dropped(place: Place) -> None:
+    store, noting, _ = await place.store(whole_bytes=40_000)
+    kv_dir = KvDir(str(place.kv))
+    first = await until(noting, await place.put(store, state(700, 1)), whole=True)
+    name = await store.open(first, kv_dir, 1)
+    second = await until(noting, await place.put(store, state(700, 2)))
+    assert (place.kv / name).read_bytes() == state(700, 1)
+    await store.close(first, kv_dir, name)
+    assert await place.read(store, second) == state(700, 2)
+
+
+async def test_deleted_while_it_is_split(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, noting, _ = await place.store()
+    loop, inside, go = (
+        asyncio.get_running_loop(),
+        _Flag(asyncio.get_running_loop()),
+        asyncio.Event(),
+    )
+    real = manifests.write
+
+    async def wait() -> None:
+        await go.wait()
+
+    def held(*args: Any, **named: Any) -> int:
+        inside.set()
+        asyncio.run_coroutine_threadsafe(wait(), loop).result(10)
+        return real(*args, **named)
+
+    monkeypatch.setattr(manifests, "write", held)
+    snapshot = await place.put(store, state(700))
+    await inside.event.wait()
+    deleting = spawn(store.delete(snapshot), name="delete")
+    await asyncio.sleep(0)
+    go.set()
+    await deleting
+    await store.aclose()
+    assert not place.disk()
+    assert not place.whole()
+    assert snapshot.id not in noting.now
+
+
+@pytest.mark.parametrize("harm", ["gone", "flipped", "short"])
+async def test_a_damaged_manifest_is_swept(place: Place, harm: str) -> None:
+    store, noting, _ = await place.store()
+    first = await until(noting, await place.put(store, state(700, 1)))
+    second = await until(noting, await place.put(store, state(700, 2)))
+    await store.aclose()
+    path = manifests.path_of(place.blobs, first.id)
+    raw = path.read_bytes()
+    if harm == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(raw[:-3] if harm == "short" else raw[:50] + b"\0" + raw[51:])
+    _, _, found = await place.store()
+    assert found == [second]
+    assert len(place.disk()) == 1 + len(second.blobs), "nothing is unreachable"
+
+
+async def test_a_missing_blob_is_found_at_the_start(place: Place) -> None:
+    store, noting, _ = await place.store()
+    first = await until(noting, await place.put(store, state(700, 1)))
+    second = await until(noting, await place.put(store, state(700, 2)))
+    await store.aclose()
+    blob_files.unlink(place.blobs, first.blobs[-1].id)
+    _, _, found = await place.store()
+    assert found == [second]
+    assert len(place.disk()) == 1 + len(second.blobs)
+
+
+async def test_a_manifest_of_a_later_version_stops_the_start(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, noting, _ = await place.store()
+    await until(noting, await place.put(store, state(700)))
+    await store.aclose()
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "FORMAT_VERSION", 0)
+        with pytest.raises(KvError, match="unknown version 1"):
+            await place.store()
+    assert place.disk()
+    _, _, found = await place.store()
+    assert found
+
+
+async def test_the_directory_is_locked(place: Place) -> None:
+    await place.store()
+    place.kv = place.kv.with_name("other")
+    with pytest.raises(KvError, match="in use by another kvferry"):
+        await place.store()
+
+
+async def test_nothing_is_left_after_a_kill(place: Place) -> None:
+    """What a killed router may leave: blobs without a manifest, and halves of files."""
+    store, noting, _ = await place.store()
+    snapshot = await until(noting, await place.put(store, state(700)))
+    await store.aclose()
+    raw = b"no manifest names it"
+    blob = blob_files.blob_of(memoryview(raw))
+    blob_files.write(place.blobs, blob, memoryview(raw), fsync=False)
+    path = blob_files.path_of(place.blobs, snapshot.blobs[0].id)
+    path.with_name(path.name + "-0a.new").touch()
+    manifest = manifests.path_of(place.blobs, snapshot.id)
+    manifest.with_name(manifest.name + ".new").touch()
+    await place.store()
+    assert len(place.disk()) == 1 + len(snapshot.blobs)
