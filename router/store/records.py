@@ -194,7 +194,10 @@ def check_again(held: StoredSnapshot) -> None:
     with held.lock:
         held.identity = found
         entry = held.directory.sidecars.get(held.snapshot.id)
-        if entry is not None and not held.gone:  # None if its record cannot be written
+        changed = entry is not None and found != Identity(
+            entry.size_bytes, entry.mtime_ns, entry.inode
+        )
+        if entry is not None and changed and not held.gone:  # None: it cannot be written
             _refresh(held.directory, entry, found)
 
 

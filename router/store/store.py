@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -32,11 +32,13 @@ from router.base.types import (
 )
 from router.store import files, io_pool, records, shapes
 from router.store.blobs.blob_files import DamagedBlobError
-from router.store.blobs.split_snapshots import BlobSettings, SplitListener, SplitSnapshots
+from router.store.blobs.split_snapshots import BlobSettings, SplitSnapshots
 from router.store.blobs.tier import BlobTier
 from router.store.files import Identity
 from router.store.io_pool import Threads
+from router.store.listener import Deaf, StoreListener
 from router.store.records import KvDirectory, StoredSnapshot
+from router.store.verify import Verified, Verifier
 
 T = TypeVar("T")
 
@@ -48,13 +50,6 @@ _RECOVERED_AT_ONCE = 100
 _TOLD_AT_ONCE = 10  # to find ten thousand in an index at once would hold up the event loop
 
 
-class StoreListener(SplitListener, Protocol):
-    """Who is told what became of snapshots."""
-
-    async def found(self, snapshots: list[Snapshot]) -> None:
-        """Note those in a directory that answers again."""
-
-
 @dataclass(frozen=True, slots=True)
 class _StateFile:
     """A state file that can be read; `made`: from blobs, for this reader alone."""
@@ -63,17 +58,6 @@ class _StateFile:
     path: Path
     identity: Identity
     made: bool = False
-
-
-class _Deaf:
-    """A listener that does nothing."""
-
-    def lost(self, *_: object) -> None: ...
-    def stored(self, _: object) -> None: ...
-    def is_worth_writing(self, _: object) -> bool:
-        return True
-
-    async def found(self, *_: object) -> None: ...
 
 
 class KvStore:
@@ -96,7 +80,7 @@ class KvStore:
         user has to. `blobs`: split snapshots in the background, and store equal bytes once.
         """
         self._kv_dirs = tuple(dict.fromkeys(kv_dirs))
-        self.listener: StoreListener = _Deaf()
+        self.listener: StoreListener = Deaf()
         self._wall_now = wall_now
         self._fsync = fsync
         self._group_access = group_access
@@ -191,6 +175,11 @@ class KvStore:
     async def flush(self) -> None:
         """Wait until everything committed so far is durable, or reported lost."""
         await self._background.join()
+
+    async def write_out(self) -> None:
+        """Split all whole files now that are not split, as far as the budget goes."""
+        if self._split is not None:
+            await self._split.behind.finish()
 
     async def aclose(self) -> None:
         """Finish the background work, remove the files that `open` made, release the directories.
@@ -465,6 +454,21 @@ class KvStore:
             await self._unlink(kv_dir, name)
         elif snapshot.id in self._reading:
             self._read(snapshot.id)
+
+    async def verify_all(self, after: str) -> Verified:
+        """Check the next part of all files against what was written; see `verify.py`.
+
+        Damaged files are put aside, and snapshots that need them are given up.
+        """
+        return await Verifier(self._held, self._split, self._give_up).next_part(after)
+
+    async def _give_up(self, held: StoredSnapshot, reason: str) -> None:
+        """Give up a whole file that is damaged; its blobs make up for it."""
+        if self._split is not None and held.snapshot.id in self._split.tier:
+            await self._split.drop_whole(held.snapshot.id)
+            return
+        self.listener.lost(held.snapshot, reason)
+        await self.quarantine(held.snapshot, reason)
 
     async def delete(self, snapshot: Snapshot) -> None:
         """Remove a snapshot: first its record, then its file. Idempotent."""

@@ -18,6 +18,7 @@ from router.base.clock import MonotonicClock
 from tests.conftest import StartServer
 from tests.support.conversations.measuring import direct
 from tests.support.faults.chaos import Chaos, Member
+from tests.support.files.small_blobs import PROGRAM
 from tests.support.servers.router_process import Outside
 
 pytestmark = pytest.mark.thorough
@@ -31,7 +32,9 @@ BUGS = ("Traceback", "task_failed", "request_failed")
 @pytest.mark.slow
 @pytest.mark.timeout(BUDGET_S + 600)
 @pytest.mark.fault("random faults of all kinds", "for `KVFERRY_CHAOS_S` seconds")
+@pytest.mark.parametrize("blobs", [False, True], ids=["files", "blobs"])
 async def test_chaos(
+    blobs: bool,
     llama_server: StartServer,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -65,7 +68,11 @@ async def test_chaos(
             kind: await stack.enter_async_context(direct(await llama_server(kind, slots=1)))
             for kind in ("llama", other)
         }
-        chaos = Chaos(chance, members, references, Outside(tmp_path / "kvferry.yaml", log))
+        router = Outside(tmp_path / "kvferry.yaml", log)
+        if blobs:
+            router.program = PROGRAM
+        chaos = Chaos(chance, members, references, router)
+        chaos.blobs = tmp_path / "blobs" if blobs else None
         try:
             await chaos.begin()
             while clock.now() < end:

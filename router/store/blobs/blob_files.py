@@ -139,6 +139,17 @@ def verify(root: Path, blob: Blob, buffer: Buffer) -> None:
         )
 
 
+def damaged(root: Path, blobs: Iterable[Blob]) -> list[Blob]:
+    """Return those blobs that are missing, or have other content than they are named by."""
+    buffer, found = Buffer(), list[Blob]()
+    for blob in blobs:
+        try:
+            verify(root, blob, buffer)
+        except KvFileError:
+            found.append(blob)
+    return found
+
+
 def unlink(root: Path, blob: bytes) -> None:
     """Remove a blob, if it is there."""
     path_of(root, blob).unlink(missing_ok=True)

@@ -12,14 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Protocol
 
 import structlog
 from msgspec.structs import replace
 
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import supervise
-from router.base.types import Blob, KvDir, Snapshot, SnapshotId, TierStatus
+from router.base.types import Blob, KvDir, SnapshotId, TierStatus
 from router.store import records
 from router.store.blobs.tier import BlobTier
 from router.store.blobs.whole_files import WholeFiles
@@ -27,6 +26,7 @@ from router.store.blobs.write_behind import WriteBehind
 from router.store.blobs.write_budget import WriteBudget
 from router.store.files import Identity
 from router.store.format.split import LEAST_BYTES
+from router.store.listener import StoreListener
 from router.store.records import KvDirectory, StoredSnapshot
 
 log = structlog.get_logger(__name__)
@@ -46,19 +46,6 @@ class BlobSettings:
     least_bytes: int = LEAST_BYTES  # of a blob of rows
 
 
-class SplitListener(Protocol):
-    """Who is told what became of snapshots, and asked what they are worth."""
-
-    def lost(self, snapshot: Snapshot, reason: str) -> None:
-        """Note one that cannot be used any more."""
-
-    def stored(self, snapshot: Snapshot) -> None:
-        """Note that a snapshot has blobs now, or no whole file any more."""
-
-    def is_worth_writing(self, snapshot: SnapshotId) -> bool:
-        """Return whether a snapshot would be kept, and not evicted next."""
-
-
 @dataclass(slots=True)
 class SplitSnapshots:
     """Snapshots with blobs, with a whole file, or with both. Implements `write_behind.Owner`."""
@@ -66,7 +53,7 @@ class SplitSnapshots:
     settings: BlobSettings
     tier: BlobTier
     held: dict[SnapshotId, StoredSnapshot]
-    listener: Callable[[], SplitListener]
+    listener: Callable[[], StoreListener]
     wall_now: Callable[[], float]
     reading: Counter[SnapshotId]  # whole files, by their readers
     behind: WriteBehind = field(init=False)

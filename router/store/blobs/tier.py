@@ -153,12 +153,14 @@ class BlobTier:
             await self._threads.unhurried(partial(blob_files.quarantine, self._root, blob.id))
         return self.shared.items_with(blob)
 
-    async def verify(self, snapshot: SnapshotId) -> Blob | None:
-        """Check every blob of a snapshot against its name; return the first damaged one."""
-        manifest = self._manifests.get(snapshot)
-        if manifest is None:
-            return None
-        return await self._threads.unhurried(partial(_first_damaged, self._root, manifest.sized))
+    async def verify(self, folder: int) -> tuple[list[Blob], list[Blob]]:
+        """Compute the names of the blobs in one of 256 directories anew.
+
+        Return all of them, and those that are damaged or missing.
+        """
+        blobs = self.shared.blobs(lambda blob: blob.id[0] == folder)
+        work = partial(blob_files.damaged, self._root, blobs)
+        return blobs, await self._threads.unhurried(work)
 
     @property
     def _threads(self) -> Threads:
@@ -216,13 +218,3 @@ def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-
-
-def _first_damaged(root: Path, blobs: Iterable[Blob]) -> Blob | None:
-    buffer = blob_files.Buffer()
-    for blob in blobs:
-        try:
-            blob_files.verify(root, blob, buffer)
-        except KvFileError:
-            return blob
-    return None

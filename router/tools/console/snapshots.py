@@ -1,4 +1,4 @@
-"""`kvferry snapshots list | show ID | purge`: the options, the calls and the output.
+"""`kvferry snapshots list | show ID | purge | verify`: the options, the calls and the output.
 
 The router checks and applies filters: their values are sent as they were typed.
 """
@@ -24,13 +24,14 @@ PATH = "/kvferry/snapshots"
 _ORDERS = ("newest", "oldest", "largest", "longest", "least_used")
 _PAGE = 1000  # the router's limit for one answer
 _WIDE = 110  # columns from which the table shows the file
+_LONG_S = 600.0  # for one part of a verification: some gigabytes of a slow disk
 _SHORT = 12  # digits that identify an id or a namespace
 
 
 def add_options(
     command: argparse.ArgumentParser, where: Callable[[argparse.ArgumentParser], None]
 ) -> None:
-    """Add the three actions; `where` adds the option that selects the router."""
+    """Add the actions; `where` adds the option that selects the router."""
     actions = command.add_subparsers(required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="print a table of snapshots")
     _filter_options(listing)
@@ -43,7 +44,11 @@ def add_options(
     purging.add_argument("--all", action="store_true", help="all snapshots, instead of a condition")
     purging.add_argument("--yes", action="store_true", help="do not ask")
     purging.add_argument("--dry-run", action="store_true", help="print the totals, purge nothing")
-    for action, run in ((listing, _list), (showing, _show), (purging, _purge)):
+    checking = actions.add_parser(
+        "verify", help="read all files and compare them with what was written"
+    )
+    runs = ((listing, _list), (showing, _show), (purging, _purge), (checking, _verify))
+    for action, run in runs:
         action.add_argument("--json", action="store_true", help="print the JSON of the router")
         where(action)
         action.set_defaults(action=run)
@@ -69,7 +74,7 @@ def _size(text: str) -> int | str:
 
 
 def snapshots(options: argparse.Namespace) -> int:
-    """Run one of the three actions. Returns the exit code. Raises CallError."""
+    """Run one of the actions. Returns the exit code. Raises CallError."""
     code: int = options.action(options)
     return code
 
@@ -226,6 +231,34 @@ def _agreed(would: Json) -> bool:
     except KeyboardInterrupt:
         sys.stderr.write("\n")  # else the shell's prompt follows the question on its line
         raise
+
+
+def _verify(options: argparse.Namespace) -> int:
+    """Check all files, part by part; return 1 if some are damaged."""
+    sums: Json = {"checked": 0, "size_bytes": 0, "damaged": []}
+
+    async def verify(client: RouterClient, _: argparse.Namespace) -> Json:
+        after: str | None = ""
+        while after is not None:
+            part = await client.call(
+                "POST", f"{PATH}/verify", body={"after": after}, timeout_s=_LONG_S
+            )
+            for name in sums:
+                sums[name] += part[name]
+            after = part["next"]
+        return sums
+
+    _asked(verify, options)
+    console = output()
+    if options.json:
+        _print_json(console, sums)
+    else:
+        amount = f"{number_of(sums['checked'], 'file')}, {size(sums['size_bytes'])}"
+        for name in sums["damaged"]:
+            console.print(Text.assemble((name, "red"), " is damaged, and was put aside"))
+        good = "as they were written" if not sums["damaged"] else "checked"
+        console.print(f"{amount}: {good}", soft_wrap=True)
+    return 1 if sums["damaged"] else 0
 
 
 def _report(options: argparse.Namespace, sums: Json, done: str) -> None:

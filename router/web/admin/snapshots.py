@@ -11,13 +11,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import islice
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import structlog
 from aiohttp import web
+from msgspec import to_builtins
 from pydantic import Field, ValidationError
 
-from router.base.errors import BadRequestError, NotFoundError, UnsupportedMediaTypeError
+from router.base.errors import (
+    BadRequestError,
+    ConflictError,
+    KvError,
+    NotFoundError,
+    UnsupportedMediaTypeError,
+)
 from router.base.tokens import head, unpack
 from router.base.types import Snapshot, SnapshotId
 from router.config import values as values
@@ -26,6 +33,7 @@ from router.core.model.tenancy import is_of
 from router.engine.engine import Engine
 from router.llama.wire import parse_body
 from router.store.files import final_name
+from router.store.verify import Verified
 from router.web.admin.guard import Guard
 from router.web.admin.state_json import snapshot_row
 from router.web.server.bodies import Bodies
@@ -88,7 +96,13 @@ class Purge(Filter):
     dry_run: bool = False
 
 
-_F = TypeVar("_F", bound=Filter)
+class Verify(ConfigSection):
+    """A part of all files; `after` is the `next` of the part before."""
+
+    after: Annotated[str, Field(pattern="^(|blobs/[0-9a-f]{2}|files/[0-9a-f]{32})$")] = ""
+
+
+_F = TypeVar("_F", bound=ConfigSection)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +177,19 @@ class Snapshots:
         wall_now: Callable[[], float],
         erase_journal: Callable[[], Awaitable[None]],
         bodies: Bodies,
+        verify: Callable[[str], Awaitable[Verified]],
     ) -> None:
-        """`erase_journal` removes what the slot journal holds of prompts."""
+        """`erase_journal` removes what the slot journal holds of prompts.
+
+        `verify` checks the part of all files after another one, as `KvStore.verify_all` does.
+        """
         self._engine = engine
         self._guard = guard
         self._now = now
         self._wall_now = wall_now
         self._erase_journal = erase_journal
         self._bodies = bodies
+        self._verify = verify
 
     async def all(self, call: Call) -> web.Response:
         """List one page of the snapshots that match the query, with the totals of all matches."""
@@ -212,11 +231,7 @@ class Snapshots:
         Raises ForbiddenError, BadRequestError, UnsupportedMediaTypeError. The content type must be
         JSON, which no HTML form can send.
         """
-        self._guard.check(call.http)
-        if call.http.content_type != "application/json":
-            raise UnsupportedMediaTypeError("the body must be application/json")
-        await self._bodies.read(call)
-        wanted = _parsed(Purge, parse_body(call.raw))
+        wanted = _parsed(Purge, await self._body(call))
         if wanted.all != wanted.takes_all:
             raise BadRequestError("give at least one filter, or `all` and no filter")
         sums, doomed = Sums(), list[SnapshotId]()
@@ -229,6 +244,28 @@ class Snapshots:
             if wanted.all:
                 await self._erase_journal()
         return json_response(asdict(sums) | {"dry_run": wanted.dry_run})
+
+    async def verify(self, call: Call) -> web.Response:
+        """Check the next part of all files against what was written.
+
+        Raises ForbiddenError, BadRequestError, UnsupportedMediaTypeError, ConflictError.
+        """
+        wanted = _parsed(Verify, await self._body(call))
+        try:
+            found = await self._verify(wanted.after)
+        except KvError as error:
+            raise ConflictError(str(error)) from error
+        if found.damaged:
+            log.warning("files_damaged", by=call.http.remote, files=found.damaged)
+        return json_response(to_builtins(found))
+
+    async def _body(self, call: Call) -> dict[str, Any]:
+        """Return the JSON of a call that changes something."""
+        self._guard.check(call.http)
+        if call.http.content_type != "application/json":
+            raise UnsupportedMediaTypeError("the body must be application/json")
+        await self._bodies.read(call)
+        return parse_body(call.raw)
 
     def _items(self) -> Iterator[Item]:
         view = self._engine.view

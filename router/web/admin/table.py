@@ -43,6 +43,7 @@ def own_routes(
             AdminRoute("POST", f"{SERVERS}/{{name}}/{{action}}", servers.act),
             AdminRoute("GET", SNAPSHOTS, snapshots.all),
             AdminRoute("POST", f"{SNAPSHOTS}/purge", snapshots.purge),
+            AdminRoute("POST", f"{SNAPSHOTS}/verify", snapshots.verify),
             AdminRoute("GET", f"{SNAPSHOTS}/{{id}}", snapshots.one),
             AdminRoute("DELETE", f"{SNAPSHOTS}/{{id}}", snapshots.one),
             AdminRoute("GET", REQUESTS, requests.recent),

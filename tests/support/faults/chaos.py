@@ -88,6 +88,7 @@ class Chaos:
     done: list[str] = field(default_factory=list)  # names of the steps, in order
     routers: dict[str, Elsewhere] = field(default_factory=dict)  # by tenant
     address: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
+    blobs: Path | None = None  # the directory of blobs, if there is to be one
     apart: bool = True  # no tenant reuses what the other has computed
     n_right: int = 0
     n_trouble: int = 0
@@ -129,7 +130,7 @@ class Chaos:
 
     async def check(self) -> None:
         """Check that router and state files agree once no request runs."""
-        await assert_consistent(self.kvferry, self.kv_dirs, foreign=self.damaged)
+        await assert_consistent(self.kvferry, self.kv_dirs, foreign=self.damaged, blobs=self.blobs)
 
     async def end(self) -> None:
         """Continue each conversation without faults, check, and stop the router (SIGTERM)."""
@@ -155,10 +156,13 @@ class Chaos:
         policy = self.chance.choice(POLICIES)
         on_shutdown = self.chance.choice(["true", "false"])
         self.apart = self.chance.random() < 0.7
+        # Whole files for a few of the conversations; all others are assembled.
+        blobs = f", blobs: '{self.blobs}', write_after: 200ms, whole_files: 2MB"
+        blobs = "" if self.blobs is None else blobs
         return (
             f"listen: {self.address}\n"
             f"store: {{max_tokens: {most}, idle_save_after: {save}, "
-            f"save_on_shutdown: {on_shutdown}}}\npolicy: {{name: {policy}}}\n"
+            f"save_on_shutdown: {on_shutdown}{blobs}}}\npolicy: {{name: {policy}}}\n"
             f"auth: {{share_cache: {'none' if self.apart else 'all'}, keys: {json.dumps(KEYS)}}}\n"
         )
 
@@ -320,6 +324,22 @@ class Chaos:
                 if file != other and file.is_file() and other.is_file():
                     self.chance.choice(_DAMAGES).do(file, other)
 
+    async def rot(self) -> None:
+        """Flip a bit of a blob, cut it off, or remove it."""
+        if self.blobs is None:
+            return
+        found = sorted(self.blobs.glob("??/*.blob"))
+        for path in self.chance.sample(found, min(len(found), self.chance.randint(1, 3))):
+            self.damaged.add(path.name)
+            with suppress(OSError):  # its last snapshot was evicted meanwhile
+                raw = bytearray(path.read_bytes())
+                raw[self.chance.randrange(len(raw))] ^= 1 << self.chance.randrange(8)
+                how = self.chance.choice(["flip", "cut", "remove"])
+                if how == "remove":
+                    path.unlink()
+                else:
+                    path.write_bytes(raw if how == "flip" else raw[: len(raw) // 2])
+
     @staticmethod
     def _touched_by(file: Path) -> set[str]:
         """Return the names that damage to `file` may change: some write through an earlier link."""
@@ -414,4 +434,5 @@ WAYS: dict[Way, int] = {
     Chaos.drain: 2,
     Chaos.purge: 1,
     Chaos.damage: 4,
+    Chaos.rot: 3,
 }

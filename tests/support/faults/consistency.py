@@ -11,9 +11,11 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
+from router.base.decoding import msgpack_decoder
 from router.store.learned_rates import NAME as RATES
 from tests.support.conversations.conversing import differs_in_earnest
 from tests.support.conversations.prompts import Json
@@ -22,20 +24,27 @@ from tests.support.servers.running_router import PATIENCE_S, Answer, RunningRout
 
 LOCK = "kvferry.lock"
 _RECORD = re.compile(r"kvf-([0-9a-f]{32})\.json")
+_MANIFEST = re.compile(r"kvf-[0-9a-f]{32}\.manifest")
 _SET_ASIDE = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
 _KEPT_ASIDE = 4
 _POLL_S = 0.05
+_unpacked = msgpack_decoder(dict[str, Any])
 # Makes an answer report the probability of each of its tokens.
 TOLD: Json = {"n_probs": 5}
 
 
 async def assert_consistent(
-    kvferry: RunningRouter, kv_dirs: Iterable[Path], *, foreign: Iterable[str] = ()
+    kvferry: RunningRouter,
+    kv_dirs: Iterable[Path],
+    *,
+    foreign: Iterable[str] = (),
+    blobs: Path | None = None,
 ) -> None:
     """Check that the router's offers, its records and the files on the disk agree.
 
     Also: no lease is left, no file is unaccounted for, and the limits hold. `foreign`: names of
-    files that a test has touched, which may exist in any state.
+    files that a test has touched, which may exist in any state. `blobs`: the directory of blobs, in
+    which every file has to be reachable.
 
     Waits until all of that holds: files are recorded in the background.
     """
@@ -44,7 +53,7 @@ async def assert_consistent(
     try:
         async with asyncio.timeout(PATIENCE_S):
             while wrong:
-                wrong = await _differences(kvferry, list(kv_dirs), frozenset(foreign))
+                wrong = await _differences(kvferry, list(kv_dirs), frozenset(foreign), blobs)
                 await asyncio.sleep(_POLL_S if wrong else 0)
     except TimeoutError:
         raise AssertionError(f"never consistent: {wrong}") from None
@@ -67,7 +76,7 @@ async def assert_undisturbed(
 
 
 async def _differences(
-    kvferry: RunningRouter, kv_dirs: list[Path], foreign: frozenset[str]
+    kvferry: RunningRouter, kv_dirs: list[Path], foreign: frozenset[str], blobs: Path | None
 ) -> list[str]:
     listed = (await kvferry.get("/kvferry/snapshots?limit=1000")).json
     rows = {row["id"]: row for row in listed["snapshots"]}
@@ -92,6 +101,11 @@ async def _differences(
                 continue
             problem = _disagreement(kv_dir / file, record, rows.get(name))
             wrong += [f"{file}: {problem}"] if problem else []
+    if blobs is not None:
+        split = _manifests(blobs)
+        wrong += [f"{name} is split and not offered" for name in split.keys() - rows.keys()]
+        wrong += _unreachable(blobs, split, foreign)
+        recorded |= split
     wrong += [f"{name} is offered and not recorded" for name in rows.keys() - recorded.keys()]
     snapshots = (await kvferry.state())["snapshots"]
     for what, key in (("tokens", "tokens"), ("bytes", "size_bytes")):
@@ -99,6 +113,27 @@ async def _differences(
         if 0 <= limit < total:
             wrong.append(f"{total} {what} are over the limit of {limit}")
     return wrong
+
+
+def _manifests(blobs: Path) -> dict[str, Json]:
+    """Return the manifests by id. Every one must be whole."""
+    found: dict[str, Json] = {}
+    for path in (blobs / "manifests").iterdir():
+        assert _MANIFEST.fullmatch(path.name), path
+        with suppress(FileNotFoundError):  # deleted meanwhile
+            raw = path.read_bytes()
+            assert xxhash.xxh3_128(raw[:-16]).digest() == raw[-16:], path
+            found[path.stem.removeprefix("kvf-")] = _unpacked(raw[:-16])
+    return found
+
+
+def _unreachable(blobs: Path, split: dict[str, Json], foreign: frozenset[str]) -> list[str]:
+    """Return what is wrong with the blobs on disk: missing, or named by no manifest."""
+    there = {path.name for path in blobs.glob("??/*")}
+    aside = {name for name in there if name.endswith(".quarantined")}
+    named = {f"{blob.hex()}.blob" for one in split.values() for blob in one["blobs"]}
+    wrong = [f"{name} is missing" for name in named - there - foreign]
+    return wrong + [f"{name} is nobody's" for name in there - named - aside]
 
 
 def _records(kv_dir: Path) -> dict[str, Json]:

@@ -32,13 +32,14 @@ class Outside:
 
     config: Path
     log: Path
+    program: tuple[str, ...] = ("-c", _COMMAND)  # arguments of Python
     _process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         """Start the process and return before the router listens."""
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", _COMMAND, "serve", "--config", str(self.config)),
+                *(sys.executable, *self.program, "serve", "--config", str(self.config)),
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=log,
             )

@@ -16,6 +16,7 @@ from router.base.tokens import pack
 from router.base.types import KvDir, Namespace, Snapshot, SnapshotId, StateShape
 from router.tools.cli import main
 from router.tools.console.client import TOKEN_ENV
+from tests.support.files.state_files import full
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import RunningRouter, running
 
@@ -233,3 +234,34 @@ async def test_purge_without_asking(kvferry: RunningRouter, capsys: Capture) -> 
     assert await count(kvferry) == 0
     await run(kvferry, "purge", "--all")
     assert capsys.readouterr().out == "0 snapshots purged\n"
+
+
+async def test_verify(kvferry: RunningRouter, capsys: Capture, tmp_path: Path) -> None:
+    store = kvferry.router.store
+    await store.add([KvDir(str(tmp_path / "kv"))])
+    for number in range(10):
+        name, raw = store.staging_name(), full([number, 2, 3])
+        (tmp_path / "kv" / name).write_bytes(raw)
+        staged = await store.verify(KvDir(str(tmp_path / "kv")), name, len(raw))
+        last = await store.commit(staged, Namespace("n"))
+    await store.flush()
+    assert await run(kvferry, "verify") == 0
+    assert printed(capsys)[-1].startswith("10 files, ")
+    assert await run(kvferry, "verify", "--json") == 0
+
+    file = tmp_path / "kv" / f"kvf-{last.id}.kv"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    capsys.readouterr()
+    assert await run(kvferry, "verify") == 1
+    lines = printed(capsys)
+    assert f"{file.name} is damaged, and was put aside" in lines
+    assert lines[-1].startswith("10 files, ")
+    assert lines[-1].endswith(": checked")
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("after", ["x", "blobs/", "files/../../etc/passwd", 7])
+async def test_verify_refuses_what_is_no_part(kvferry: RunningRouter, after: object) -> None:
+    answer = await kvferry.post("/kvferry/snapshots/verify", {"after": after})
+    assert answer.status == 400
+    assert "after" in answer.json["error"]["message"]
