@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of the system prompt")
     parser.add_argument("--own", type=int, default=256, help="tokens of each conversation after it")
     parser.add_argument("--conversations", type=int, default=100)
-    parser.add_argument("--agents", type=int, default=4)
+    parser.add_argument("--agents", type=int, default=2)
     parser.add_argument("--turns", type=int, default=30, help="of each agent")
     parser.add_argument("--growth", type=int, default=512, help="new tokens of a turn")
     parser.add_argument("--at-once", type=int, default=6, help="turns within `write_after`")

@@ -80,6 +80,10 @@ class WholeFiles:
         """Return when the next file is due, in clock seconds; inf: none is."""
         return min(self._due.values(), default=inf)
 
+    def is_unwritten(self, snapshot: SnapshotId) -> bool:
+        """Return whether a file is there whose blobs are not written."""
+        return snapshot in self._due
+
     def unwritten(self) -> list[SnapshotId]:
         """Return the files whose blobs are not written, the one due first at the begin."""
         return sorted(self._due, key=self._due.__getitem__)

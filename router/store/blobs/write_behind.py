@@ -84,7 +84,8 @@ class WriteBehind:
         """Write all files that are not written: the router ends, and memory may be lost."""
         for files in self.directories.values():
             for snapshot in files.unwritten():
-                await self._write(files, snapshot)
+                if files.is_unwritten(snapshot):  # `run` may have written it meanwhile
+                    await self._write(files, snapshot)
 
     async def _step(self, files: WholeFiles) -> bool:
         """Drop or write one file; return whether there may be more to do."""
