@@ -28,17 +28,20 @@ from router.assembly.part_settings import (
     memory_of_machine,
     servers_of,
 )
-from router.assembly.parts import parts_of, stats_of, watched_backends
+from router.assembly.parts import Parts, parts_of, stats_of, watched_backends
 from router.assembly.reload import Reload
 from router.assembly.slot_journal import SlotJournal
 from router.assembly.web import Stages, app_of, live_of
 from router.base.errors import RouterError
 from router.base.ports import Tracing
 from router.base.tasks import spawn
+from router.base.types import KvDir
 from router.base.urls import authority
 from router.config import values
-from router.config.schema import Address, Config
+from router.config.schema import Address, Config, StoreConfig
+from router.core.model import events as ev
 from router.engine.engine import Engine
+from router.store import room
 from router.store.store import KvStore
 from router.telemetry.engine_collector import EngineCollector, UsageCollector
 from router.telemetry.process_metrics import Vitals
@@ -155,6 +158,7 @@ async def build(
         )
         tasks.supervise(vitals.watch_loop, name="event loop lag")
         tasks.supervise(vitals.watch_disks, name="room on disk")
+        tasks.supervise(partial(_watch_room, parts, config.store), name="min_free")
         tasks.supervise(parts.gpus.watch, name="memory of GPUs")
         stack.callback(parts.throttle.open)
         yield Router(
@@ -169,6 +173,18 @@ async def build(
             parts.certificates,
             hosts,
         )
+
+
+async def _watch_room(parts: Parts, config: StoreConfig) -> None:
+    """Let the scheduler evict snapshots while their disk has less room than it should."""
+
+    def places() -> tuple[KvDir, ...]:
+        return parts.store.kv_dirs if config.blobs is None else (KvDir(str(config.blobs)),)
+
+    def tell(spare_bytes: int) -> None:
+        parts.engine.tell(ev.RoomFound(spare_bytes))
+
+    await room.watch(places, config.min_free_bytes, tell)
 
 
 async def _exporting(endpoint: str, stack: AsyncExitStack) -> Tracing:

@@ -96,6 +96,7 @@ class StoreConfig(ConfigSection):
     max_tokens: values.CountOrNoLimit = NO_LIMIT  # the same
     min_tokens: values.Count = 128
     protected_share: values.Ratio = 0.25
+    min_free_bytes: values.Size = Field(default=4 * GIB, alias="min_free")
     fsync: bool = True
     group_access: bool = False
     blobs: values.AbsolutePath | None = None  # None: each snapshot is a file of its own

@@ -125,6 +125,8 @@ class Scheduler:
                 backend_attach.snapshots_found(state, event)
             case ev.SnapshotLost():
                 state.inventory.catalog.forget(event.snapshot)
+            case ev.RoomFound():
+                state.inventory.catalog.found_room(event.spare_bytes)
             case ev.SnapshotStored():
                 state.inventory.catalog.stored(event.snapshot)
             case ev.Purged():

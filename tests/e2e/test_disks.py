@@ -9,11 +9,12 @@ import pytest
 
 from router.base.types import Transfer
 from router.llama.client import LlamaClient
+from router.store import room
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import ids
 from tests.support.faults.consistency import assert_consistent, assert_undisturbed
-from tests.support.servers.running_router import RunningRouter, running
+from tests.support.servers.running_router import RunningRouter, is_quiet, running
 
 pytestmark = pytest.mark.thorough
 
@@ -77,6 +78,34 @@ def complaints(capsys: Capture) -> int:
     """Count the warnings about files since the last call."""
     told = capsys.readouterr().out.splitlines()
     return sum("_failed " in line or "_lost " in line for line in told)
+
+
+@pytest.mark.fault("the disk is smaller than store.max_bytes", "while slots are saved")
+async def test_a_small_disk_keeps_what_is_new(
+    llama_server: StartServer,
+    mounted: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """The oldest are evicted before the disk is full, for other programs too."""
+    monkeypatch.setattr(room, "_EVERY_S", 0.05)
+    kv_dir = disk_of(mounted, tmp_path / "disk", 16 << 20)
+    server = await llama_server(slots=1, kv_dir=kv_dir)
+    yaml = "store: {idle_save_after: 20ms, min_free: 1GiB}"
+    async with running([("a", server.url)], kv_dir, yaml=yaml) as kvferry:
+        for seed in range(30):
+            await kvferry.complete(ids(seed, LONG))
+            await kvferry.until(is_quiet)
+            newest = ids(seed, LONG)
+        listed = (await kvferry.get("/kvferry/snapshots?sort=newest")).json
+        assert 8 < listed["count"] < 30
+        assert (await kvferry.complete(newest)).cached == LONG - 1
+        assert await failed_saves(kvferry) == 0
+        await assert_consistent(kvferry, [kv_dir])
+        free = os.statvfs(kv_dir)
+        assert free.f_bavail * free.f_bsize > (16 << 20) // 20, "some of a tenth is left"
+    record_property("client", "right answers; the least valuable snapshots are evicted")
 
 
 @pytest.mark.fault("the disk is full", "while slots are saved")

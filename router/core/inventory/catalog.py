@@ -72,6 +72,7 @@ class Catalog:
     _anew: list[SnapshotId] = field(default_factory=list)  # of these, still to value again
     _value: Callable[[Snapshot], tuple[float, Basis]] = lambda _: (0.0, Basis.GUESS)
     _shared: SharedBytes[SnapshotId] = field(default_factory=SharedBytes)
+    room_bytes: float = inf  # on the disk, for all snapshots: less than `max_bytes` if it is full
     total_tokens: int = 0
     evicted: int = 0
     gone: GhostList = field(default_factory=GhostList)  # evicted or unusable snapshots
@@ -138,6 +139,7 @@ class Catalog:
         if known is not None and not known.kept:
             return []
         too_large = self.limits.exceeded_by(len(snapshot), snapshot.size_bytes)
+        too_large = too_large or snapshot.size_bytes > self.room_bytes
         given_up = known is not None and known.given_up
         if too_large or given_up or not snapshot.shape.useful:
             return self._turn_away(snapshot, known)
@@ -199,9 +201,8 @@ class Catalog:
         entry = self._entries.get(snapshot)
         if entry is None or entry.doomed:
             return True
-        next_bytes = self.total_bytes + entry.snapshot.size_bytes
-        full = self.limits.exceeded_by(self.total_tokens, next_bytes)
-        return full and len(self._ranks) > 1 and self._ranks.least() == snapshot
+        is_full = self._is_over(self.total_bytes + entry.snapshot.size_bytes)
+        return is_full and len(self._ranks) > 1 and self._ranks.least() == snapshot
 
     def value_anew(self, value: Callable[[Snapshot], tuple[float, Basis]]) -> None:
         """Value again the snapshots not valued by `Basis.OWN`, where `value` has a better basis.
@@ -248,7 +249,19 @@ class Catalog:
 
     @property
     def _exceeds(self) -> bool:
-        return self.limits.exceeded_by(self.total_tokens, self.total_bytes)
+        return self._is_over(self.total_bytes)
+
+    def _is_over(self, total_bytes: int) -> bool:
+        too_many = self.limits.exceeded_by(self.total_tokens, total_bytes)
+        return too_many or total_bytes > self.room_bytes
+
+    def admits(self, n_tokens: int, size_bytes: float) -> bool:
+        """Return whether a snapshot of this size could be kept at all."""
+        return self.limits.admits(n_tokens, size_bytes) and size_bytes <= self.room_bytes
+
+    def found_room(self, spare_bytes: int) -> None:
+        """Note how many bytes more the disk has for snapshots; less than 0: so many have to go."""
+        self.room_bytes = max(self.total_bytes + spare_bytes, 0)
 
     def shrink(self) -> list[Snapshot]:
         """Evict the least valuable until the limits hold; return the snapshots to delete now.

@@ -157,6 +157,12 @@ class SnapshotLost(Struct, frozen=True):
     snapshot: SnapshotId
 
 
+class RoomFound(Struct, frozen=True):
+    """The disk of the snapshots has so many bytes to spare; less than 0: so many are missing."""
+
+    spare_bytes: int
+
+
 class SnapshotStored(Struct, frozen=True):
     """A snapshot has blobs now, or no whole file any more; `snapshot` is how it is now."""
 
@@ -368,6 +374,7 @@ Event = (
     | SnapshotsFound
     | SnapshotLost
     | SnapshotStored
+    | RoomFound
     | Purged
     | Arrived
     | Cancelled

@@ -23,7 +23,7 @@ def can_save(inventory: Inventory, backend: Backend, tokens: int) -> bool:
         and can_restore(info.memory_kind)
         and info.extends
         and tokens > info.window
-        and inventory.catalog.limits.admits(tokens, size_bytes)
+        and inventory.catalog.admits(tokens, size_bytes)
     )
 
 

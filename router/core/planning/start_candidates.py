@@ -200,7 +200,7 @@ def _find_files(context: PricingContext, info: BackendInfo) -> list[RestoreOptio
         divisible = info.cuts and goes_back(info.memory_kind) and not snapshot.shape.media
         if divisible and match.common < match.length:
             share = match.common * snapshot.size_bytes // match.length
-            if catalog.limits.admits(match.common, share):
+            if catalog.admits(match.common, share):
                 found.append(RestoreOption(snapshot, reused, match.common, share, match.common))
     return found
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace
 
 from router.base.tokens import count, pack
-from router.base.types import MemoryKind, Snapshot, SnapshotId, StateShape
+from router.base.types import Blob, MemoryKind, Snapshot, SnapshotId, StateShape
 from router.core.inventory.catalog import Basis, Catalog
 from router.core.inventory.prefix_index import Match
 from router.core.model.snapshot_limits import SnapshotLimits
@@ -44,6 +44,86 @@ def test_each_limit_stands_for_itself() -> None:
     assert limits.exceeded_by(11, 1)
     assert limits.exceeded_by(1, 101)
     assert not limits.exceeded_by(10, 100)
+
+
+# -- room on the disk and blobs -----------------------------------------------------------------
+
+
+def sized(name: str, first: int, size_bytes: int) -> Snapshot:
+    return replace(snapshot(name, (first, 2, 3)), size_bytes=size_bytes)
+
+
+def test_a_disk_without_room_evicts_the_least_valuable() -> None:
+    catalog = Catalog()
+    for number in range(4):
+        catalog.add(sized(f"s{number}", 10 + number, 100), FULL, 1.0 + number)
+    catalog.found_room(-150)
+    assert catalog.is_over
+    gone = [one.id for one in catalog.shrink()]
+    while catalog.is_over:
+        gone += [one.id for one in catalog.shrink()]
+    assert gone == ["s0", "s1"]
+    assert catalog.total_bytes == 200
+
+
+def test_a_disk_with_room_takes_so_much() -> None:
+    catalog = Catalog()
+    catalog.add(sized("s1", 10, 100), FULL, 1.0)
+    catalog.found_room(120)
+    assert catalog.admits(3, 220)
+    assert not catalog.admits(3, 221)
+    assert catalog.add(sized("s2", 11, 120), FULL, 1.0) == []
+    assert [one.id for one in catalog.add(sized("s3", 12, 50), FULL, 9.0)] == ["s1"]
+    too_large = sized("s4", 13, 300)
+    assert catalog.add(too_large, FULL, 9.0) == [too_large]
+    catalog.found_room(10**6)
+    assert catalog.add(sized("s5", 14, 300), FULL, 1.0) == []
+
+
+def blob(name: str, size_bytes: int = 40) -> Blob:
+    return Blob(name.encode(), size_bytes)
+
+
+def test_a_blob_of_several_counts_once() -> None:
+    catalog = Catalog()
+    first, second = sized("s1", 10, 100), sized("s2", 11, 100)
+    for one in (first, second):
+        catalog.add(one, FULL, 1.0)
+    catalog.stored(replace(first, blobs=(blob("a"), blob("b", 60))))
+    assert catalog.total_bytes == 200
+    catalog.stored(replace(second, blobs=(blob("a"), blob("c", 60)), whole=False))
+    assert (catalog.total_bytes, catalog.sum_bytes, catalog.n_blobs) == (160, 200, 3)
+    assert not catalog[S2].whole
+    catalog.remove(S1)
+    assert catalog.total_bytes == 100
+    catalog.stored(replace(second, blobs=()))  # a blob was damaged
+    catalog.remove(S2)
+    catalog.stored(replace(second, blobs=(blob("a"),)))  # told late
+    assert (catalog.total_bytes, catalog.n_blobs) == (0, 0)
+
+
+def test_what_shares_blobs_fits_a_limit_together() -> None:
+    catalog = Catalog(SnapshotLimits(max_bytes=150))
+    for number in range(3):
+        made = replace(
+            sized(f"s{number}", 10 + number, 100), blobs=(blob("a", 80), blob(f"{number}", 20))
+        )
+        assert catalog.add(made, FULL, 1.0) == []
+    assert catalog.total_bytes == 140
+    made = replace(sized("s9", 19, 100), blobs=(blob("a", 80), blob("9", 20)))
+    assert [one.id for one in catalog.add(made, FULL, 1.0)] == ["s0"]
+
+
+def test_which_snapshot_would_be_evicted_next() -> None:
+    catalog = Catalog(SnapshotLimits(max_bytes=300))
+    catalog.add(sized("s1", 10, 100), FULL, 1.0)
+    assert not catalog.is_evicted_next(S1), "there is room"
+    catalog.add(sized("s2", 11, 120), FULL, 9.0)
+    assert catalog.is_evicted_next(S1)
+    assert not catalog.is_evicted_next(S2)
+    catalog.protect(S1, 99.0)
+    assert not catalog.is_evicted_next(S1)
+    assert catalog.is_evicted_next(SnapshotId("unknown"))
 
 
 # -- adding ------------------------------------------------------------------------------------

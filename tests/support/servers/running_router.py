@@ -25,7 +25,7 @@ Json = dict[str, Any]
 # Short intervals, so that tests do not wait long.
 DEFAULTS = """
 listen: 127.0.0.1:0
-store: {idle_save_after: 100ms, fsync: false}
+store: {idle_save_after: 100ms, fsync: false, min_free: 0}
 health: {interval: 200ms}
 shutdown_grace: 5s
 """
