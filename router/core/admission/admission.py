@@ -37,6 +37,7 @@ from router.core.model.policy import PolicyName
 from router.core.model.request_queue import Waiting
 from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import Slot, Work
+from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import sticky_key
 from router.core.planning.deferral import decide
@@ -56,6 +57,24 @@ def arrived(state: State, request: Request, now: float) -> None:
         state.reject(request.id, failed)
     else:
         state.queue.add(request, now)
+        if not state.inventory.slots.any_idle():
+            _keep_prefix(state.inventory, request, now)
+
+
+def _keep_prefix(inventory: Inventory, request: Request, now: float) -> None:
+    """Keep what a request in the queue will be restored from.
+
+    Other requests are saved meanwhile, the one whose slot it gets among them: their states would
+    evict it.
+    """
+    if request.prompt.unknown or not request.reuse:
+        return
+    catalog, tokens = inventory.catalog, request.prompt.tokens
+    serving = (info for info in inventory.infos() if info.answers_to(request.model))
+    for namespace in {namespace_of(info, request.tenant) for info in serving}:
+        for match in catalog.match(namespace, tokens, limit=1):
+            if match.common >= catalog.limits.min_tokens:
+                catalog.protect(match.item, now + TUNING.queued_prefix_kept_s)
 
 
 def _too_long(state: State, request: Request) -> ContextTooLongError | None:

@@ -28,6 +28,9 @@ class Tuning(Struct, frozen=True):
     # Seconds for which the state of a request that gave its slot to another is kept. Chosen: the
     # default of `cache_control`; the rest is queued before all other background requests.
     rest_kept_s: float = 300.0
+    # Seconds for which the snapshot is kept that a request in the queue begins with. Chosen: longer
+    # than requests wait for a slot, and short enough to be of no use as a reservation.
+    queued_prefix_kept_s: float = 60.0
     # Rank in the prefill queue by which background requests come after others, in seconds.
     background_behind_s: float = 1e6
     # Conversations that `sticky` remembers. Chosen: about 20 MB.

@@ -22,6 +22,7 @@ from router.base.types import (
     RequestId,
     SlotId,
     SlotStatus,
+    SnapshotId,
 )
 from router.core.admission import admission
 from router.core.model import events as ev
@@ -563,3 +564,25 @@ def test_slot_free_before_the_tick_serves_a_late_request() -> None:
     s.handle(ev.Finished(RequestId("r"), Outcome.OK, Reported()), NOW + 5.001)
 
     assert "r2" in s.state.inventory.jobs
+
+
+# -- what waiting requests begin with --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_a_waiting_request_begins_with_is_not_evicted(waits: bool) -> None:
+    s = scheduler(ONE)
+    s.handle(ev.SnapshotsFound((snapshot("s", LONG, size=100),)), NOW)
+    catalog = s.state.inventory.catalog
+    catalog.limits = replace(catalog.limits, max_bytes=250, protected_share=1.0)
+    arrive(s, ids=run_of(5, 7))
+    if waits:
+        arrive(s, "r2", ids=LONG + run_of(5, 2))
+    for number in range(2):
+        made = snapshot(f"new{number}", run_of(900, 10 + number), size=100)
+        catalog.add(made, MemoryKind.FULL, 50.0)
+    assert (SnapshotId("s") in catalog) is waits
+
+    s.handle(ev.Tick(), NOW + TUNING.queued_prefix_kept_s + 1)
+    catalog.add(snapshot("last", run_of(900, 99), size=100), MemoryKind.FULL, 50.0)
+    assert catalog.protected_bytes == 0
