@@ -13,7 +13,6 @@ to blobs on a disk. No llama-server takes part: the store is told that one wrote
 import argparse
 import asyncio
 import os
-import random
 import struct
 import sys
 import tempfile
@@ -174,7 +173,7 @@ async def _day(report: Report, options: argparse.Namespace, kv: Path, blobs: Pat
 
     The wait is shortened as the turns are: `at_once` of an agent's turns come within it.
     """
-    place = await _place(kv, blobs, options.layers, 1e9, 8 * _GIB)
+    place = await _place(kv, blobs, options.layers, 1e9, 12 * _GIB)
     before, summed, loop = _written_bytes(), 0, _Loop()
     held: dict[int, Snapshot] = {}
     async with loop:
@@ -285,7 +284,7 @@ def _write(path: Path, tokens: Sequence[int], layers: int, keep: int, source: Pa
     """
     n = len(tokens)
     cells = b"".join(i32(position, 1, 0) for position in range(n))
-    noise = random.Random(repr(tokens[-1])).randbytes(_ROW * (n - keep))
+    noise = os.urandom(_ROW * (n - keep))
     with path.open("wb") as file, (source or Path(os.devnull)).open("rb") as old:
         offsets = _sections(old) if source is not None else []
         file.write(head(tokens) + u32(1, n) + cells + u32(0, layers, 0, 0))

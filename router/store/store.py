@@ -478,10 +478,12 @@ class KvStore:
             await self._remove(held, held.unlink)
 
     async def _remove(self, held: StoredSnapshot, remove: Callable[[], None]) -> None:
+        if self._split is not None:
+            self._split.gone(held)
         if held.snapshot.whole:
             await held.directory.threads.unhurried(partial(records.take_out, held, remove))
         if self._split is not None:
-            await self._split.remove(held)
+            await self._split.tier.remove(held.snapshot.id)
 
     async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
         """Drop the record of a misbehaving snapshot; keep its file for the operator."""

@@ -559,6 +559,8 @@ def test_the_summary_says_what_has_no_effect(text: str, said: str) -> None:
         ("{}", "at least 128 tokens are kept, up to 32GiB."),
         ("{max_tokens: 1000}", "up to 32GiB and 1000 tokens."),
         ("{max_bytes: -1}", "are kept, without limit."),
+        ("{blobs: /b}", "They are written as blobs to /b, at most 100GiB a day."),
+        ("{blobs: /b, max_written_per_day: -1}", "They are written as blobs to /b."),
         ("{max_bytes: 0}", "the store is off (max_bytes or max_tokens is 0)."),
         ("{}\nprobe: {enabled: false}", "only probed backends may save and restore."),
     ],

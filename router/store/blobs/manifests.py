@@ -149,7 +149,12 @@ def unlink(root: Path, snapshot: SnapshotId) -> None:
 
 def path_of(root: Path, snapshot: SnapshotId) -> Path:
     """Return the path of the manifest of a snapshot."""
-    return root / FOLDER / f"kvf-{snapshot}.manifest"
+    return root / name_of(snapshot)
+
+
+def name_of(snapshot: SnapshotId) -> str:
+    """Return the path of the manifest of a snapshot, below the directory of the tier."""
+    return f"{FOLDER}/kvf-{snapshot}.manifest"
 
 
 def scan(root: Path) -> tuple[list[Path], list[Path]]:

@@ -88,11 +88,10 @@ class SplitSnapshots:
         """Note a new whole file."""
         self.behind.add(held.snapshot)
 
-    async def remove(self, held: StoredSnapshot) -> None:
-        """Remove the blobs of a snapshot that is deleted."""
+    def gone(self, held: StoredSnapshot) -> None:
+        """Note that a snapshot is deleted: its whole file is not written any more."""
         if held.snapshot.whole:
             self.behind.gone(held.snapshot)
-        await self.tier.remove(held.snapshot.id)
 
     async def damaged(self, blob: Blob) -> None:
         """Put a blob aside that cannot be read, and give up what cannot do without it.

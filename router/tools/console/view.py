@@ -97,6 +97,8 @@ def _sums(view: View) -> Table:
     waits = f"{waiting:,} waiting" if waiting else "none waiting"
     made.add_row("queue", waits + (f", for up to {span(longest)}" if longest else ""))
     made.add_row("snapshots", _store(state["snapshots"]))
+    if blobs := state["snapshots"].get("blobs"):
+        made.add_row("blobs", _blobs(blobs))
     if gpus := state.get("gpus"):
         made.add_row("GPU memory", _gpus(gpus))
     if servers := state.get("servers"):
@@ -168,6 +170,19 @@ def _store(store: Json) -> str:
         of = "" if store[limit] == _UNLIMITED else f" of {shown(store[limit])}"
         said.append(f"{shown(store[used])}{of}{unit}")
     return "; ".join([*said, f"{store['evicted']:,} evicted"])
+
+
+def _blobs(blobs: Json) -> str:
+    """Return what blobs spare the disk, and what is wrong with them."""
+    said = [f"{size(blobs['size_bytes'])} for {size(blobs['sum_bytes'])} of files"]
+    said.append(f"{size(blobs['written_bytes'])} written")
+    if blobs["unwritten"]:
+        said.append(f"{blobs['unwritten']:,} not split yet")
+    if blobs["budget_left_bytes"] == 0:
+        said.append("no more may be written today")
+    if blobs["damaged"]:
+        said.append(f"{blobs['damaged']:,} damaged")
+    return "; ".join(said)
 
 
 def table(*columns: str, right: Sequence[str] = (), last: str = "", wrap: bool = False) -> Table:

@@ -86,6 +86,10 @@ def summary(config: Config) -> str:
             f"Snapshots of at least {store.min_tokens} tokens are kept,"
             f" {'up to ' + ' and '.join(limits) if limits else 'without limit'}."
         )
+        if store.blobs is not None:
+            a_day = store.max_written_per_day
+            at_most = "" if a_day == NO_LIMIT else f", at most {format_size(a_day)} a day"
+            said.append(f"They are written as blobs to {store.blobs}{at_most}.")
     if keys := config.auth.keys:
         n_tenants = len({key.tenant for key in keys})
         said.append(

@@ -32,6 +32,7 @@ from router.config.loader import ConfigSection, path_text, problems_of
 from router.core.model.tenancy import is_of
 from router.engine.engine import Engine
 from router.llama.wire import parse_body
+from router.store.blobs import manifests
 from router.store.files import final_name
 from router.store.verify import Verified
 from router.web.admin.guard import Guard
@@ -135,7 +136,7 @@ class Item:
             "age_s": round(self.age_s, 1),
             "idle_s": None if self.idle_s is None else round(self.idle_s, 1),
             "kv_dir": snapshot.kv_dir,
-            "file": final_name(snapshot.id),
+            "file": final_name(snapshot.id) if snapshot.whole else manifests.name_of(snapshot.id),
         }
 
 

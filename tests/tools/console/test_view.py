@@ -125,6 +125,20 @@ def test_a_store_without_limits_has_no_share_of_them() -> None:
     assert line == "snapshots    0; 0B; 0 tokens; 0 evicted"
 
 
+def test_what_blobs_spare_and_lack() -> None:
+    blobs = {"size_bytes": 2**30, "sum_bytes": 20 * 2**30, "written_bytes": 2 * 2**30}
+    good = blobs | {"unwritten": 0, "budget_left_bytes": None, "damaged": 0}
+    bad = blobs | {"unwritten": 3, "budget_left_bytes": 0, "damaged": 1}
+    for row, said in (
+        (good, ""),
+        (bad, "; 3 not split yet; no more may be written today; 1 damaged"),
+    ):
+        what = state()
+        what["snapshots"]["blobs"] = row
+        (line,) = [line for line in drawn(what, 140).splitlines() if line.startswith("blobs")]
+        assert line == f"blobs        1.00GiB for 20.0GiB of files; 2.00GiB written{said}"
+
+
 def test_what_a_backend_lacks_is_said() -> None:
     text = drawn(state([backend("a", snapshots=False), backend("b", note="cuts are refused")]))
 

@@ -6,7 +6,7 @@ export function showSnapshots({ note, sizes, top }, store, survey) {
   const limit = store.max_bytes > 0 ? ` of ${bytes(store.max_bytes)}` : "";
   note.textContent =
     `${whole(store.count)} snapshots, ${bytes(store.size_bytes)}${limit}, ` +
-    `${short(store.tokens)} tokens, ${whole(store.evicted)} evicted`;
+    `${short(store.tokens)} tokens, ${whole(store.evicted)} evicted${ofBlobs(store.blobs)}`;
   const most = Math.max(1, ...survey.sizes.map(([, n]) => n));
   const lengths = tableOf(
     ["Tokens", "Snapshots", "Size"],
@@ -28,6 +28,15 @@ export function showSnapshots({ note, sizes, top }, store, survey) {
     ]),
   );
   top.replaceChildren(...rows);
+}
+
+function ofBlobs(blobs) {
+  if (!blobs) return "";
+  const trouble = blobs.damaged ? `, ${whole(blobs.damaged)} damaged` : "";
+  return (
+    `; blobs: ${bytes(blobs.size_bytes)} for ${bytes(blobs.sum_bytes)} of files, ` +
+    `${bytes(blobs.written_bytes)} written, ${whole(blobs.unwritten)} not split yet${trouble}`
+  );
 }
 
 export const fullness = (store) =>
