@@ -58,6 +58,17 @@ class StoredSnapshot:
         self.path.unlink(missing_ok=True)
 
 
+@dataclass(slots=True)
+class StateFile:
+    """A state file that can be read; `made`: from blobs, for this reader, who may keep it."""
+
+    directory: KvDirectory
+    path: Path
+    identity: Identity
+    made: bool = False
+    keep: bool = False
+
+
 def open_directory(
     kv_dir: KvDir,
     others: Iterable[KvDirectory],

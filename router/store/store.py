@@ -12,7 +12,6 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -37,7 +36,7 @@ from router.store.blobs.tier import BlobTier
 from router.store.files import Identity
 from router.store.io_pool import Threads
 from router.store.listener import Deaf, StoreListener
-from router.store.records import KvDirectory, StoredSnapshot
+from router.store.records import KvDirectory, StateFile, StoredSnapshot
 from router.store.verify import Verified, Verifier
 
 T = TypeVar("T")
@@ -48,16 +47,6 @@ log = structlog.get_logger(__name__)
 # event loop for a third of a second.
 _RECOVERED_AT_ONCE = 100
 _TOLD_AT_ONCE = 10  # to find ten thousand in an index at once would hold up the event loop
-
-
-@dataclass(frozen=True, slots=True)
-class _StateFile:
-    """A state file that can be read; `made`: from blobs, for this reader alone."""
-
-    directory: KvDirectory
-    path: Path
-    identity: Identity
-    made: bool = False
 
 
 class KvStore:
@@ -330,6 +319,7 @@ class KvStore:
             restream = snapshot.shape.needs_restream(n_stream)
             if file.directory is target_directory and not restream:
                 if file.made:
+                    file.keep = True
                     self._opened.add((kv_dir, file.path.name))
                 else:
                     self._reading[snapshot.id] += 1  # until `close`
@@ -352,27 +342,28 @@ class KvStore:
     @asynccontextmanager
     async def _as_file(
         self, snapshot: Snapshot, directory: KvDirectory
-    ) -> AsyncIterator[_StateFile]:
+    ) -> AsyncIterator[StateFile]:
         """Yield the whole file of a snapshot, or one made in `directory` from its blobs.
 
-        One that was made is removed at the end, unless it is in `_opened`. Raises KvFileError if
-        the file is not as committed, or a blob is damaged.
+        Raises KvFileError if the file is not as committed, or a blob is damaged.
         """
         self._reading[snapshot.id] += 1  # its whole file is not dropped meanwhile
         try:
             held = await self._readable(snapshot)
             if held.snapshot.whole:
-                yield _StateFile(held.directory, held.path, held.identity)
+                if self._split is not None:
+                    self._split.used(held)
+                yield StateFile(held.directory, held.path, held.identity)
                 return
-            name = files.staging_name()
-            target = directory.path / name
+            target = directory.path / files.staging_name()
             identity = await self._assemble(held, directory, target)
+            file = StateFile(directory, target, identity, made=True)
             try:
-                yield _StateFile(directory, target, identity, made=True)
+                yield file
             finally:
-                if (directory.kv_dir, name) not in self._opened:
+                if not file.keep:
                     with suppress(KvError):
-                        await self._unlink(directory.kv_dir, name)
+                        await self._unlink(directory.kv_dir, target.name)
         finally:
             self._read(snapshot.id)
 
@@ -410,10 +401,11 @@ class KvStore:
 
     def _kv_directory(self) -> KvDirectory:
         """Return a directory for a file that is made of blobs. Raises KvError."""
-        for directory in self._distinct():
-            if self._blobs is None or directory.kv_dir != self._blobs.directory:
-                return directory
-        raise KvError("there is no KV directory to make a state file in")
+        blobs = None if self._split is None else self._split.tier.directory
+        found = next((one for one in self._distinct() if one is not blobs), None)
+        if found is None:
+            raise KvError("there is no KV directory to make a state file in")
+        return found
 
     def _threads_of(self, source: KvDirectory, target: KvDirectory) -> Threads:
         """Return the threads that read one directory and write another.

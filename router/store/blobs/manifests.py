@@ -125,7 +125,10 @@ def write(root: Path, manifest: Manifest, *, fsync: bool) -> int:
 
 def read(path: Path) -> Manifest:
     """Read a manifest. Raises KvFileError for a damaged one, KvError for one of a later version."""
-    raw = files.read_small(path)
+    try:
+        raw = files.read_small(path)
+    except FileNotFoundError:
+        raise KvFileError(f"{path.name} is missing") from None
     packed, checksum = raw[:-_SUM_BYTES], raw[-_SUM_BYTES:]
     if xxhash.xxh3_128_digest(packed) != checksum:
         raise KvFileError(f"{path.name}: its checksum is another one")

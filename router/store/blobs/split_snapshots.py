@@ -82,16 +82,20 @@ class SplitSnapshots:
             split = self.held.get(one.snapshot.id)
             if split is not None:
                 one.snapshot = replace(one.snapshot, blobs=split.snapshot.blobs)
-            self.behind.add(one.snapshot)
+            self.behind.add(one)
 
     def committed(self, held: StoredSnapshot) -> None:
         """Note a new whole file."""
-        self.behind.add(held.snapshot)
+        self.behind.add(held)
+
+    def used(self, held: StoredSnapshot) -> None:
+        """Note that a whole file was read."""
+        self.behind.used(held)
 
     def gone(self, held: StoredSnapshot) -> None:
         """Note that a snapshot is deleted: its whole file is not written any more."""
         if held.snapshot.whole:
-            self.behind.gone(held.snapshot)
+            self.behind.gone(held)
 
     async def damaged(self, blob: Blob) -> None:
         """Put a blob aside that cannot be read, and give up what cannot do without it.
@@ -104,7 +108,7 @@ class SplitSnapshots:
             if held is not None and held.snapshot.whole:
                 held.snapshot = replace(held.snapshot, blobs=())
                 self.listener().stored(held.snapshot)
-                self.behind.add(held.snapshot)
+                self.behind.add(held)
             elif held is not None:
                 del self.held[name]
                 self.listener().lost(held.snapshot, "a blob of it is damaged")
@@ -159,6 +163,7 @@ class SplitSnapshots:
         held = self._whole(snapshot)
         split = replace(held.snapshot, kv_dir=self.tier.kv_dir, whole=False)
         self.held[snapshot] = StoredSnapshot(split, self.tier.directory, _NO_FILE)
+        self.behind.gone(held)
         self.listener().stored(split)
         await self._delete(held)
 

@@ -21,6 +21,7 @@ from router.base.types import Blob, KvDir, Snapshot, SnapshotId
 from router.store import files
 from router.store.blobs import blob_files, manifests
 from router.store.blobs.manifests import Manifest
+from router.store.blobs.write_budget import WriteBudget
 from router.store.files import Identity
 from router.store.format.head import read_head
 from router.store.format.layout import OPAQUE, read_layout
@@ -51,7 +52,6 @@ class BlobTier:
     least_bytes: int = LEAST_BYTES
     shared: SharedBytes[SnapshotId] = field(default_factory=SharedBytes)
     counts: TierCounts = field(default_factory=TierCounts)
-    _manifests: dict[SnapshotId, Manifest] = field(default_factory=dict)
     # A blob that one task finds on disk must not be removed by another before it is in `shared`.
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -65,7 +65,7 @@ class BlobTier:
         return self.directory.path
 
     def __contains__(self, snapshot: SnapshotId) -> bool:
-        return snapshot in self._manifests
+        return snapshot in self.shared
 
     async def load(self) -> list[Snapshot]:
         """Read the directory; return the snapshots with all of their blobs. Removes all else."""
@@ -75,16 +75,14 @@ class BlobTier:
         kept: dict[Blob, Blob] = {}  # one object for each, however many manifests name it
         for first in range(0, len(paths), _READ_AT_ONCE):
             some = paths[first : first + _READ_AT_ONCE]
-            for manifest in await self._threads.unhurried(partial(_read_all, some)):
-                snapshot = manifest.snapshot(self.kv_dir)
+            for snapshot in await self._threads.unhurried(partial(_read_all, some, self.kv_dir)):
                 if there.blobs.issuperset(snapshot.blobs):
                     blobs = tuple(kept.setdefault(blob, blob) for blob in snapshot.blobs)
-                    self._manifests[manifest.id] = manifest
-                    self.shared.put(manifest.id, blobs)
+                    self.shared.put(snapshot.id, blobs)
                     found.append(replace(snapshot, blobs=blobs))
                     continue
-                log.warning("snapshot_not_recovered", snapshot=manifest.id, reason="blobs missing")
-                leftovers.append(manifests.path_of(self._root, manifest.id))
+                log.warning("snapshot_not_recovered", snapshot=snapshot.id, reason="blobs missing")
+                leftovers.append(manifests.path_of(self._root, snapshot.id))
         unused = [blob for blob in there.blobs if not self.shared.has(blob)]
         leftovers += [blob_files.path_of(self._root, blob.id) for blob in unused]
         leftovers += there.leftovers
@@ -101,14 +99,19 @@ class BlobTier:
         snapshot = held.snapshot
         async with self._changing:
             work = partial(self._write, held.path, held.identity, snapshot)
-            manifest, written_bytes = await self._threads.unhurried(work)
-            self._manifests[snapshot.id] = manifest
-            self.shared.put(snapshot.id, manifest.sized)
+            blobs, written_bytes = await self._threads.unhurried(work)
+            self.shared.put(snapshot.id, blobs)
         self.counts.written_bytes += written_bytes
         self.counts.split_bytes += snapshot.size_bytes
-        return replace(snapshot, blobs=manifest.sized)
+        return replace(snapshot, blobs=blobs)
 
-    def _write(self, path: Path, identity: Identity, snapshot: Snapshot) -> tuple[Manifest, int]:
+    def _write(
+        self, path: Path, identity: Identity, snapshot: Snapshot
+    ) -> tuple[tuple[Blob, ...], int]:
+        try:
+            self.directory.lock.check()
+        except KvFileError as error:  # it is no fault of the state file
+            raise KvError(str(error)) from error
         head, plan = _plan(path, identity, self.least_bytes)
         written = blob_files.write_blobs(self._root, path, identity, plan.spans(), fsync=self.fsync)
         shape = snapshot.shape
@@ -129,16 +132,16 @@ class BlobTier:
         except OSError:
             _remove(blob_files.path_of(self._root, blob.id) for blob in written.new)
             raise
-        return manifest, written.written_bytes + size_bytes
+        return written.blobs, written.written_bytes + size_bytes
 
     def assembly(self, snapshot: SnapshotId, target: Path, mode: int) -> "Assembly":
         """Return a function for a thread that makes the state file `target`."""
-        return Assembly(self._root, self._manifests[snapshot], target, mode)
+        return Assembly(self._root, snapshot, target, mode)
 
     async def remove(self, snapshot: SnapshotId) -> None:
         """Remove a snapshot, if it is there: its manifest, then the blobs that no other has."""
         async with self._changing:
-            if self._manifests.pop(snapshot, None) is None:
+            if snapshot not in self.shared:
                 return
             unused = self.shared.remove(snapshot)
             paths = [manifests.path_of(self._root, snapshot)]
@@ -160,7 +163,12 @@ class BlobTier:
         """
         blobs = self.shared.blobs(lambda blob: blob.id[0] == folder)
         work = partial(blob_files.damaged, self._root, blobs)
-        return blobs, await self._threads.unhurried(work)
+        damaged = await self._threads.unhurried(work)
+        return blobs, [blob for blob in damaged if self.shared.has(blob)]  # not removed meanwhile
+
+    async def note(self, budget: WriteBudget) -> None:
+        """Write down for the next run what was written. Raises KvError."""
+        await self._threads.unhurried(partial(budget.write, self._root))
 
     @property
     def _threads(self) -> Threads:
@@ -172,13 +180,13 @@ class Assembly:
     """The state file of a snapshot, to be put together from its blobs."""
 
     root: Path
-    manifest: Manifest
+    snapshot: SnapshotId
     target: Path
     mode: int
 
     def __call__(self) -> Identity:
-        """Make the file. Blocks. Raises DamagedBlobError, and OSError."""
-        one = self.manifest
+        """Make the file. Blocks. Raises DamagedBlobError, KvFileError, KvError and OSError."""
+        one = manifests.read(manifests.path_of(self.root, self.snapshot))
         return blob_files.assemble(
             self.root, one.head, one.parts, self.target, one.split.size_bytes, self.mode
         )
@@ -201,12 +209,12 @@ def _plan(path: Path, expected: Identity, least_bytes: int) -> tuple[bytes, Spli
         return file.read(head.end), split(head.end, layout, expected.size_bytes, least_bytes)
 
 
-def _read_all(paths: Iterable[Path]) -> list[Manifest]:
+def _read_all(paths: Iterable[Path], kv_dir: KvDir) -> list[Snapshot]:
     """Read manifests; remove those that are damaged. Raises KvError for a later version."""
-    found: list[Manifest] = []
+    found: list[Snapshot] = []
     for path in paths:
         try:
-            found.append(manifests.read(path))
+            found.append(manifests.read(path).snapshot(kv_dir))
         except KvFileError as error:
             log.warning("manifest_damaged", file=path.name, reason=str(error))
             _remove([path])

@@ -13,10 +13,11 @@ from typing import Protocol
 import structlog
 
 from router.base.errors import KvError, KvFileError
-from router.base.types import KvDir, Snapshot, SnapshotId
+from router.base.types import KvDir, SnapshotId
 from router.store.blobs.tier import BlobTier
 from router.store.blobs.whole_files import WholeFiles
 from router.store.blobs.write_budget import WriteBudget
+from router.store.records import StoredSnapshot
 
 log = structlog.get_logger(__name__)
 
@@ -53,20 +54,24 @@ class WriteBehind:
     put_off: int = 0  # writes: no budget or no room, or the snapshot would soon be evicted
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def add(self, snapshot: Snapshot) -> None:
+    def add(self, held: StoredSnapshot) -> None:
         """Note a whole file: a new one, or one found at the start."""
+        snapshot = held.snapshot
         due = None if snapshot.id in self.tier else _now() + self.after_s
-        self.directories[snapshot.kv_dir].add(snapshot.id, snapshot.size_bytes, due)
+        self._files(held).add(snapshot.id, snapshot.size_bytes, due)
         self._wake.set()
 
-    def used(self, snapshot: Snapshot) -> None:
+    def used(self, held: StoredSnapshot) -> None:
         """Note that a whole file was read."""
-        self.directories[snapshot.kv_dir].use(snapshot.id)
-        self._wake.set()
+        self._files(held).use(held.snapshot.id)
 
-    def gone(self, snapshot: Snapshot) -> None:
-        """Note that a whole file was deleted."""
-        self.directories[snapshot.kv_dir].drop(snapshot.id)
+    def gone(self, held: StoredSnapshot) -> None:
+        """Note that a whole file is deleted."""
+        self._files(held).drop(held.snapshot.id)
+
+    def _files(self, held: StoredSnapshot) -> WholeFiles:
+        # A directory may be open under two names: that of the snapshot may be the other one.
+        return self.directories[held.directory.kv_dir]
 
     async def run(self) -> None:
         """Write and drop files for ever."""
@@ -108,6 +113,8 @@ class WriteBehind:
             try:
                 self.budget.spend(await self.owner.write_blobs(snapshot))
                 files.written(snapshot)
+                with suppress(KvError):  # a restart then allows these bytes once more
+                    await self.tier.note(self.budget)
                 return True
             except KvFileError as error:
                 log.warning("snapshot_not_written", snapshot=snapshot, reason=str(error))

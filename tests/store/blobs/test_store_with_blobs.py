@@ -380,6 +380,59 @@ async def test_a_damaged_manifest_is_swept(place: Place, harm: str) -> None:
     assert len(place.disk()) == 1 + len(second.blobs), "nothing is unreachable"
 
 
+@pytest.mark.parametrize("harm", ["gone", "flipped"])
+async def test_a_manifest_that_is_damaged_later_is_a_miss(place: Place, harm: str) -> None:
+    store, told, _ = await place.store()
+    snapshot = await until(told, await place.put(store, state(700)))
+    path = manifests.path_of(place.blobs, snapshot.id)
+    raw = path.read_bytes()
+    path.unlink()
+    if harm == "flipped":
+        path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(KvFileError, match=r"missing|checksum"):
+        await place.read(store, snapshot)
+    await store.quarantine(snapshot, "cannot be read")
+    await store.aclose()
+    assert not place.disk()
+
+
+async def test_the_budget_outlives_a_restart(place: Place) -> None:
+    store, told, _ = await place.store(whole_bytes=None, max_written_per_day=10)
+    await until(told, await place.put(store, state(700)), whole=True)
+    await store.aclose()
+    store, told, _ = await place.store(whole_bytes=None, max_written_per_day=10)
+    other = await place.put(store, state(700, 1))
+    status = store.tier_status()
+    assert status is not None
+    assert status.budget_left_bytes == 0
+    await store.aclose()
+    assert other.id not in told.now
+
+
+async def test_a_directory_under_another_name(place: Place) -> None:
+    store, told, _ = await place.store()
+    alias = place.kv.with_name("alias")
+    alias.symlink_to(place.kv, target_is_directory=True)
+    assert await store.add([KvDir(str(alias))]) == []
+    place.kv = alias
+    snapshot = await until(told, await place.put(store, state(700)))
+    assert await place.read(store, snapshot) == state(700)
+
+
+async def test_another_disk_in_the_place_of_the_blobs(place: Place) -> None:
+    store, told, _ = await place.store(write_after_s=LONG, whole_bytes=None)
+    snapshot = await place.put(store, state(700))
+    moved = place.blobs.rename(place.blobs.with_name("moved"))
+    place.blobs.mkdir()
+    await store.write_out()
+    assert not place.disk(), "no prompt is written to another disk"
+    assert await place.read(store, snapshot) == state(700)
+    place.blobs.rmdir()
+    moved.rename(place.blobs)
+    await store.aclose()
+    assert snapshot.id in told.now
+
+
 async def test_a_missing_blob_is_found_at_the_start(place: Place) -> None:
     store, noting, _ = await place.store()
     first = await until(noting, await place.put(store, state(700, 1)))
