@@ -297,7 +297,7 @@ class Engine:
             await asyncio.sleep(0)
 
     def keeps(self, snapshot: SnapshotId) -> bool:
-        """Return whether a snapshot is in use, and not the next one to be evicted."""
+        """Return whether a snapshot is not to be deleted, nor the next one to be evicted."""
         return not self._scheduler.state.inventory.catalog.is_evicted_next(snapshot)
 
     async def purge(self, snapshots: Sequence[SnapshotId]) -> None:

@@ -475,7 +475,7 @@ class KvStore:
         if held.snapshot.whole:
             await held.directory.threads.unhurried(partial(records.take_out, held, remove))
         if self._split is not None:
-            await self._split.tier.remove(held.snapshot.id)
+            await self._split.remove(held)
 
     async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
         """Drop the record of a misbehaving snapshot; keep its file for the operator."""

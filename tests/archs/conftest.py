@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.files.small_blobs import make_blobs_small
 from tests.support.models.arch_models import with_vocabulary
 from tests.support.models.own_archs import OWN
 
 SEEDS = range(1, 6)
 _WRITE_S = 300.0
+
+
+@pytest.fixture(autouse=True)
+def small_blobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the small states of these models have blobs of rows."""
+    make_blobs_small(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session")

@@ -85,9 +85,18 @@ async def play(model: Path, folder: Path, argv: Sequence[str], n_ctx: int = 8192
             first = await game.before_restart(kvferry)
         for name in SLOTS:
             await servers[name].restart()
-        async with running(backends, folder, yaml=YAML) as kvferry:
+        # What is restored after this was split, and is put together again.
+        blobs = f"store: {{blobs: '{folder.parent}/blobs', write_after: 0, whole_files: 0}}"
+        async with running(backends, folder, yaml=f"{YAML}\n{blobs}") as kvferry:
+            if played.kind not in ("", "unknown"):
+                await kvferry.until(_is_split)
             await game.after_restart(kvferry, first)
     return played
+
+
+def _is_split(state: Json) -> bool:
+    """Return whether no snapshot has a whole file any more."""
+    return not state["snapshots"]["blobs"]["whole_files"]
 
 
 @asynccontextmanager

@@ -197,10 +197,13 @@ class Catalog:
             self._shared.put(snapshot.id, _blobs(snapshot))
 
     def is_evicted_next(self, snapshot: SnapshotId) -> bool:
-        """Return whether a snapshot goes as soon as there is a new one; True if it is gone."""
+        """Return whether a snapshot goes as soon as there is a new one.
+
+        False for an unknown one: the store has just found it.
+        """
         entry = self._entries.get(snapshot)
         if entry is None or entry.doomed:
-            return True
+            return entry is not None
         is_full = self._is_over(self.total_bytes + entry.snapshot.size_bytes)
         return is_full and len(self._ranks) > 1 and self._ranks.least() == snapshot
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import supervise
-from router.base.types import Blob, KvDir, SnapshotId, TierStatus
+from router.base.types import Blob, KvDir, Snapshot, SnapshotId, TierStatus
 from router.store import records
 from router.store.blobs.tier import BlobTier
 from router.store.blobs.whole_files import WholeFiles
@@ -57,6 +57,7 @@ class SplitSnapshots:
     wall_now: Callable[[], float]
     reading: Counter[SnapshotId]  # whole files, by their readers
     behind: WriteBehind = field(init=False)
+    _left_to: dict[SnapshotId, list[SnapshotId]] = field(default_factory=dict)  # by heir
     _running: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +97,34 @@ class SplitSnapshots:
         """Note that a snapshot is deleted: its whole file is not written any more."""
         if held.snapshot.whole:
             self.behind.gone(held)
+
+    async def remove(self, held: StoredSnapshot) -> None:
+        """Remove the blobs of a deleted snapshot, or leave them to its heir."""
+        name = held.snapshot.id
+        left = [*self._left_to.pop(name, ()), name]
+        heir = self._heir_of(held.snapshot)
+        if heir is not None:
+            self._left_to.setdefault(heir, []).extend(left)
+            return
+        for one in left:
+            await self.tier.remove(one)
+
+    def _heir_of(self, snapshot: Snapshot) -> SnapshotId | None:
+        """Return a whole file that is not written yet and goes on from a snapshot.
+
+        It has the rows of the snapshot, whose blobs would have to be written once more.
+        """
+        for files in self.behind.directories.values():
+            for name in files.unwritten():
+                other = self.held.get(name)
+                if other is not None and _goes_on(other.snapshot, snapshot):
+                    return name
+        return None
+
+    async def _inherited(self, heir: SnapshotId) -> None:
+        """Remove what was left to a snapshot that is written now."""
+        for one in self._left_to.pop(heir, ()):
+            await self.tier.remove(one)
 
     async def damaged(self, blob: Blob) -> None:
         """Put a blob aside that cannot be read, and give up what cannot do without it.
@@ -156,6 +185,7 @@ class SplitSnapshots:
             raise KvFileError(f"snapshot {snapshot} was deleted while it was split")
         held.snapshot = split
         self.listener().stored(split)
+        await self._inherited(snapshot)
         return self.tier.counts.written_bytes - before
 
     async def drop_whole(self, snapshot: SnapshotId) -> None:
@@ -177,6 +207,7 @@ class SplitSnapshots:
         log.warning("snapshot_given_up", snapshot=snapshot, reason=reason)
         self.listener().lost(held.snapshot, reason)
         await self._delete(held)
+        await self.remove(held)
 
     def _whole(self, snapshot: SnapshotId) -> StoredSnapshot:
         held = self.held.get(snapshot)
@@ -187,3 +218,9 @@ class SplitSnapshots:
     async def _delete(self, held: StoredSnapshot) -> None:
         held.gone = True
         await held.directory.threads.unhurried(partial(records.take_out, held, held.unlink))
+
+
+def _goes_on(longer: Snapshot, snapshot: Snapshot) -> bool:
+    """Return whether a snapshot begins with all of another one."""
+    alike = longer.namespace == snapshot.namespace
+    return alike and longer.tokens.startswith(snapshot.tokens)

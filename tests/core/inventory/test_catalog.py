@@ -123,7 +123,10 @@ def test_which_snapshot_would_be_evicted_next() -> None:
     assert not catalog.is_evicted_next(S2)
     catalog.protect(S1, 99.0)
     assert not catalog.is_evicted_next(S1)
-    assert catalog.is_evicted_next(SnapshotId("unknown"))
+    assert not catalog.is_evicted_next(SnapshotId("found just now"))
+    catalog.add_reference(S2, NOW)
+    catalog.remove(S2)
+    assert catalog.is_evicted_next(S2), "to be deleted when it was read"
 
 
 # -- adding ------------------------------------------------------------------------------------

@@ -110,6 +110,12 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
         await store.aclose()
 
 
+def written_bytes(store: KvStore) -> int:
+    status = store.tier_status()
+    assert status is not None
+    return status.written_bytes
+
+
 async def until(noting: Told, snapshot: Snapshot, *, whole: bool = False) -> Snapshot:
     """Wait until a snapshot is split, and has its whole file or has it no more."""
     async with asyncio.timeout(30):
@@ -162,6 +168,35 @@ async def test_equal_bytes_are_stored_once(place: Place) -> None:
     await store.delete(second)
     assert await place.read(store, first) == state(700, 1)
     await store.delete(first)
+    assert not place.disk()
+
+
+async def test_the_blobs_of_a_state_are_left_to_the_next(place: Place) -> None:
+    """Else the next turn of a conversation is written as a whole, once its state replaced this."""
+    store, told, _ = await place.store(whole_bytes=None)
+    first = await until(told, await place.put(store, state(600)), whole=True)
+    told.worth = False
+    second = await place.put(store, state(700))
+    third = await place.put(store, state(800))
+    written = written_bytes(store)
+    await store.delete(first)
+    assert manifests.path_of(place.blobs, first.id).exists(), "a kill may come now"
+    await store.delete(second)
+    told.worth = True
+    await store.write_out()
+    new = [blob for blob in told.now[third.id].blobs if blob not in first.blobs]
+    spent = written_bytes(store) - written
+    assert sum(blob.size_bytes for blob in new) < spent < sum(b.size_bytes for b in first.blobs)
+    assert len(place.disk()) == 1 + len(told.now[third.id].blobs)
+
+
+async def test_what_was_left_to_nobody_goes(place: Place) -> None:
+    store, told, _ = await place.store(whole_bytes=None)
+    first = await until(told, await place.put(store, state(600)), whole=True)
+    told.worth = False
+    second = await place.put(store, state(700))
+    await store.delete(first)
+    await store.delete(second)
     assert not place.disk()
 
 
