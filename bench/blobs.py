@@ -187,8 +187,7 @@ async def _day(report: Report, options: argparse.Namespace, kv: Path, blobs: Pat
                 snapshot = await place.save(tokens, 0 if last is None else len(last), source)
                 summed += snapshot.size_bytes
                 keep = kv.parent / f"agent{agent}"
-                keep.unlink(missing_ok=True)
-                os.link(place.path(snapshot), keep)
+                await asyncio.to_thread(_keep, place.path(snapshot), keep)
                 if last is not None:
                     await place.store.delete(last)
                 held[agent] = snapshot
@@ -199,6 +198,12 @@ async def _day(report: Report, options: argparse.Namespace, kv: Path, blobs: Pat
     written = _written_bytes() - before
     n = options.agents * options.turns
     report.add("day", n, summed / _GIB, written / _GIB, written / summed, None, None, loop.worst)
+
+
+def _keep(path: Path, name: Path) -> None:
+    """Keep a file under another name: the store deletes it. Frees gigabytes of the one before."""
+    name.unlink(missing_ok=True)
+    os.link(path, name)
 
 
 def _written_bytes() -> int:

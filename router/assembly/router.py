@@ -158,7 +158,8 @@ async def build(
         )
         tasks.supervise(vitals.watch_loop, name="event loop lag")
         tasks.supervise(vitals.watch_disks, name="room on disk")
-        tasks.supervise(partial(_watch_room, parts, config.store), name="min_free")
+        if config.store.min_free_bytes:
+            tasks.supervise(partial(_watch_room, parts, config.store), name="min_free")
         tasks.supervise(parts.gpus.watch, name="memory of GPUs")
         stack.callback(parts.throttle.open)
         yield Router(
@@ -181,7 +182,7 @@ async def _watch_room(parts: Parts, config: StoreConfig) -> None:
     def places() -> tuple[KvDir, ...]:
         return parts.store.kv_dirs if config.blobs is None else (KvDir(str(config.blobs)),)
 
-    def tell(spare_bytes: int) -> None:
+    def tell(spare_bytes: int | None) -> None:
         parts.engine.tell(ev.RoomFound(spare_bytes))
 
     await room.watch(places, config.min_free_bytes, tell)

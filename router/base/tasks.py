@@ -120,6 +120,24 @@ class Tasks:
         """Run `coro` as the function `spawn` does; this object owns the task until it is done."""
         _ = _spawn(coro, name, self._tasks)
 
+    async def complete(self, coro: Work, *, name: str) -> None:
+        """Run `coro` to its end, even if the caller is cancelled; raise what it raises."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def run() -> None:
+            try:
+                await coro
+            except Exception as error:
+                if done.done():
+                    raise
+                done.set_exception(error)
+            else:
+                if not done.done():
+                    done.set_result(None)
+
+        self.spawn(run(), name=name)
+        await done
+
     def supervise(self, loop: Callable[[], Work], *, name: str) -> None:
         """Run a loop as the function `supervise` does; this object owns its task."""
         _ = _spawn(_again_and_again(loop, name), name, self._tasks)

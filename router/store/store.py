@@ -129,7 +129,8 @@ class KvStore:
                 self._split.opened(directory, [h for h in found if h.directory is directory])
         self._held |= {held.snapshot.id: held for held in found}
         names += [held.snapshot.id for held in found]
-        return [self._held[name].snapshot for name in dict.fromkeys(names)]
+        offered = [self._held[name].snapshot for name in dict.fromkeys(names)]
+        return sorted(offered, key=lambda snapshot: snapshot.saved_at)
 
     async def _open_blobs(self, settings: BlobSettings) -> SplitSnapshots:
         """Lock and read the directory of the tier. Raises KvError."""
@@ -377,7 +378,8 @@ class KvStore:
         try:
             return await threads.bulk(work, lambda _: target.unlink(missing_ok=True))
         except DamagedBlobError as error:
-            await self._split.damaged(error.blob)
+            losing = self._split.damaged(error.blob)
+            self._background.spawn(losing, name=f"blob_damaged {held.snapshot.id}")
             raise
 
     async def _readable(self, snapshot: Snapshot) -> StoredSnapshot:
@@ -390,7 +392,8 @@ class KvStore:
         except KvFileError:
             if self._split is None or snapshot.id not in self._split.tier:
                 raise
-            await self._split.drop_whole(snapshot.id)
+            if self._held[snapshot.id].snapshot.whole:  # no other reader has found it before
+                await self._split.drop_whole(snapshot.id)
             return self._held[snapshot.id]
 
     def _read(self, snapshot: SnapshotId) -> None:
@@ -467,7 +470,8 @@ class KvStore:
         held = self._held.pop(snapshot.id, None)
         if held is not None:
             held.gone = True
-            await self._remove(held, held.unlink)
+            removing = self._remove(held, held.unlink)
+            await self._background.complete(removing, name=f"delete {snapshot.id}")
 
     async def _remove(self, held: StoredSnapshot, remove: Callable[[], None]) -> None:
         if self._split is not None:
@@ -483,7 +487,8 @@ class KvStore:
         if held is not None:
             held.gone = True
             log.warning("snapshot_quarantined", snapshot=snapshot.id, reason=reason)
-            await self._remove(held, partial(files.quarantine, held.path))
+            removing = self._remove(held, partial(files.quarantine, held.path))
+            await self._background.complete(removing, name=f"quarantine {snapshot.id}")
 
     def _distinct(self) -> list[KvDirectory]:
         return list({id(d): d for d in self._directories.values()}.values())
@@ -576,9 +581,8 @@ class KvStore:
                 await self._unlink(kv_dir, name)
 
     async def _make_durable(self, held: StoredSnapshot) -> None:
-        fsync = self._fsync and self._split is None  # else its blobs are what survives a crash
         try:
-            await held.directory.threads.unhurried(partial(records.record, held, fsync=fsync))
+            await held.directory.threads.unhurried(partial(records.record, held, fsync=self._fsync))
         except KvError as error:
             if held.gone:
                 return  # deleted meanwhile, and its file with it

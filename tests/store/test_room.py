@@ -39,6 +39,18 @@ def test_spare_bytes(
     assert room.spare(places, floor * MIB) == spare * MIB
 
 
+def test_missing_bytes_are_told_once_until_files_had_time_to_go() -> None:
+    missing = room.Missing()
+    assert not missing.is_known(-100)
+    assert missing.is_known(-100), "being deleted"
+    assert missing.is_known(-40)
+    assert not missing.is_known(-130), "somebody has written more"
+    assert [missing.is_known(-130) for _ in range(8)] == [True] * 6 + [False, True]
+    assert not missing.is_known(50)
+    assert not missing.is_known(None)
+    assert not missing.is_known(-1)
+
+
 def test_of_several_disks_nothing_can_be_said(tmp_path: Path) -> None:
     other = "/proc" if tmp_path.stat().st_dev != Path("/proc").stat().st_dev else "/sys"
     assert room.spare([KvDir(str(tmp_path)), KvDir(other)], 0) is None

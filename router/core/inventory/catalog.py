@@ -262,9 +262,16 @@ class Catalog:
         """Return whether a snapshot of this size could be kept at all."""
         return self.limits.admits(n_tokens, size_bytes) and size_bytes <= self.room_bytes
 
-    def found_room(self, spare_bytes: int) -> None:
-        """Note how many bytes more the disk has for snapshots; less than 0: so many have to go."""
-        self.room_bytes = max(self.total_bytes + spare_bytes, 0)
+    def found_room(self, spare_bytes: int | None) -> None:
+        """Note how many bytes more the disk has for snapshots; less than 0: so many have to go.
+
+        None: nothing is known of the disk.
+        """
+        self.room_bytes = inf if spare_bytes is None else max(self.total_bytes + spare_bytes, 0)
+
+    def found_on_disk(self, size_bytes: int) -> None:
+        """Note that snapshots are to be added that take no more room: they are on the disk."""
+        self.room_bytes += size_bytes
 
     def shrink(self) -> list[Snapshot]:
         """Evict the least valuable until the limits hold; return the snapshots to delete now.

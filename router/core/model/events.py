@@ -158,9 +158,12 @@ class SnapshotLost(Struct, frozen=True):
 
 
 class RoomFound(Struct, frozen=True):
-    """The disk of the snapshots has so many bytes to spare; less than 0: so many are missing."""
+    """The disk of the snapshots has so many bytes to spare; less than 0: so many are missing.
 
-    spare_bytes: int
+    None: nothing is known of the disk.
+    """
+
+    spare_bytes: int | None
 
 
 class SnapshotStored(Struct, frozen=True):

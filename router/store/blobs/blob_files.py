@@ -5,10 +5,11 @@ never changed and never written twice. Two checks: a read compares the header's 
 with the disk; `verify` also computes the name anew. Every function blocks, and may raise OSError.
 """
 
+import errno
 import mmap
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -88,7 +89,10 @@ def is_there(root: Path, blob: Blob) -> bool:
 def write(root: Path, blob: Blob, raw: memoryview, *, fsync: bool) -> int:
     """Write a blob durably, whole or not at all; return the bytes written."""
     path = path_of(root, blob.id)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+    if not path.parent.exists():
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        if fsync:
+            sync_directory(root)
     new = path.with_name(f"{path.name}-{os.urandom(4).hex()}.new")
     header = _HEADER.pack(_MAGIC, _VERSION, _RAW, 0, len(raw), xxhash.xxh3_128_digest(raw), blob.id)
     file = files.create(new)
@@ -119,18 +123,21 @@ def read(root: Path, blob: Blob, buffer: Buffer) -> memoryview:
         file = files.open_regular(path)
     except FileNotFoundError:
         raise KvFileError(f"blob {path.name} is missing") from None
-    with file:
-        parts = [memoryview(bytearray(_HEADER.size)), buffer.of(blob.size_bytes)]
-        n = os.preadv(file.fileno(), parts, 0)
-        found = _HEADER.unpack(parts[0])
-        raw = parts[1]
-        while n < _HEADER.size + len(raw) and (
-            more := os.preadv(file.fileno(), [raw[n - _HEADER.size :]], n)
-        ):
-            n += more
-    whole = n == _HEADER.size + len(raw)
-    expected = (_MAGIC, _VERSION, _RAW, 0, len(raw), xxhash.xxh3_128_digest(raw), blob.id)
-    if not whole or found != expected:
+    raw, n = buffer.of(blob.size_bytes), 0
+    try:
+        with file:
+            header = os.pread(file.fileno(), _HEADER.size, 0)
+            while n < len(raw) and (
+                more := os.preadv(file.fileno(), [raw[n : n + copies.CALL]], len(header) + n)
+            ):
+                n += more
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise KvFileError(f"blob {path.name} cannot be read") from error  # nor ever will be
+    expected = (_MAGIC, _VERSION, _RAW, 0, n, xxhash.xxh3_128_digest(raw), blob.id)
+    whole = n == len(raw) and len(header) == _HEADER.size
+    if not whole or _HEADER.unpack(header) != expected:
         raise KvFileError(f"blob {path.name} is damaged")
     return raw
 
@@ -190,11 +197,10 @@ def scan(root: Path) -> Found:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The blobs of a file that was split, those that were new, and the bytes written for them."""
+    """The blobs of a file that was split, and those that were new."""
 
     blobs: tuple[Blob, ...]
     new: tuple[Blob, ...]
-    written_bytes: int
 
 
 def write_blobs(
@@ -204,14 +210,14 @@ def write_blobs(
     spans: Iterable[list[Span]],
     *,
     fsync: bool,
+    wrote: Callable[[int], object] = lambda _: None,
 ) -> Written:
-    """Write the blobs of a state file that are not there yet.
+    """Write the blobs of a state file that are not there yet; call `wrote` with the bytes of each.
 
     Raises KvFileError if `source` is no longer `expected`. No new blob is left on failure.
     """
     blobs: list[Blob] = []
     new: list[Blob] = []
-    written_bytes = 0
     buffer = Buffer()
     try:
         with files.open_regular(source) as file:
@@ -222,7 +228,7 @@ def write_blobs(
                 blobs.append(blob)
                 if not is_there(root, blob):
                     new.append(blob)
-                    written_bytes += write(root, blob, raw, fsync=fsync)
+                    wrote(write(root, blob, raw, fsync=fsync))
             if files.identity_of(file) != expected:
                 raise KvFileError(f"{source.name} changed while it was split")
     except BaseException:
@@ -230,7 +236,7 @@ def write_blobs(
             with suppress(OSError):
                 unlink(root, blob.id)
         raise
-    return Written(tuple(blobs), tuple(new), written_bytes)
+    return Written(tuple(blobs), tuple(new))
 
 
 def _read_checked(root: Path, blob: Blob, buffer: Buffer) -> memoryview:

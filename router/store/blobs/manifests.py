@@ -28,7 +28,7 @@ FOLDER = "manifests"
 FORMAT_VERSION = 1
 
 _NAME = re.compile(r"kvf-([0-9a-f]{32})\.manifest")
-_TEMPORARY = re.compile(r"kvf-[0-9a-f]{32}\.manifest\.new")
+_TEMPORARY = re.compile(r"kvf-[0-9a-f]{32}\.manifest-[0-9a-f]+\.new")
 _SUM_BYTES = 16
 
 
@@ -108,7 +108,7 @@ _manifest_of = msgpack_decoder(Manifest)
 def write(root: Path, manifest: Manifest, *, fsync: bool) -> int:
     """Write a manifest durably; return the bytes written. Raises OSError."""
     path = path_of(root, manifest.id)
-    new = path.with_name(f"{path.name}.new")
+    new = path.with_name(f"{path.name}-{os.urandom(4).hex()}.new")
     raw = msgspec.msgpack.encode(manifest)
     raw += xxhash.xxh3_128_digest(raw)
     try:
@@ -163,7 +163,9 @@ def name_of(snapshot: SnapshotId) -> str:
 def scan(root: Path) -> tuple[list[Path], list[Path]]:
     """Return the paths of all manifests, and of what writes have left. Creates their directory."""
     folder = root / FOLDER
-    folder.mkdir(mode=0o700, exist_ok=True)
+    if not folder.exists():
+        folder.mkdir(mode=0o700)
+        sync_directory(root)
     paths = list(folder.iterdir())
     return (
         [path for path in paths if _NAME.fullmatch(path.name)],

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import supervise
 from router.base.types import Blob, KvDir, Snapshot, SnapshotId, TierStatus
-from router.store import records
+from router.store import files, records
 from router.store.blobs.tier import BlobTier
 from router.store.blobs.whole_files import WholeFiles
 from router.store.blobs.write_behind import WriteBehind
@@ -57,6 +57,7 @@ class SplitSnapshots:
     wall_now: Callable[[], float]
     reading: Counter[SnapshotId]  # whole files, by their readers
     behind: WriteBehind = field(init=False)
+    directories: dict[KvDir, KvDirectory] = field(default_factory=dict)
     _left_to: dict[SnapshotId, list[SnapshotId]] = field(default_factory=dict)  # by heir
     _running: asyncio.Task[None] | None = None
 
@@ -77,6 +78,7 @@ class SplitSnapshots:
     def opened(self, directory: KvDirectory, found: Sequence[StoredSnapshot]) -> None:
         """Note a KV directory and its whole files; those without blobs will get them."""
         room = directory.disk_bytes * _SHARE
+        self.directories[directory.kv_dir] = directory
         limit = self.settings.whole_bytes
         self.behind.directories[directory.kv_dir] = WholeFiles(room if limit is None else limit)
         for one in found:
@@ -101,6 +103,8 @@ class SplitSnapshots:
     async def remove(self, held: StoredSnapshot) -> None:
         """Remove the blobs of a deleted snapshot, or leave them to its heir."""
         name = held.snapshot.id
+        if name in self.tier:
+            await self.tier.forget(name)
         left = [*self._left_to.pop(name, ()), name]
         heir = self._heir_of(held.snapshot)
         if heir is not None:
@@ -114,8 +118,8 @@ class SplitSnapshots:
 
         It has the rows of the snapshot, whose blobs would have to be written once more.
         """
-        for files in self.behind.directories.values():
-            for name in files.unwritten():
+        for whole in self.behind.directories.values():
+            for name in whole.unwritten():
                 other = self.held.get(name)
                 if other is not None and _goes_on(other.snapshot, snapshot):
                     return name
@@ -131,8 +135,8 @@ class SplitSnapshots:
 
         A snapshot with a whole file is split again.
         """
-        for name in await self.tier.damaged(blob):
-            await self.tier.remove(name)
+        names = await self.tier.damaged(blob)
+        for name in names:
             held = self.held.get(name)
             if held is not None and held.snapshot.whole:
                 held.snapshot = replace(held.snapshot, blobs=())
@@ -141,11 +145,13 @@ class SplitSnapshots:
             elif held is not None:
                 del self.held[name]
                 self.listener().lost(held.snapshot, "a blob of it is damaged")
+        for name in names:
+            await self.tier.remove(name)
 
     async def aclose(self) -> None:
         """Write what is not written yet; the directories must still be open."""
         if self._running is not None:
-            self._running.cancel()
+            self.behind.stop()
             await asyncio.wait([self._running])
             with suppress(KvError):
                 await self.behind.finish()
@@ -159,9 +165,9 @@ class SplitSnapshots:
             blobs=tier.shared.n_blobs,
             blob_bytes=tier.shared.total_bytes,
             sum_bytes=tier.shared.sum_bytes,
-            whole_files=sum(len(files) for files in directories),
-            whole_bytes=sum(files.total_bytes for files in directories),
-            unwritten=sum(len(files.unwritten()) for files in directories),
+            whole_files=sum(len(one) for one in directories),
+            whole_bytes=sum(one.total_bytes for one in directories),
+            unwritten=sum(len(one.unwritten()) for one in directories),
             written_bytes=tier.counts.written_bytes,
             split_bytes=tier.counts.split_bytes,
             put_off=behind.put_off,
@@ -171,14 +177,21 @@ class SplitSnapshots:
 
     # -- for the task that writes and drops ---------------------------------------------------
 
+    def hangs(self, kv_dir: KvDir) -> bool:
+        """Return whether a KV directory, or that of the blobs, does not answer."""
+        found = self.directories.get(kv_dir)
+        return self.tier.directory.threads.hangs or found is None or found.threads.hangs
+
     def is_worth_writing(self, snapshot: SnapshotId) -> bool:
         """Return whether a snapshot would be kept, and not evicted next."""
         return self.listener().is_worth_writing(snapshot)
 
-    async def write_blobs(self, snapshot: SnapshotId) -> int:
-        """Write the blobs of a whole file; return the bytes written. Raises KvError."""
+    async def write_blobs(self, snapshot: SnapshotId) -> None:
+        """Write the blobs of a whole file. Raises KvError."""
         held = self._whole(snapshot)
-        before = self.tier.counts.written_bytes
+        threads = held.directory.threads
+        if await threads.quick(partial(files.identity, held.path)) != held.identity:
+            await threads.bulk(partial(records.check_again, held))  # touched, or another file
         split = await self.tier.write(held)
         if self.held.get(snapshot) is not held:
             await self.tier.remove(snapshot)
@@ -186,11 +199,12 @@ class SplitSnapshots:
         held.snapshot = split
         self.listener().stored(split)
         await self._inherited(snapshot)
-        return self.tier.counts.written_bytes - before
 
     async def drop_whole(self, snapshot: SnapshotId) -> None:
         """Delete a whole file whose blobs are written. Raises KvError."""
         held = self._whole(snapshot)
+        if not held.snapshot.blobs or snapshot not in self.tier:
+            raise KvFileError(f"the blobs of {snapshot} are not written")
         split = replace(held.snapshot, kv_dir=self.tier.kv_dir, whole=False)
         self.held[snapshot] = StoredSnapshot(split, self.tier.directory, _NO_FILE)
         self.behind.gone(held)
@@ -200,7 +214,7 @@ class SplitSnapshots:
     async def give_up(self, snapshot: SnapshotId, reason: str) -> None:
         """Delete a snapshot for which there is no room. Raises KvError."""
         held = self._whole(snapshot)
-        if snapshot in self.tier:
+        if held.snapshot.blobs:
             await self.drop_whole(snapshot)
             return
         del self.held[snapshot]

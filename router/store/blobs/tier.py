@@ -94,26 +94,29 @@ class BlobTier:
     async def write(self, held: StoredSnapshot) -> Snapshot:
         """Write the blobs of a state file that are not there yet, and the manifest after them.
 
-        Return the snapshot with its blobs. Raises KvFileError if the file has changed.
+        Return the snapshot with its blobs. Raises KvFileError if the file has changed; KvError if
+        this directory hangs, or another one took its place.
         """
         snapshot = held.snapshot
+        await self._threads.quick(self._check)
         async with self._changing:
             work = partial(self._write, held.path, held.identity, snapshot)
-            blobs, written_bytes = await self._threads.unhurried(work)
+            blobs = await self._threads.unhurried(work)
             self.shared.put(snapshot.id, blobs)
-        self.counts.written_bytes += written_bytes
         self.counts.split_bytes += snapshot.size_bytes
         return replace(snapshot, blobs=blobs)
 
-    def _write(
-        self, path: Path, identity: Identity, snapshot: Snapshot
-    ) -> tuple[tuple[Blob, ...], int]:
+    def _check(self) -> None:
         try:
             self.directory.lock.check()
         except KvFileError as error:  # it is no fault of the state file
             raise KvError(str(error)) from error
+
+    def _write(self, path: Path, identity: Identity, snapshot: Snapshot) -> tuple[Blob, ...]:
         head, plan = _plan(path, identity, self.least_bytes)
-        written = blob_files.write_blobs(self._root, path, identity, plan.spans(), fsync=self.fsync)
+        written = blob_files.write_blobs(
+            self._root, path, identity, plan.spans(), fsync=self.fsync, wrote=self._wrote
+        )
         shape = snapshot.shape
         manifest = Manifest(
             id=snapshot.id,
@@ -132,11 +135,21 @@ class BlobTier:
         except OSError:
             _remove(blob_files.path_of(self._root, blob.id) for blob in written.new)
             raise
-        return written.blobs, written.written_bytes + size_bytes
+        self._wrote(size_bytes)
+        return written.blobs
+
+    def _wrote(self, size_bytes: int) -> None:
+        """Count what was written, also for a snapshot of which nothing stays. In a thread."""
+        self.counts.written_bytes += size_bytes
 
     def assembly(self, snapshot: SnapshotId, target: Path, mode: int) -> "Assembly":
         """Return a function for a thread that makes the state file `target`."""
         return Assembly(self._root, snapshot, target, mode)
+
+    async def forget(self, snapshot: SnapshotId) -> None:
+        """Remove the manifest of a snapshot at once; its blobs stay until `remove`."""
+        path = manifests.path_of(self._root, snapshot)
+        await self._threads.unhurried(partial(_remove, [path]))
 
     async def remove(self, snapshot: SnapshotId) -> None:
         """Remove a snapshot, if it is there: its manifest, then the blobs that no other has."""
@@ -149,12 +162,14 @@ class BlobTier:
             await self._threads.unhurried(partial(_remove, paths))
 
     async def damaged(self, blob: Blob) -> list[SnapshotId]:
-        """Put a damaged blob aside; return the snapshots that cannot be used without it."""
-        self.counts.damaged += 1
-        log.warning("blob_quarantined", blob=blob.id.hex())
-        with suppress(KvError):
-            await self._threads.unhurried(partial(blob_files.quarantine, self._root, blob.id))
-        return self.shared.items_with(blob)
+        """Put a blob aside if it is damaged; return the snapshots that need it."""
+        async with self._changing:  # a split may have found it, or have written it anew
+            check = partial(_put_aside, self._root, blob)
+            if not await self._threads.unhurried(check):
+                return []
+            self.counts.damaged += 1
+            log.warning("blob_quarantined", blob=blob.id.hex())
+            return self.shared.items_with(blob)
 
     async def verify(self, folder: int) -> tuple[list[Blob], list[Blob]]:
         """Compute the names of the blobs in one of 256 directories anew.
@@ -168,6 +183,7 @@ class BlobTier:
 
     async def note(self, budget: WriteBudget) -> None:
         """Write down for the next run what was written. Raises KvError."""
+        await self._threads.quick(self._check)
         await self._threads.unhurried(partial(budget.write, self._root))
 
     @property
@@ -226,3 +242,12 @@ def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
         with suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+def _put_aside(root: Path, blob: Blob) -> bool:
+    """Put a blob aside if it is damaged or missing; return whether it is."""
+    if not blob_files.damaged(root, [blob]):
+        return False
+    with suppress(OSError):
+        blob_files.quarantine(root, blob.id)
+    return True

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import structlog
 
-from router.base.errors import KvError, KvFileError
+from router.base.errors import KvError
 from router.base.types import KvDir, SnapshotId
 from router.store.blobs.tier import BlobTier
 from router.store.blobs.whole_files import WholeFiles
@@ -28,11 +28,14 @@ _AGAIN_S = 60.0
 class Owner(Protocol):
     """The store: the owner of all snapshots."""
 
+    def hangs(self, kv_dir: KvDir) -> bool:
+        """Return whether a KV directory, or that of the blobs, does not answer."""
+
     def is_worth_writing(self, snapshot: SnapshotId) -> bool:
         """Return whether the snapshot would be kept: not the next one to be evicted."""
 
-    async def write_blobs(self, snapshot: SnapshotId) -> int:
-        """Write the blobs of a whole file; return the bytes written. Raises KvError."""
+    async def write_blobs(self, snapshot: SnapshotId) -> None:
+        """Write the blobs of a whole file. Raises KvError."""
 
     async def drop_whole(self, snapshot: SnapshotId) -> None:
         """Delete a whole file whose blobs are written. Raises KvError."""
@@ -52,12 +55,13 @@ class WriteBehind:
     in_use: Collection[SnapshotId]  # whole files that are being read
     directories: dict[KvDir, WholeFiles] = field(default_factory=dict)
     put_off: int = 0  # writes: no budget or no room, or the snapshot would soon be evicted
+    _over: asyncio.Event = field(default_factory=asyncio.Event)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, held: StoredSnapshot) -> None:
-        """Note a whole file: a new one, or one found at the start."""
+        """Note a whole file: a new one, one found at the start, or one whose blobs are damaged."""
         snapshot = held.snapshot
-        due = None if snapshot.id in self.tier else _now() + self.after_s
+        due = None if snapshot.blobs else _now() + self.after_s
         self._files(held).add(snapshot.id, snapshot.size_bytes, due)
         self._wake.set()
 
@@ -73,17 +77,27 @@ class WriteBehind:
         # A directory may be open under two names: that of the snapshot may be the other one.
         return self.directories[held.directory.kv_dir]
 
+    def stop(self) -> None:
+        """Let `run` end after what it is doing: a thread that writes cannot be cancelled."""
+        self._over.set()
+        self._wake.set()
+
     async def run(self) -> None:
-        """Write and drop files for ever."""
-        while True:
+        """Write and drop files until `stop`."""
+        while not self._over.is_set():
             self._wake.clear()
-            for files in tuple(self.directories.values()):
-                while await self._step(files):
+            for kv_dir, files in tuple(self.directories.items()):
+                while self._goes_on(kv_dir) and await self._step(files):
                     pass
+            if self._over.is_set():
+                return
             due = min((files.wakeup() for files in self.directories.values()), default=inf)
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if due == inf else max(due - _now(), 0)):
                     await self._wake.wait()
+
+    def _goes_on(self, kv_dir: KvDir) -> bool:
+        return not (self._over.is_set() or self.owner.hangs(kv_dir))
 
     async def finish(self) -> None:
         """Write all files that are not written: the router ends, and memory may be lost."""
@@ -102,7 +116,10 @@ class WriteBehind:
         snapshot = files.to_write(_now())
         if snapshot is None:
             return False
-        return await self._write(files, snapshot) or await self._give_up_one(files)
+        if await self._write(files, snapshot):
+            return True
+        worthless = not self.owner.is_worth_writing(snapshot) and snapshot not in self.in_use
+        return await self._give_up_one(files, snapshot if worthless else None)
 
     async def _write(self, files: WholeFiles, snapshot: SnapshotId) -> bool:
         """Write one file; return False if that has to wait."""
@@ -110,27 +127,28 @@ class WriteBehind:
         if not self.budget.left_bytes:
             problem = "as much was written as is allowed in a day"
         elif self.owner.is_worth_writing(snapshot):
+            before = self.tier.counts.written_bytes
             try:
-                self.budget.spend(await self.owner.write_blobs(snapshot))
+                await self.owner.write_blobs(snapshot)
                 files.written(snapshot)
-                with suppress(KvError):  # a restart then allows these bytes once more
-                    await self.tier.note(self.budget)
-                return True
-            except KvFileError as error:
-                log.warning("snapshot_not_written", snapshot=snapshot, reason=str(error))
-                files.written(snapshot)  # the restore finds out what is wrong with it
                 return True
             except KvError as error:
                 problem = str(error)
+            finally:
+                self.budget.spend(self.tier.counts.written_bytes - before)
+                with suppress(KvError):  # a restart then allows these bytes once more
+                    await self.tier.note(self.budget)
         if problem:
             log.warning("write_put_off", snapshot=snapshot, reason=problem)
         self.put_off += 1
         files.put_off(snapshot, _now() + _AGAIN_S)
         return False
 
-    async def _give_up_one(self, files: WholeFiles) -> bool:
+    async def _give_up_one(self, files: WholeFiles, worthless: SnapshotId | None) -> bool:
         """Delete a file if there is no room for whole files; return whether one was deleted."""
         snapshot = files.to_give_up(self.in_use)
+        if snapshot is not None:
+            snapshot = worthless or snapshot
         if snapshot is None:
             return False
         files.drop(snapshot)

@@ -58,8 +58,7 @@ def test_a_disk_without_room_evicts_the_least_valuable() -> None:
     for number in range(4):
         catalog.add(sized(f"s{number}", 10 + number, 100), FULL, 1.0 + number)
     catalog.found_room(-150)
-    assert catalog.is_over
-    gone = [one.id for one in catalog.shrink()]
+    gone: list[str] = []
     while catalog.is_over:
         gone += [one.id for one in catalog.shrink()]
     assert gone == ["s0", "s1"]
@@ -78,6 +77,18 @@ def test_a_disk_with_room_takes_so_much() -> None:
     assert catalog.add(too_large, FULL, 9.0) == [too_large]
     catalog.found_room(10**6)
     assert catalog.add(sized("s5", 14, 300), FULL, 1.0) == []
+
+
+def test_what_was_on_the_disk_before_takes_no_room() -> None:
+    """As when a directory answers again: its snapshots were withdrawn, and their files stayed."""
+    catalog = Catalog()
+    catalog.add(sized("s1", 10, 100), FULL, 1.0)
+    catalog.found_room(5)
+    catalog.found_on_disk(300)
+    assert catalog.add(sized("s2", 11, 300), FULL, 1.0) == []
+    assert not catalog.is_over
+    catalog.found_room(None)
+    assert catalog.admits(3, 10**12)
 
 
 def blob(name: str, size_bytes: int = 40) -> Blob:

@@ -65,6 +65,18 @@ def test_a_short_file_is_noticed(root: Path, size: int) -> None:
         blob_files.read(root, BLOB, Buffer())
 
 
+def test_a_sector_that_cannot_be_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(root)
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(KvFileError, match="cannot be read"):
+        blob_files.read(root, BLOB, Buffer())
+    assert blob_files.damaged(root, [BLOB]) == [BLOB]
+
+
 def test_a_missing_blob(root: Path) -> None:
     with pytest.raises(KvFileError, match="missing"):
         blob_files.read(root, BLOB, Buffer())
@@ -93,9 +105,12 @@ def test_verify_computes_the_name(root: Path) -> None:
 def test_only_new_blobs_are_written(root: Path) -> None:
     source = source_of(root, b"aabbcc")
     known = files.identity(source)
-    first = blob_files.write_blobs(root, source, known, [[Span(0, 2)], [Span(2, 2)]], fsync=True)
+    wrote: list[int] = []
+    first = blob_files.write_blobs(
+        root, source, known, [[Span(0, 2)], [Span(2, 2)]], fsync=True, wrote=wrote.append
+    )
     assert [blob.size_bytes for blob in first.new] == [2, 2]
-    assert first.written_bytes == 2 * (HEADER + 2)
+    assert wrote == [HEADER + 2] * 2
     more = [[Span(0, 2)], [Span(2, 1), Span(3, 1)], [Span(4, 2)]]
     second = blob_files.write_blobs(root, source, known, more, fsync=True)
     assert second.blobs[:2] == first.blobs

@@ -39,6 +39,7 @@ class Told:
     """A listener that notes what a store tells; `worth` is what it answers."""
 
     now: dict[SnapshotId, Snapshot] = field(default_factory=dict)
+    worthless: set[SnapshotId] | None = None  # None: all or none, as `worth` says
     gone: list[SnapshotId] = field(default_factory=list)
     told: asyncio.Event = field(default_factory=asyncio.Event)
     worth: bool = True
@@ -51,8 +52,8 @@ class Told:
         self.gone.append(snapshot.id)
         self.told.set()
 
-    def is_worth_writing(self, _: SnapshotId) -> bool:
-        return self.worth
+    def is_worth_writing(self, snapshot: SnapshotId) -> bool:
+        return self.worth if self.worthless is None else snapshot not in self.worthless
 
     async def found(self, snapshots: list[Snapshot]) -> None: ...
 
@@ -180,7 +181,7 @@ async def test_the_blobs_of_a_state_are_left_to_the_next(place: Place) -> None:
     third = await place.put(store, state(800))
     written = written_bytes(store)
     await store.delete(first)
-    assert manifests.path_of(place.blobs, first.id).exists(), "a kill may come now"
+    assert not manifests.path_of(place.blobs, first.id).exists(), "its prompt is gone at once"
     await store.delete(second)
     told.worth = True
     await store.write_out()
@@ -328,6 +329,7 @@ async def test_a_flipped_bit_is_a_miss(place: Place) -> None:
     flip(place, first.blobs[1].id)
     with pytest.raises(KvFileError, match="damaged"):
         await place.read(store, first)
+    await store.flush()
     assert set(noting.gone) == {first.id, second.id}
     assert await place.read(store, other) == state(300), "it has another second blob"
     await store.quarantine(first, "cannot be read")
@@ -343,6 +345,7 @@ async def test_a_whole_file_makes_up_for_a_damaged_blob(place: Place) -> None:
     flip(place, first.blobs[0].id)
     with pytest.raises(KvFileError, match="damaged"):
         await place.read(store, first)
+    await store.flush()
     assert noting.gone == [first.id]
     second = await until(noting, second, whole=True)
     assert await place.read(store, second) == state(700, 2)
@@ -512,6 +515,93 @@ async def test_nothing_is_left_after_a_kill(place: Place) -> None:
     path = blob_files.path_of(place.blobs, snapshot.blobs[0].id)
     path.with_name(path.name + "-0a.new").touch()
     manifest = manifests.path_of(place.blobs, snapshot.id)
-    manifest.with_name(manifest.name + ".new").touch()
+    manifest.with_name(manifest.name + "-0a.new").touch()
     await place.store()
     assert len(place.disk()) == 1 + len(snapshot.blobs)
+
+
+async def test_a_delete_goes_on_without_its_caller(place: Place) -> None:
+    """The engine cancels its tasks when it ends: a purged snapshot must not come back."""
+    store, told, _ = await place.store(whole_bytes=None)
+    snapshot = await until(told, await place.put(store, state(700)), whole=True)
+    caller = asyncio.get_running_loop().create_task(store.delete(snapshot))
+    await asyncio.sleep(0)
+    caller.cancel()
+    await asyncio.wait([caller])
+    await store.aclose()
+    assert not place.disk()
+    assert not place.whole()
+
+
+async def test_two_readers_of_a_changed_file(place: Place) -> None:
+    store, told, _ = await place.store(whole_bytes=None)
+    snapshot = await until(told, await place.put(store, state(700)), whole=True)
+    path = place.kv / f"kvf-{snapshot.id}.kv"
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+    found = await asyncio.gather(*(place.read(store, snapshot) for _ in range(3)))
+    assert found == [state(700)] * 3
+
+
+async def test_what_is_worth_nothing_makes_room(place: Place) -> None:
+    """And not a file that was used less lately, whose blobs are still to be written."""
+    store, told, _ = await place.store(write_after_s=LONG, whole_bytes=80_000)
+    worthless = await place.put(store, state(700, 1))
+    used_less = await place.put(store, state(700, 2))
+    assert await place.read(store, worthless) == state(700, 1)
+    told.worthless = {worthless.id}
+    await place.put(store, state(700, 3))
+    async with asyncio.timeout(30):
+        while not told.gone:
+            told.told.clear()
+            await told.told.wait()
+    assert told.gone == [worthless.id]
+    assert await place.read(store, used_less) == state(700, 2)
+
+
+async def test_the_end_waits_for_a_split(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, told, _ = await place.store(whole_bytes=None)
+    loop, go = asyncio.get_running_loop(), asyncio.Event()
+    inside, real, calls = _Flag(loop), manifests.write, 0
+
+    def held(*args: Any, **named: Any) -> int:
+        nonlocal calls
+        calls += 1
+        inside.set()
+        asyncio.run_coroutine_threadsafe(_wait(go), loop).result(10)
+        return real(*args, **named)
+
+    monkeypatch.setattr(manifests, "write", held)
+    snapshot = await place.put(store, state(700))
+    await inside.event.wait()
+    closing = loop.create_task(store.aclose())
+    await asyncio.sleep(0)
+    go.set()
+    await closing
+    assert calls == 1, "it is not split by a second thread"
+    assert snapshot.id in told.now
+    assert len(place.disk()) == 1 + len(told.now[snapshot.id].blobs)
+
+
+async def _wait(go: asyncio.Event) -> None:
+    await go.wait()
+
+
+async def test_a_touched_file_is_split_all_the_same(place: Place) -> None:
+    store, told, _ = await place.store(write_after_s=LONG, whole_bytes=None)
+    snapshot = await place.put(store, state(700))
+    await store.flush()
+    os.utime(place.kv / f"kvf-{snapshot.id}.kv", ns=(1, 1))
+    await store.write_out()
+    assert told.now[snapshot.id].blobs
+
+
+async def test_a_changed_file_is_not_split(place: Place) -> None:
+    store, told, _ = await place.store(write_after_s=LONG, whole_bytes=None)
+    snapshot = await place.put(store, state(700))
+    await store.flush()
+    path = place.kv / f"kvf-{snapshot.id}.kv"
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+    await store.write_out()
+    assert snapshot.id not in told.now
+    assert not place.disk()
+    assert path.exists(), "the restore finds out what is wrong with it"
