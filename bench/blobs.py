@@ -68,6 +68,7 @@ async def measure(options: argparse.Namespace) -> Report:
             await part(report, options, Path(memory) / "kv", Path(disk) / "blobs")
     bytes_per_token = 2 * options.layers * _ROW
     report.notes.append(f"{options.layers} layers of K and V: {bytes_per_token >> 10} KiB a token")
+    report.notes.append("worst loop of shared and day: beside the thread that makes the files")
     report.notes.append("share: of unique bytes on disk (shared), of the files' bytes (day)")
     return report
 
