@@ -239,17 +239,18 @@ async def test_purge_without_asking(kvferry: RunningRouter, capsys: Capture) -> 
 async def test_verify(kvferry: RunningRouter, capsys: Capture, tmp_path: Path) -> None:
     store = kvferry.router.store
     await store.add([KvDir(str(tmp_path / "kv"))])
+    made: list[Snapshot] = []
     for number in range(10):
         name, raw = store.staging_name(), full([number, 2, 3])
         (tmp_path / "kv" / name).write_bytes(raw)
         staged = await store.verify(KvDir(str(tmp_path / "kv")), name, len(raw))
-        last = await store.commit(staged, Namespace("n"))
+        made.append(await store.commit(staged, Namespace("n")))
     await store.flush()
     assert await run(kvferry, "verify") == 0
     assert printed(capsys)[-1].startswith("10 files, ")
     assert await run(kvferry, "verify", "--json") == 0
 
-    file = tmp_path / "kv" / f"kvf-{last.id}.kv"
+    file = tmp_path / "kv" / f"kvf-{made[-1].id}.kv"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     capsys.readouterr()
     assert await run(kvferry, "verify") == 1
