@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Iterable
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from router.base.types import (
     Speeds,
     Stall,
     Stats,
+    TierStatus,
     Transfer,
 )
 from router.core.model.effects import SaveReason
@@ -39,6 +41,7 @@ from router.core.model.slots import Phase
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.telemetry.backend_metrics import BackendMetrics
+from router.telemetry.blob_metrics import BlobCollector
 from router.telemetry.engine_collector import EngineCollector, UsageCollector
 from router.telemetry.gpus import Gpu, Gpus
 from router.telemetry.hosts_metrics import (
@@ -173,6 +176,7 @@ async def test_every_metric_is_described(
     exercise(telemetry)
     exercise_hosts(registry)
     Gpus(registry).found = [Gpu("0", "H100", 1, 2)]
+    BlobCollector(registry, lambda: TierStatus(*range(1, 12), inf))
     await Vitals(
         registry, MonotonicClock(), lambda: [str(tmp_path)], "1", lambda: {"fleet": 1.0}
     ).measure_disks()

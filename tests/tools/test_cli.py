@@ -323,7 +323,7 @@ async def test_key_that_is_not_there(tmp_path: Path) -> None:
     [
         (["ser"], {"serve", "servers"}),
         (["serve", "--pol"], {"--policy"}),
-        (["snapshots", ""], {"list", "show", "purge"}),
+        (["snapshots", ""], {"list", "show", "purge", "verify"}),
         (["check", "kvferry.exam"], {"kvferry.example.yaml"}),
     ],
 )
