@@ -176,7 +176,7 @@ async def test_every_metric_is_described(
     exercise(telemetry)
     exercise_hosts(registry)
     Gpus(registry).found = [Gpu("0", "H100", 1, 2)]
-    BlobCollector(registry, lambda: TierStatus(*range(1, 12), inf))
+    BlobCollector(registry, lambda: TierStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, inf))
     await Vitals(
         registry, MonotonicClock(), lambda: [str(tmp_path)], "1", lambda: {"fleet": 1.0}
     ).measure_disks()
