@@ -313,7 +313,8 @@ class Chaos:
     # -- files -----------------------------------------------------------------------------------
 
     async def damage(self) -> None:
-        rows = await self._rows()
+        # Those that are only blobs have a manifest; `rot` is about blobs.
+        rows = [row for row in await self._rows() if row["file"].endswith(".kv")]
         if not rows:
             return
         for row in self.chance.sample(rows, self.chance.randint(1, min(3, len(rows)))):
