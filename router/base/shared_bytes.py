@@ -37,8 +37,8 @@ class SharedBytes(Generic[Item]):
         """Return those blobs for which `wanted` is true. Looks at all of them."""
         return [blob for blob in self._users if wanted(blob)]
 
-    def put(self, item: Item, blobs: Iterable[Blob]) -> list[Blob]:
-        """Set the blobs of an item, in place of those before; return those that nobody has now."""
+    def put(self, item: Item, blobs: Iterable[Blob]) -> None:
+        """Set the blobs of an item, in place of those before."""
         before = self._items.get(item, ())
         self._items[item] = held = tuple(dict.fromkeys(blobs))
         for blob in held:
@@ -46,7 +46,7 @@ class SharedBytes(Generic[Item]):
             users = self._users[blob] = self._users.get(blob, 0) + 1
             if users == 1:
                 self.total_bytes += blob.size_bytes
-        return self._release(before)
+        self._release(before)
 
     def remove(self, item: Item) -> list[Blob]:
         """Remove an item, if it is there; return the blobs that nobody has now."""
@@ -55,11 +55,6 @@ class SharedBytes(Generic[Item]):
     def items_with(self, blob: Blob) -> list[Item]:
         """Return the items that have a blob. Looks at all items: for damage only."""
         return [item for item, blobs in self._items.items() if blob in blobs]
-
-    def own_bytes(self, item: Item) -> int:
-        """Return the bytes that no other item has; 0 for an unknown item."""
-        blobs = self._items.get(item, ())
-        return sum(blob.size_bytes for blob in blobs if self._users[blob] == 1)
 
     def _release(self, blobs: tuple[Blob, ...]) -> list[Blob]:
         unused: list[Blob] = []

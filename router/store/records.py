@@ -19,7 +19,7 @@ from router.base.errors import KvError, KvFileError
 from router.base.types import KvDir, Snapshot, SnapshotId, StateShape
 from router.store import files
 from router.store.files import Identity
-from router.store.format.head import collapse_media, read_head
+from router.store.format.head import read_head, tokens_of
 from router.store.io_pool import Threads
 from router.store.sidecars import DirectoryLock, Sidecars, SnapshotRecord, os_errors
 
@@ -136,14 +136,11 @@ def recover(directory: KvDirectory, entry: SnapshotRecord) -> StoredSnapshot | N
         with suppress(OSError):  # the router starts nevertheless
             files.quarantine(path)
         return None
-    tokens = collapse_media(head, entry.media)
-    if tokens is None:  # committed without fingerprints: matches no prompt, and ages out
-        tokens = head.tokens
     snapshot = Snapshot(
         entry.id,
         entry.namespace,
         directory.kv_dir,
-        tokens,
+        tokens_of(head, entry.media),
         entry.size_bytes,
         StateShape(
             entry.n_stream, entry.checkpoints, entry.extendable, media=bool(head.media_starts)

@@ -166,15 +166,7 @@ class Sidecars:
         if self._closed:
             raise KvError(f"{self._directory}: the store is closed")
         with os_errors(f"{self._directory}: cannot write the record of a snapshot"):
-            try:
-                files.write_new(new, _summed(msgspec.json.encode(record)), fsync=self._fsync)
-                os.rename(new, path)
-            except OSError:
-                with suppress(OSError):
-                    os.unlink(new)
-                raise
-            if self._fsync:
-                sync_directory(self._directory)
+            put_durably(path, new, _summed(msgspec.json.encode(record)), fsync=self._fsync)
         with self._lock:
             self._records.pop(record.id, None)
             self._records[record.id] = record
@@ -232,6 +224,30 @@ def _checked(raw: bytes) -> bytes:
     if raw != _summed(record):
         raise UndecodableError("its checksum is another one")
     return record
+
+
+def put_durably(path: Path, new: Path, content: bytes, *, fsync: bool) -> None:
+    """Write a small file as `new` and rename it to `path`; with `fsync`, both are durable.
+
+    Raises OSError; no `new` is left then.
+    """
+    try:
+        files.write_new(new, content, fsync=fsync)
+        os.rename(new, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(new)
+        raise
+    if fsync:
+        sync_directory(path.parent)
+
+
+def make_directory(directory: Path, *, fsync: bool) -> None:
+    """Make a private directory below an existing one, if it is missing. Raises OSError."""
+    if not directory.exists():
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if fsync:
+            sync_directory(directory.parent)
 
 
 def sync_directory(directory: Path) -> None:

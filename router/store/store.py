@@ -298,7 +298,7 @@ class KvStore:
         await directory.threads.quick(rename, lambda _: held.unlink(), blame_file=True)
         self._held[number] = held
         if self._split is not None:
-            self._split.committed(held)
+            self._split.behind.add(held)
         self._background.spawn(self._make_durable(held), name=f"kv_durable {number}")
         return snapshot
 
@@ -353,7 +353,7 @@ class KvStore:
             held = await self._readable(snapshot)
             if held.snapshot.whole:
                 if self._split is not None:
-                    self._split.used(held)
+                    self._split.behind.used(held)
                 yield StateFile(held.directory, held.path, held.identity)
                 return
             target = directory.path / files.staging_name()
@@ -390,11 +390,17 @@ class KvStore:
         try:
             return await self._unchanged(snapshot)
         except KvFileError:
-            if self._split is None or snapshot.id not in self._split.tier:
+            if not await self._blobs_make_up_for(snapshot.id):
                 raise
-            if self._held[snapshot.id].snapshot.whole:  # no other reader has found it before
-                await self._split.drop_whole(snapshot.id)
             return self._held[snapshot.id]
+
+    async def _blobs_make_up_for(self, snapshot: SnapshotId) -> bool:
+        """Drop a damaged whole file if the snapshot has blobs; return whether it has."""
+        if self._split is None or snapshot not in self._split.tier:
+            return False
+        if self._held[snapshot].snapshot.whole:  # no other reader has found it before
+            await self._split.drop_whole(snapshot)
+        return True
 
     def _read(self, snapshot: SnapshotId) -> None:
         """Note the end of a read of a whole file."""
@@ -459,8 +465,7 @@ class KvStore:
 
     async def _give_up(self, held: StoredSnapshot, reason: str) -> None:
         """Give up a whole file that is damaged; its blobs make up for it."""
-        if self._split is not None and held.snapshot.id in self._split.tier:
-            await self._split.drop_whole(held.snapshot.id)
+        if await self._blobs_make_up_for(held.snapshot.id):
             return
         self.listener.lost(held.snapshot, reason)
         await self.quarantine(held.snapshot, reason)

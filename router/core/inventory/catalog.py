@@ -94,16 +94,6 @@ class Catalog:
         """Return the bytes of all usable snapshots; a blob that several have counts once."""
         return self._shared.total_bytes
 
-    @property
-    def sum_bytes(self) -> int:
-        """Return the bytes of all usable snapshots, as if each was a file of its own."""
-        return self._shared.sum_bytes
-
-    @property
-    def n_blobs(self) -> int:
-        """Return the number of different blobs; a file that is not split counts as one."""
-        return self._shared.n_blobs
-
     def snapshots(self) -> list[tuple[Snapshot, int, int]]:
         """Return every usable snapshot with its uses and references."""
         return [(e.snapshot, e.uses, e.references) for e in self._entries.values() if not e.doomed]
@@ -138,8 +128,7 @@ class Catalog:
         known = self._entries.get(snapshot.id)
         if known is not None and not known.kept:
             return []
-        too_large = self.limits.exceeded_by(len(snapshot), snapshot.size_bytes)
-        too_large = too_large or snapshot.size_bytes > self.room_bytes
+        too_large = self._exceeds(len(snapshot), snapshot.size_bytes)
         given_up = known is not None and known.given_up
         if too_large or given_up or not snapshot.shape.useful:
             return self._turn_away(snapshot, known)
@@ -204,7 +193,7 @@ class Catalog:
         entry = self._entries.get(snapshot)
         if entry is None or entry.doomed:
             return entry is not None
-        is_full = self._is_over(self.total_bytes + entry.snapshot.size_bytes)
+        is_full = self._exceeds(self.total_tokens, self.total_bytes + entry.snapshot.size_bytes)
         return is_full and len(self._ranks) > 1 and self._ranks.least() == snapshot
 
     def value_anew(self, value: Callable[[Snapshot], tuple[float, Basis]]) -> None:
@@ -248,15 +237,15 @@ class Catalog:
     @property
     def is_over(self) -> bool:
         """Return whether `shrink` has more to do: snapshots to value again, or to evict."""
-        return bool(self._anew) or self._exceeds
+        return bool(self._anew) or self._is_full
 
     @property
-    def _exceeds(self) -> bool:
-        return self._is_over(self.total_bytes)
+    def _is_full(self) -> bool:
+        return self._exceeds(self.total_tokens, self.total_bytes)
 
-    def _is_over(self, total_bytes: int) -> bool:
-        too_many = self.limits.exceeded_by(self.total_tokens, total_bytes)
-        return too_many or total_bytes > self.room_bytes
+    def _exceeds(self, n_tokens: int, size_bytes: int) -> bool:
+        """Return whether so much exceeds a limit, or the room on the disk."""
+        return self.limits.exceeded_by(n_tokens, size_bytes) or size_bytes > self.room_bytes
 
     def admits(self, n_tokens: int, size_bytes: float) -> bool:
         """Return whether a snapshot of this size could be kept at all."""
@@ -283,7 +272,7 @@ class Catalog:
         if self._anew:
             return doomed
         for _ in range(TUNING.evicted_at_once):
-            if not self._exceeds:
+            if not self._is_full:
                 break
             doomed += self._evict()
         return doomed

@@ -26,7 +26,7 @@ from router.base.types import Blob
 from router.store import copies, files
 from router.store.files import Identity
 from router.store.format.rewrite import Span
-from router.store.sidecars import sync_directory
+from router.store.sidecars import make_directory, sync_directory
 
 _MAGIC = b"KVFB"
 _VERSION = 1
@@ -89,10 +89,7 @@ def is_there(root: Path, blob: Blob) -> bool:
 def write(root: Path, blob: Blob, raw: memoryview, *, fsync: bool) -> int:
     """Write a blob durably, whole or not at all; return the bytes written."""
     path = path_of(root, blob.id)
-    if not path.parent.exists():
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        if fsync:
-            sync_directory(root)
+    make_directory(path.parent, fsync=fsync)
     new = path.with_name(f"{path.name}-{os.urandom(4).hex()}.new")
     header = _HEADER.pack(_MAGIC, _VERSION, _RAW, 0, len(raw), xxhash.xxh3_128_digest(raw), blob.id)
     file = files.create(new)

@@ -9,7 +9,6 @@ import io
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -19,10 +18,10 @@ from router.base.decoding import UndecodableError, msgpack_decoder
 from router.base.errors import KvError, KvFileError
 from router.base.types import Blob, KvDir, Namespace, Snapshot, SnapshotId, StateShape
 from router.store import files
-from router.store.format.head import Head, collapse_media, read_head
+from router.store.format.head import Head, read_head, tokens_of
 from router.store.format.rewrite import Span
 from router.store.format.split import Split
-from router.store.sidecars import sync_directory
+from router.store.sidecars import make_directory, put_durably
 
 FOLDER = "manifests"
 FORMAT_VERSION = 1
@@ -67,7 +66,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         Raises KvFileError if the head is not one.
         """
         head = self._checked_head()
-        tokens = collapse_media(head, self.media)
         shape = StateShape(
             self.n_stream, self.checkpoints, self.extendable, media=bool(head.media_starts)
         )
@@ -75,7 +73,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             self.id,
             self.namespace,
             kv_dir,
-            head.tokens if tokens is None else tokens,
+            tokens_of(head, self.media),
             self.split.size_bytes,
             shape,
             self.added_at,
@@ -111,15 +109,7 @@ def write(root: Path, manifest: Manifest, *, fsync: bool) -> int:
     new = path.with_name(f"{path.name}-{os.urandom(4).hex()}.new")
     raw = msgspec.msgpack.encode(manifest)
     raw += xxhash.xxh3_128_digest(raw)
-    try:
-        files.write_new(new, raw, fsync=fsync)
-        os.rename(new, path)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(new)
-        raise
-    if fsync:
-        sync_directory(path.parent)
+    put_durably(path, new, raw, fsync=fsync)
     return len(raw)
 
 
@@ -145,11 +135,6 @@ def read(path: Path) -> Manifest:
     return manifest
 
 
-def unlink(root: Path, snapshot: SnapshotId) -> None:
-    """Remove a manifest, if it is there."""
-    path_of(root, snapshot).unlink(missing_ok=True)
-
-
 def path_of(root: Path, snapshot: SnapshotId) -> Path:
     """Return the path of the manifest of a snapshot."""
     return root / name_of(snapshot)
@@ -163,9 +148,7 @@ def name_of(snapshot: SnapshotId) -> str:
 def scan(root: Path) -> tuple[list[Path], list[Path]]:
     """Return the paths of all manifests, and of what writes have left. Creates their directory."""
     folder = root / FOLDER
-    if not folder.exists():
-        folder.mkdir(mode=0o700)
-        sync_directory(root)
+    make_directory(folder, fsync=True)
     paths = list(folder.iterdir())
     return (
         [path for path in paths if _NAME.fullmatch(path.name)],

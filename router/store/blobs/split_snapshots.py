@@ -87,14 +87,6 @@ class SplitSnapshots:
                 one.snapshot = replace(one.snapshot, blobs=split.snapshot.blobs)
             self.behind.add(one)
 
-    def committed(self, held: StoredSnapshot) -> None:
-        """Note a new whole file."""
-        self.behind.add(held)
-
-    def used(self, held: StoredSnapshot) -> None:
-        """Note that a whole file was read."""
-        self.behind.used(held)
-
     def gone(self, held: StoredSnapshot) -> None:
         """Note that a snapshot is deleted: its whole file is not written any more."""
         if held.snapshot.whole:

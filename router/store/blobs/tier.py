@@ -5,7 +5,7 @@ docs/adr/0029. Call all from one event loop. Calls raise KvError or KvFileError.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -142,9 +142,12 @@ class BlobTier:
         """Count what was written, also for a snapshot of which nothing stays. In a thread."""
         self.counts.written_bytes += size_bytes
 
-    def assembly(self, snapshot: SnapshotId, target: Path, mode: int) -> "Assembly":
-        """Return a function for a thread that makes the state file `target`."""
-        return Assembly(self._root, snapshot, target, mode)
+    def assembly(self, snapshot: SnapshotId, target: Path, mode: int) -> Callable[[], Identity]:
+        """Return a function for a thread that makes the state file `target`.
+
+        It raises DamagedBlobError, KvFileError, KvError and OSError.
+        """
+        return partial(_assemble, self._root, snapshot, target, mode)
 
     async def forget(self, snapshot: SnapshotId) -> None:
         """Remove the manifest of a snapshot at once; its blobs stay until `remove`."""
@@ -191,21 +194,9 @@ class BlobTier:
         return self.directory.threads
 
 
-@dataclass(frozen=True, slots=True)
-class Assembly:
-    """The state file of a snapshot, to be put together from its blobs."""
-
-    root: Path
-    snapshot: SnapshotId
-    target: Path
-    mode: int
-
-    def __call__(self) -> Identity:
-        """Make the file. Blocks. Raises DamagedBlobError, KvFileError, KvError and OSError."""
-        one = manifests.read(manifests.path_of(self.root, self.snapshot))
-        return blob_files.assemble(
-            self.root, one.head, one.parts, self.target, one.split.size_bytes, self.mode
-        )
+def _assemble(root: Path, snapshot: SnapshotId, target: Path, mode: int) -> Identity:
+    one = manifests.read(manifests.path_of(root, snapshot))
+    return blob_files.assemble(root, one.head, one.parts, target, one.split.size_bytes, mode)
 
 
 def _plan(path: Path, expected: Identity, least_bytes: int) -> tuple[bytes, Split]:

@@ -52,12 +52,17 @@ class WholeFiles:
         if snapshot in self._due:
             self._due[snapshot] = due
 
+    @property
+    def is_full(self) -> bool:
+        """Return whether the files take more room than there is for them."""
+        return self.total_bytes > self.limit_bytes
+
     def to_drop(self, in_use: Collection[SnapshotId]) -> SnapshotId | None:
         """Return the file to drop next: written, not in use, unused for longest.
 
         None: there is room, or every file is in use or not written yet.
         """
-        if self.total_bytes <= self.limit_bytes:
+        if not self.is_full:
             return None
         free = (s for s in self._sizes if s not in self._due and s not in in_use)
         return next(free, None)
@@ -67,12 +72,11 @@ class WholeFiles:
         if not self._due:
             return None
         first = min(self._due, key=self._due.__getitem__)
-        full = self.total_bytes > self.limit_bytes
-        return first if full or self._due[first] <= now else None
+        return first if self.is_full or self._due[first] <= now else None
 
     def to_give_up(self, in_use: Collection[SnapshotId]) -> SnapshotId | None:
         """Return the file to delete where no blobs may be written; None: there is room."""
-        if self.total_bytes <= self.limit_bytes:
+        if not self.is_full:
             return None
         return next((s for s in self._sizes if s not in in_use), None)
 

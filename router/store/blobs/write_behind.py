@@ -89,8 +89,6 @@ class WriteBehind:
             for kv_dir, files in tuple(self.directories.items()):
                 while self._goes_on(kv_dir) and await self._step(files):
                     pass
-            if self._over.is_set():
-                return
             due = min((files.wakeup() for files in self.directories.values()), default=inf)
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if due == inf else max(due - _now(), 0)):
@@ -118,8 +116,9 @@ class WriteBehind:
             return False
         if await self._write(files, snapshot):
             return True
-        worthless = not self.owner.is_worth_writing(snapshot) and snapshot not in self.in_use
-        return await self._give_up_one(files, snapshot if worthless else None)
+        if not self.owner.is_worth_writing(snapshot) and snapshot not in self.in_use:
+            return files.is_full and await self._give_up(files, snapshot)
+        return await self._give_up(files, files.to_give_up(self.in_use))
 
     async def _write(self, files: WholeFiles, snapshot: SnapshotId) -> bool:
         """Write one file; return False if that has to wait."""
@@ -144,11 +143,8 @@ class WriteBehind:
         files.put_off(snapshot, _now() + _AGAIN_S)
         return False
 
-    async def _give_up_one(self, files: WholeFiles, worthless: SnapshotId | None) -> bool:
-        """Delete a file if there is no room for whole files; return whether one was deleted."""
-        snapshot = files.to_give_up(self.in_use)
-        if snapshot is not None:
-            snapshot = worthless or snapshot
+    async def _give_up(self, files: WholeFiles, snapshot: SnapshotId | None) -> bool:
+        """Delete a file to make room; return whether there was one."""
         if snapshot is None:
             return False
         files.drop(snapshot)

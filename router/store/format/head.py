@@ -107,6 +107,15 @@ def collapse_media(head: Head, fingerprints: Sequence[int]) -> Tokens | None:
     return tok.pack(out + ids[at:])
 
 
+def tokens_of(head: Head, fingerprints: Sequence[int]) -> Tokens:
+    """Return the tokens of a snapshot with this head.
+
+    Without its fingerprints, media matches no prompt: the snapshot ages out.
+    """
+    collapsed = collapse_media(head, fingerprints)
+    return head.tokens if collapsed is None else collapsed
+
+
 def _read_tokens(file: BinaryIO, n: int, end: int) -> Tokens:
     if n > MAX_TOKENS:
         raise KvFileError(f"{n} tokens, more than the limit of {MAX_TOKENS}")
