@@ -9,8 +9,8 @@ that hangs are withdrawn, and offered again when it answers. Calls raise KvError
 """
 
 import asyncio
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from router.base.types import (
 )
 from router.store import files, io_pool, records, shapes
 from router.store.blobs.blob_files import DamagedBlobError
+from router.store.blobs.exchange import Exchange
 from router.store.blobs.split_snapshots import BlobSettings, SplitSnapshots
 from router.store.blobs.tier import BlobTier
 from router.store.files import Identity
@@ -38,6 +39,7 @@ from router.store.io_pool import Threads
 from router.store.listener import Deaf, StoreListener
 from router.store.records import KvDirectory, StateFile, StoredSnapshot
 from router.store.verify import Verified, Verifier
+from router.store.withdrawal import Withdrawal
 
 T = TypeVar("T")
 
@@ -46,7 +48,6 @@ log = structlog.get_logger(__name__)
 # Records that one call in a thread checks: ten thousand calls for one record each would hold up the
 # event loop for a third of a second.
 _RECOVERED_AT_ONCE = 100
-_TOLD_AT_ONCE = 10  # to find ten thousand in an index at once would hold up the event loop
 
 
 class KvStore:
@@ -80,10 +81,12 @@ class KvStore:
         self._unwanted: list[tuple[KvDir, str]] = []  # to delete when their directory answers
         self._blobs = blobs
         self._split: SplitSnapshots | None = None
+        self._mode = files.file_mode(group_access=group_access)
+        self.exchange = Exchange(self, self._held, blobs, self._mode)
         self._reading: Counter[SnapshotId] = Counter()  # whole files, by their readers
         self._threads: list[Threads] = []
         self._between: dict[tuple[KvDir, KvDir], Threads] = {}
-        self._telling: defaultdict[KvDir, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._withdrawal = Withdrawal(self._held, lambda: self.listener, self._remove_unwanted)
         self._background = Tasks()
 
     async def load(self) -> list[Snapshot]:
@@ -187,6 +190,7 @@ class KvStore:
                 await self._unlink(kv_dir, name)
         self._opened.clear()
         await self._close(self._distinct())
+        self.exchange.close()
         for threads in self._between.values():
             threads.close()
         self._directories.clear()
@@ -252,22 +256,23 @@ class KvStore:
             with suppress(KvError):
                 await self.discard(kv_dir, name)
             raise KvFileError(str(error)) from error
-        return self._stage(kv_dir, name, found)
+        return self.stage(kv_dir, name, found)
 
     async def cut(self, snapshot: Snapshot, n_tokens: int) -> StagedFile:
         """Cut the first `n_tokens` out of a full-attention snapshot, as a file to commit.
 
         Raises KvFileError with the reason if the cut is impossible; no file is left then.
         """
-        async with self._as_file(snapshot, self._kv_directory()) as file:
+        async with self._as_file(snapshot, self.kv_directory()) as file:
             name = files.staging_name()
             target = file.directory.path / name
             make = partial(shapes.cut, file.path, target, file.identity, n_tokens)
             threads = file.directory.threads
             found = await threads.bulk(make, lambda _: target.unlink(missing_ok=True))
-        return self._stage(file.directory.kv_dir, name, found)
+        return self.stage(file.directory.kv_dir, name, found)
 
-    def _stage(self, kv_dir: KvDir, name: str, found: shapes.Inspected) -> StagedFile:
+    def stage(self, kv_dir: KvDir, name: str, found: shapes.Inspected) -> StagedFile:
+        """Return a file that was checked, to commit it."""
         self._staged[kv_dir, name] = found.identity
         return StagedFile(kv_dir, name, found.head.tokens, found.identity.size_bytes, found.shape)
 
@@ -293,8 +298,7 @@ class KvStore:
             self._wall_now(),
         )
         held = StoredSnapshot(snapshot, directory, known)
-        mode = files.file_mode(group_access=self._group_access)
-        rename = partial(records.rename, path, held, mode)
+        rename = partial(records.rename, path, held, self._mode)
         await directory.threads.quick(rename, lambda _: held.unlink(), blame_file=True)
         self._held[number] = held
         if self._split is not None:
@@ -372,8 +376,7 @@ class KvStore:
         self, held: StoredSnapshot, directory: KvDirectory, target: Path
     ) -> Identity:
         assert self._split is not None
-        mode = files.file_mode(group_access=self._group_access)
-        work = self._split.tier.assembly(held.snapshot.id, target, mode)
+        work = self._split.tier.assembly(held.snapshot.id, target, self._mode)
         threads = self._threads_of(held.directory, directory)
         try:
             return await threads.bulk(work, lambda _: target.unlink(missing_ok=True))
@@ -402,15 +405,19 @@ class KvStore:
             await self._split.drop_whole(snapshot)
         return True
 
+    def tier_directory(self) -> KvDirectory | None:
+        """Return the directory of the tier of blobs; None: there is none."""
+        return None if self._split is None else self._split.tier.directory
+
     def _read(self, snapshot: SnapshotId) -> None:
         """Note the end of a read of a whole file."""
         self._reading[snapshot] -= 1
         if not self._reading[snapshot]:
             del self._reading[snapshot]
 
-    def _kv_directory(self) -> KvDirectory:
-        """Return a directory for a file that is made of blobs. Raises KvError."""
-        blobs = None if self._split is None else self._split.tier.directory
+    def kv_directory(self) -> KvDirectory:
+        """Return a directory for a file that the router makes. Raises KvError."""
+        blobs = self.tier_directory()
         found = next((one for one in self._distinct() if one is not blobs), None)
         if found is None:
             raise KvError("there is no KV directory to make a state file in")
@@ -552,34 +559,11 @@ class KvStore:
 
     def _changed(self, kv_dir: KvDir) -> None:
         """Withdraw the snapshots of a directory that hangs, or offer them when it answers again."""
-        directory = self._directories.get(kv_dir)
-        if directory is None:
-            return
-        there = [h.snapshot for h in self._held.values() if h.directory is directory]
-        tell = self._tell_lost if directory.threads.hangs else self._tell_found
-        self._background.spawn(self._in_turn(kv_dir, tell, there), name=f"kv_dir {kv_dir}")
+        if (directory := self._directories.get(kv_dir)) is not None:
+            telling = self._withdrawal.changed(directory)
+            self._background.spawn(telling, name=f"kv_dir {kv_dir}")
 
-    async def _in_turn(
-        self,
-        kv_dir: KvDir,
-        tell: Callable[[list[Snapshot]], Awaitable[None]],
-        snapshots: list[Snapshot],
-    ) -> None:
-        """Report one change of a directory completely before its next change.
-
-        A loss that is reported late would withdraw snapshots that were offered again.
-        """
-        async with self._telling[kv_dir]:
-            await tell(snapshots)
-
-    async def _tell_lost(self, snapshots: list[Snapshot]) -> None:
-        for number, snapshot in enumerate(snapshots):
-            self.listener.lost(snapshot, "its directory does not answer")
-            if number % _TOLD_AT_ONCE == 0:
-                await asyncio.sleep(0)
-
-    async def _tell_found(self, snapshots: list[Snapshot]) -> None:
-        await self.listener.found([s for s in snapshots if s.id in self._held])
+    async def _remove_unwanted(self) -> None:
         unwanted, self._unwanted = self._unwanted, []
         for kv_dir, name in unwanted:
             with suppress(KvError):

@@ -8,7 +8,7 @@ from router.base.errors import KvFileError
 from router.store.blobs import blob_files
 from router.store.store import KvStore
 from router.store.verify import Verified
-from tests.store.blobs.test_store_with_blobs import Place, state, until
+from tests.support.files.blob_stores import Place, state, until
 
 
 @pytest.fixture

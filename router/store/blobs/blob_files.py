@@ -236,7 +236,8 @@ def write_blobs(
     return Written(tuple(blobs), tuple(new))
 
 
-def _read_checked(root: Path, blob: Blob, buffer: Buffer) -> memoryview:
+def read_checked(root: Path, blob: Blob, buffer: Buffer) -> memoryview:
+    """Return the bytes of a blob, as `read`. Raises DamagedBlobError."""
     try:
         return read(root, blob, buffer)
     except KvFileError as error:
@@ -244,16 +245,16 @@ def _read_checked(root: Path, blob: Blob, buffer: Buffer) -> memoryview:
 
 
 def assemble(
-    root: Path,
     head: bytes,
     blobs: Iterable[tuple[Blob, list[Span]]],
     target: Path,
     size_bytes: int,
     mode: int,
+    read: Callable[[Blob, Buffer], memoryview],
 ) -> Identity:
     """Put a state file together as the new file `target`, removed again on failure.
 
-    Raises DamagedBlobError for a blob that is missing or damaged.
+    `read` is called in two threads at a time, and what it raises ends the work.
     """
     todo = list(blobs)
     turns = count()  # its next() is one step of the interpreter: each turn is taken once
@@ -263,7 +264,7 @@ def assemble(
         buffer = Buffer()
         while (turn := next(turns)) < len(todo):
             blob, parts = todo[turn]
-            copies.scatter(writer, _read_checked(root, blob, buffer), parts)
+            copies.scatter(writer, read(blob, buffer), parts)
 
     try:
         os.fchmod(writer, mode)

@@ -8,7 +8,7 @@ file, which has the tokens: a manifest is a transcript, as the file was.
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ import xxhash
 
 from router.base.decoding import UndecodableError, msgpack_decoder
 from router.base.errors import KvError, KvFileError
+from router.base.tokens import iterate
 from router.base.types import Blob, KvDir, Namespace, Snapshot, SnapshotId, StateShape
 from router.store import files
 from router.store.format.head import Head, read_head, tokens_of
@@ -103,12 +104,53 @@ _version_of = msgpack_decoder(_Version)
 _manifest_of = msgpack_decoder(Manifest)
 
 
+def manifest_of(snapshot: Snapshot, head: bytes, split: Split, blobs: Iterable[Blob]) -> Manifest:
+    """Return the manifest of a snapshot whose file has this head, and was split into `blobs`."""
+    shape = snapshot.shape
+    return Manifest(
+        id=snapshot.id,
+        namespace=snapshot.namespace,
+        added_at=snapshot.saved_at,
+        head=head,
+        split=split,
+        blobs=tuple(blob.id for blob in blobs),
+        media=tuple(token for token in iterate(snapshot.tokens) if token < 0),
+        n_stream=shape.n_stream,
+        checkpoints=shape.checkpoints,
+        extendable=shape.extendable,
+    )
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return a manifest as it is in its file, and between hosts."""
+    packed = msgspec.msgpack.encode(manifest)
+    return packed + xxhash.xxh3_128_digest(packed)
+
+
+def decode(raw: bytes, name: str) -> Manifest:
+    """Return the manifest in `raw`, checked; `name`: what errors call it.
+
+    Raises KvFileError for a damaged one, KvError for one of a later version.
+    """
+    packed, checksum = raw[:-_SUM_BYTES], raw[-_SUM_BYTES:]
+    if xxhash.xxh3_128_digest(packed) != checksum:
+        raise KvFileError(f"{name}: its checksum is another one")
+    try:
+        version = _version_of(packed).version
+        if version != FORMAT_VERSION:
+            raise KvError(f"{name}: unknown version {version}")
+        manifest = _manifest_of(packed)
+    except UndecodableError as error:
+        raise KvFileError(f"{name}: {error}") from error
+    manifest.check()
+    return manifest
+
+
 def write(root: Path, manifest: Manifest, *, fsync: bool) -> int:
     """Write a manifest durably; return the bytes written. Raises OSError."""
     path = path_of(root, manifest.id)
     new = path.with_name(f"{path.name}-{os.urandom(4).hex()}.new")
-    raw = msgspec.msgpack.encode(manifest)
-    raw += xxhash.xxh3_128_digest(raw)
+    raw = encode(manifest)
     put_durably(path, new, raw, fsync=fsync)
     return len(raw)
 
@@ -119,17 +161,7 @@ def read(path: Path) -> Manifest:
         raw = files.read_small(path)
     except FileNotFoundError:
         raise KvFileError(f"{path.name} is missing") from None
-    packed, checksum = raw[:-_SUM_BYTES], raw[-_SUM_BYTES:]
-    if xxhash.xxh3_128_digest(packed) != checksum:
-        raise KvFileError(f"{path.name}: its checksum is another one")
-    try:
-        version = _version_of(packed).version
-        if version != FORMAT_VERSION:
-            raise KvError(f"{path}: unknown version {version}")
-        manifest = _manifest_of(packed)
-    except UndecodableError as error:
-        raise KvFileError(f"{path.name}: {error}") from error
-    manifest.check()
+    manifest = decode(raw, path.name)
     if path.name != path_of(path.parent.parent, manifest.id).name:
         raise KvFileError(f"{path.name}: its id is another one")
     return manifest

@@ -14,13 +14,11 @@ from pathlib import Path
 import structlog
 from msgspec.structs import replace
 
-from router.base import tokens as tok
 from router.base.errors import KvError, KvFileError
 from router.base.shared_bytes import SharedBytes
 from router.base.types import Blob, KvDir, Snapshot, SnapshotId
 from router.store import files
 from router.store.blobs import blob_files, manifests
-from router.store.blobs.manifests import Manifest
 from router.store.blobs.write_budget import WriteBudget
 from router.store.files import Identity
 from router.store.format.head import read_head
@@ -113,23 +111,11 @@ class BlobTier:
             raise KvError(str(error)) from error
 
     def _write(self, path: Path, identity: Identity, snapshot: Snapshot) -> tuple[Blob, ...]:
-        head, plan = _plan(path, identity, self.least_bytes)
+        head, plan = plan_of(path, identity, self.least_bytes)
         written = blob_files.write_blobs(
             self._root, path, identity, plan.spans(), fsync=self.fsync, wrote=self._wrote
         )
-        shape = snapshot.shape
-        manifest = Manifest(
-            id=snapshot.id,
-            namespace=snapshot.namespace,
-            added_at=snapshot.saved_at,
-            head=head,
-            split=plan,
-            blobs=tuple(blob.id for blob in written.blobs),
-            media=tuple(token for token in tok.iterate(snapshot.tokens) if token < 0),
-            n_stream=shape.n_stream,
-            checkpoints=shape.checkpoints,
-            extendable=shape.extendable,
-        )
+        manifest = manifests.manifest_of(snapshot, head, plan, written.blobs)
         try:
             size_bytes = manifests.write(self._root, manifest, fsync=self.fsync)
         except OSError:
@@ -196,10 +182,11 @@ class BlobTier:
 
 def _assemble(root: Path, snapshot: SnapshotId, target: Path, mode: int) -> Identity:
     one = manifests.read(manifests.path_of(root, snapshot))
-    return blob_files.assemble(root, one.head, one.parts, target, one.split.size_bytes, mode)
+    read = partial(blob_files.read_checked, root)
+    return blob_files.assemble(one.head, one.parts, target, one.split.size_bytes, mode, read)
 
 
-def _plan(path: Path, expected: Identity, least_bytes: int) -> tuple[bytes, Split]:
+def plan_of(path: Path, expected: Identity, least_bytes: int) -> tuple[bytes, Split]:
     """Return the head of a state file, and how to split the rest of it.
 
     A memory state that cannot be read is opaque, as it is to the probe of its backend.

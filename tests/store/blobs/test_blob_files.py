@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,13 @@ def parts(root: Path) -> list[tuple[Blob, list[Span]]]:
     return [(put(root, b"bbdd"), [Span(3, 2), Span(7, 2)]), (put(root, b"cc"), [Span(5, 2)])]
 
 
+def reader(root: Path) -> Callable[[Blob, Buffer], memoryview]:
+    return partial(blob_files.read_checked, root)
+
+
 def test_assembles(root: Path) -> None:
     target = root.parent / "target"
-    found = blob_files.assemble(root, b"hea", parts(root), target, 9, 0o640)
+    found = blob_files.assemble(b"hea", parts(root), target, 9, 0o640, reader(root))
     assert target.read_bytes() == b"heabbccdd"
     assert found == files.identity(target)
     assert target.stat().st_mode & 0o777 == 0o640
@@ -166,7 +171,7 @@ def test_a_damaged_blob_is_named_and_no_file_is_left(
     harm(blob_files.path_of(root, made[1][0].id))
     target = root.parent / "target"
     with pytest.raises(DamagedBlobError) as caught:
-        blob_files.assemble(root, b"hea", made, target, 9, 0o600)
+        blob_files.assemble(b"hea", made, target, 9, 0o600, reader(root))
     assert caught.value.blob == made[1][0]
     assert not target.exists()
 

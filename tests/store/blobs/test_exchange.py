@@ -1,0 +1,211 @@
+"""`router.store.blobs.exchange`: state files in parts, from one store to another."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from router.base.errors import KvError, KvFileError
+from router.base.tasks import spawn
+from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId
+from router.store.blobs import blob_files, manifests
+from router.store.blobs.exchange import Exchange
+from router.store.store import KvStore
+from tests.support.files.blob_stores import KINDS, NAMESPACE, Place, state, until
+
+OTHER = Namespace("the same model there")
+LONG = 3600.0
+KIND_OF = {
+    "full": MemoryKind.FULL,
+    "short": MemoryKind.FULL,
+    "window": MemoryKind.SLIDING_WINDOW,
+    "hybrid": MemoryKind.HYBRID,
+    "recurrent": MemoryKind.RECURRENT,
+}
+
+
+@dataclass
+class Wire:
+    """The parts of a snapshot of another store, read through its exchange."""
+
+    exchange: Exchange
+    snapshot: SnapshotId
+    loop: asyncio.AbstractEventLoop
+    harm: Callable[[int, memoryview], None] = lambda index, raw: None
+    asked: list[int] = field(default_factory=list)
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def read(self, index: int, into: memoryview) -> None:
+        if self.stopped.is_set():
+            raise KvError("stopped")
+        self.asked.append(index)
+        part = self.exchange.part(self.snapshot, index)
+        into[:] = asyncio.run_coroutine_threadsafe(part, self.loop).result()
+        self.harm(index, into)
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+@pytest.fixture
+async def places(tmp_path: Path) -> AsyncIterator[tuple[Place, Place]]:
+    made = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        made.append(Place(tmp_path / name / "kv", tmp_path / name / "blobs"))
+    yield made[0], made[1]
+    for place in made:
+        for store in place.open:
+            await store.aclose()
+
+
+async def move(
+    source: KvStore, snapshot: Snapshot, target: KvStore, *alike: Snapshot, **options: object
+) -> tuple[Snapshot, Wire]:
+    """Move a snapshot between stores, its manifest as bytes; return what it is there."""
+    manifest = await source.exchange.manifest(snapshot.id)
+    told = manifests.decode(manifests.encode(manifest), "a manifest")
+    wire = Wire(source.exchange, snapshot.id, asyncio.get_running_loop(), **options)  # type: ignore[arg-type]
+    names = [one.id for one in alike]
+    kind = MemoryKind.FULL
+    return await target.exchange.receive(told, OTHER, kind, names, wire), wire
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+async def test_a_state_of_each_kind_arrives_as_it_was(
+    places: tuple[Place, Place], name: str, split: bool
+) -> None:
+    here, there = places
+    source, told, _ = await here.store(write_after_s=LONG, whole_bytes=0 if split else None)
+    target, _, _ = await there.store(write_after_s=LONG, whole_bytes=None)
+    snapshot = await here.put(source, KINDS[name])
+    expected = await here.read(source, snapshot)
+    if split:
+        snapshot = await until(told, snapshot)
+    manifest = await source.exchange.manifest(snapshot.id)
+    wire = Wire(source.exchange, snapshot.id, asyncio.get_running_loop())
+    moved = await target.exchange.receive(manifest, OTHER, KIND_OF[name], [], wire)
+
+    assert await there.read(target, moved) == expected
+    assert (moved.namespace, moved.tokens, moved.shape) == (OTHER, snapshot.tokens, snapshot.shape)
+    assert sorted(wire.asked) == list(range(len(manifest.blobs)))
+
+
+async def test_a_split_file_and_a_whole_one_have_the_same_parts(
+    places: tuple[Place, Place],
+) -> None:
+    """Else every host would fetch what it has."""
+    here, _ = places
+    source, told, _ = await here.store(write_after_s=LONG, whole_bytes=None)
+    snapshot = await here.put(source, state(700))
+    hashed = await source.exchange.manifest(snapshot.id)
+    await source.write_out()
+    assert manifests.read(manifests.path_of(here.blobs, snapshot.id)) == hashed
+    assert told.now[snapshot.id].blobs == hashed.sized
+
+
+@pytest.mark.parametrize("split", [False, True])
+async def test_only_what_is_missing_is_asked_for(places: tuple[Place, Place], split: bool) -> None:
+    here, there = places
+    source, _, _ = await here.store(write_after_s=LONG, whole_bytes=None)
+    target, told, _ = await there.store(write_after_s=LONG, whole_bytes=0 if split else None)
+    longer = await here.put(source, state(1600))
+    known = await there.put(target, state(600))
+    if split:
+        known = await until(told, known)
+    moved, wire = await move(source, longer, target, known)
+
+    assert await there.read(target, moved) == state(1600)
+    shared = 512 // 256
+    n_parts = len((await source.exchange.manifest(longer.id)).blobs)
+    assert sorted(wire.asked) == list(range(shared, n_parts))
+
+
+async def test_a_part_here_that_is_damaged_is_asked_for(places: tuple[Place, Place]) -> None:
+    here, there = places
+    source, _, _ = await here.store(write_after_s=LONG, whole_bytes=None)
+    target, told, _ = await there.store(whole_bytes=0)
+    longer = await here.put(source, state(1600))
+    known = await until(told, await there.put(target, state(600)))
+    path = blob_files.path_of(there.blobs, known.blobs[0].id)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    moved, wire = await move(source, longer, target, known)
+    assert await there.read(target, moved) == state(1600)
+    assert 0 in wire.asked
+    assert 1 not in wire.asked
+
+
+async def test_a_part_with_other_content_is_never_used(places: tuple[Place, Place]) -> None:
+    here, there = places
+    source, _, _ = await here.store(write_after_s=LONG, whole_bytes=None)
+    target, _, _ = await there.store(write_after_s=LONG, whole_bytes=None)
+    snapshot = await here.put(source, state(600))
+
+    def lie(index: int, raw: memoryview) -> None:
+        if index == 1:
+            raw[7] ^= 1
+
+    with pytest.raises(KvFileError, match="other content"):
+        await move(source, snapshot, target, harm=lie)
+    assert there.whole() == []
+    assert not [path for path in there.kv.iterdir() if "kvf-" in path.name]
+
+
+async def test_a_snapshot_that_is_deleted_meanwhile(places: tuple[Place, Place]) -> None:
+    here, there = places
+    source, _, _ = await here.store(write_after_s=LONG, whole_bytes=None)
+    target, _, _ = await there.store(write_after_s=LONG, whole_bytes=None)
+    snapshot = await here.put(source, state(600))
+    manifest = await source.exchange.manifest(snapshot.id)
+    await source.delete(snapshot)
+    wire = Wire(source.exchange, snapshot.id, asyncio.get_running_loop())
+    with pytest.raises(KvFileError, match="does not exist"):
+        await target.exchange.receive(manifest, OTHER, MemoryKind.FULL, [], wire)
+    with pytest.raises(KvFileError, match="does not exist"):
+        await source.exchange.manifest(snapshot.id)
+
+
+async def test_cancelled_it_leaves_no_file(places: tuple[Place, Place]) -> None:
+    here, there = places
+    source, _, _ = await here.store(write_after_s=LONG, whole_bytes=None)
+    target, _, _ = await there.store(write_after_s=LONG, whole_bytes=None)
+    snapshot = await here.put(source, state(600))
+    manifest = await source.exchange.manifest(snapshot.id)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(index: int, raw: memoryview) -> None:
+        begun.set()
+        go_on.wait(30)
+
+    wire = Wire(source.exchange, snapshot.id, asyncio.get_running_loop(), harm=wait)
+
+    async def receive() -> None:
+        await target.exchange.receive(manifest, OTHER, MemoryKind.FULL, [], wire)
+
+    moving = spawn(receive(), name="receive")
+    await asyncio.to_thread(begun.wait, 30)
+    moving.cancel()
+    await moving
+    assert wire.stopped.is_set()
+    go_on.set()
+    target.exchange.close(wait=True)
+    assert not [path for path in there.kv.iterdir() if "kvf-" in path.name]
+
+
+async def test_a_store_without_blobs_takes_part(places: tuple[Place, Place]) -> None:
+    here, there = places
+    source, _, _ = await here.store(write_after_s=LONG, whole_bytes=None, least_bytes=2 << 20)
+    target = KvStore([there.kv_dir], wall_now=lambda: 1.5)
+    there.open.append(target)
+    await target.load()
+    snapshot = await here.put(source, state(1600))
+    moved, _ = await move(source, snapshot, target)
+    assert await there.read(target, moved) == state(1600)
+    back, wire = await move(target, moved, source, snapshot)
+    assert await here.read(source, back) == state(1600)
+    assert wire.asked == [], "all of it was here"
+    assert NAMESPACE != OTHER
