@@ -123,6 +123,8 @@ class Scheduler:
                 state.inventory.learned |= event.rates
             case ev.SnapshotsFound():
                 backend_attach.snapshots_found(state, event)
+            case ev.SaveAsked():
+                idle_saves.save_for_host(state, event.slot, now)
             case ev.SnapshotLost():
                 state.inventory.catalog.forget(event.snapshot)
             case ev.RoomFound():

@@ -22,7 +22,7 @@ from router.base.types import (
     BackendId,
     BackendInfo,
     Lease,
-    Namespace,
+    MemoryKind,
     Outcome,
     OwnPrefill,
     PrefillProgress,
@@ -40,6 +40,9 @@ from router.base.types import (
 )
 from router.core.admission.backend_attach import probe_name
 from router.core.execution.preemption import must_yield
+from router.core.hosts.quote import is_surely_cheap, must_make_room
+from router.core.hosts.quote import quote as make_quote
+from router.core.inventory.inventory import Inventory
 from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.model.jobs import RequestJob
@@ -47,8 +50,6 @@ from router.core.model.plan import Plan, Quote
 from router.core.model.slots import Slot
 from router.core.planning.displacement import keeps_snapshots
 from router.core.planning.planner import plan as make_plan
-from router.core.planning.quote import is_surely_cheap, must_make_room
-from router.core.planning.quote import quote as make_quote
 from router.core.reporting.request_records import record_of
 from router.core.scheduler import Scheduler
 from router.core.stats import stats_of
@@ -141,6 +142,7 @@ class Engine:
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
         self._preparing: dict[RequestId, Preparing] = {}  # of requests in `_grants`
         self._loads: dict[RequestId, asyncio.Future[None]] = {}  # requests that wait for a model
+        self._saving: dict[SlotId, asyncio.Event] = {}  # set when the save is over
         self._timings: dict[RequestId, Timing] = {}
         self._launches = LaunchWatch(scheduler, backends)
         self._events: deque[tuple[ev.Event, Callable[[], None]]] = deque()
@@ -258,12 +260,9 @@ class Engine:
             request, state.inventory, state.queue, limit_s
         )
 
-    def held_prefixes(
-        self, secret: bytes, facts_of: Callable[[Namespace], str], *, keeps_news: bool
-    ) -> HeldPrefixes:
-        """Return a new index of what this host holds; there may be only one at a time."""
-        inventory = self._scheduler.state.inventory
-        return HeldPrefixes(inventory, secret, facts_of, keeps_news=keeps_news)
+    def held_prefixes(self, make: Callable[[Inventory], HeldPrefixes]) -> HeldPrefixes:
+        """Return the index of what this host holds that `make` makes; there may be only one."""
+        return make(self._scheduler.state.inventory)
 
     # -- for the monitors and the store --------------------------------------------------------
 
@@ -287,14 +286,22 @@ class Engine:
         """Check in the background whether an unknown client uses slots that should be idle."""
         self._tasks.spawn(self._poll_for_strangers(backend), name=f"look around {backend}")
 
-    async def snapshots_found(self, snapshots: Sequence[Snapshot]) -> None:
-        """Offer the snapshots that the store found in opened directories.
+    async def snapshots_found(
+        self, snapshots: Sequence[Snapshot], kind: MemoryKind = MemoryKind.UNKNOWN
+    ) -> None:
+        """Offer the snapshots that the store found in opened directories, or got from a host.
 
         Takes a few at a time, as `purge` does.
         """
         for start in range(0, len(snapshots), _FOUND_AT_ONCE):
-            self._feed(ev.SnapshotsFound(tuple(snapshots[start : start + _FOUND_AT_ONCE])))
+            self._feed(ev.SnapshotsFound(tuple(snapshots[start : start + _FOUND_AT_ONCE]), kind))
             await asyncio.sleep(0)
+
+    async def save(self, slot: SlotId) -> None:
+        """Save a slot for another host, once it is computed; return when that is over, if ever."""
+        self._feed(ev.SaveAsked(slot))
+        if self.view.is_being_saved(slot):
+            await self._saving.setdefault(slot, asyncio.Event()).wait()
 
     def keeps(self, snapshot: SnapshotId) -> bool:
         """Return whether a snapshot is not to be deleted, nor the next one to be evicted."""
@@ -402,6 +409,8 @@ class Engine:
                 self._account(effect)
             case ef.Save() | ef.Cut() | ef.Restore() | ef.Erase():
                 self._note_step(effect.request)
+                if isinstance(effect, ef.Save):
+                    self._saving.setdefault(effect.slot, asyncio.Event())
                 self._tasks.spawn(self._transfer(effect), name=f"transfer for {effect.request}")
             case ef.Prefill():
                 self._note_step(effect.request)
@@ -463,6 +472,8 @@ class Engine:
 
     async def _transfer(self, effect: Transferred) -> None:
         self._feed(await self._transfers.carry_out(effect, self.infos))
+        if isinstance(effect, ef.Save) and (over := self._saving.pop(effect.slot, None)):
+            over.set()
 
     def _note_step(self, request: RequestId) -> None:
         job = self._scheduler.state.inventory.jobs.get(request)

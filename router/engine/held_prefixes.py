@@ -5,18 +5,22 @@ seconds in all. Until then a quote is of what was hashed so far.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from router.base.prefix_hash import BLOCK, STEP, PrefixHasher, in_directory
 from router.base.tokens import EMPTY, Tokens, common_prefix, count, head
 from router.base.types import Namespace, SlotId, Snapshot, SnapshotId, Tenant
+from router.core.hosts.handout import handout
 from router.core.inventory.inventory import Inventory
+from router.core.model.plan import Handout
 from router.core.model.slots import Phase
 from router.core.model.tenancy import model_of, tenant_of
 
 _AT_ONCE = 64 * 1024  # tokens hashed in one go, in about 2 ms
 _PER_BLOCK = BLOCK // STEP
+_REFINED = 8  # contents of which is looked how much of a block they share
 
 
 Content = SlotId | SnapshotId
@@ -50,13 +54,17 @@ class HeldPrefixes:
         inventory: Inventory,
         secret: bytes,
         facts_of: Callable[[Namespace], str],
+        is_same: Callable[[Namespace, Namespace], bool],
         *,
         keeps_news: bool = True,
     ) -> None:
         """Start empty. `facts_of`: the part of a namespace that is equal on all hosts.
 
-        `keeps_news`: whether `take_news` is called.
+        `is_same`: whether two namespaces have the same KV. `keeps_news`: whether `take_news` is
+        called.
         """
+        self._is_same = is_same
+        self._models: tuple[int, list[Namespace]] = 0, []  # of snapshots, by number of namespaces
         self._keeps_news = keeps_news
         self._inventory = inventory
         self._secret = secret
@@ -103,7 +111,50 @@ class HeldPrefixes:
             return EMPTY
         if found.ending is not None:
             return self._held[found.ending].tokens
-        return head(self._held[next(iter(found.contents))].tokens, (at + 1) * STEP)
+        return max((self._up_to(one, hashes, at) for one in self._some(found)), key=count)
+
+    def _some(self, found: _Entry) -> Iterator[_Held]:
+        return (self._held[one] for one in islice(found.contents, _REFINED))
+
+    def _up_to(self, held: _Held, hashes: Sequence[bytes], at: int) -> Tokens:
+        """Return what a content shares with a prompt that has its hash `at`: a part of a block."""
+        n = at + 1
+        beginning = head(held.tokens, (n + _PER_BLOCK - 1) * STEP)
+        own = self._hasher(held.namespace).hashes(beginning, hashes[:n])
+        while n < min(len(own), len(hashes)) and own[n] == hashes[n]:
+            n += 1
+        return head(held.tokens, n * STEP)
+
+    def handout(
+        self,
+        hashes: Sequence[bytes],
+        namespace: Namespace,
+        tenant: Tenant,
+        n_prompt: int,
+        now: float,
+        *,
+        saved: bool = False,
+    ) -> Handout | None:
+        """Return what another host would get of a prompt with these hashes; see `handout.py`.
+
+        `namespace`: of its model there. `saved`: only what is a snapshot.
+        """
+        tokens = self.longest(hashes)
+        if not tokens:
+            return None
+        here = {info.namespace for info in self._inventory.infos()}
+        models = [one for one in here.union(self._stored()) if self._is_same(one, namespace)]
+        return handout(self._inventory, models, tenant, tokens, n_prompt, now, saved=saved)
+
+    def _stored(self) -> list[Namespace]:
+        """Return the models of all snapshots, as far as their number tells that they changed.
+
+        Each tenant has namespaces, and a quote has no time to go through ten thousand.
+        """
+        namespaces = self._inventory.catalog.namespaces()
+        if self._models[0] != len(namespaces):
+            self._models = len(namespaces), list({model_of(one): None for one in namespaces})
+        return self._models[1]
 
     def refresh(self) -> bool:
         """Take in some of the changes; return whether there are more."""

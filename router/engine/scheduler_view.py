@@ -3,17 +3,18 @@
 Gives copies of facts and never an object of the scheduler that can be changed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 
-from router.base.tokens import count
+from router.base.tokens import Tokens, count, head
 from router.base.types import (
     BackendId,
     BackendInfo,
     KvDir,
     LearnedRates,
+    MemoryKind,
     Namespace,
     Request,
     RequestId,
@@ -24,6 +25,7 @@ from router.base.types import (
     Tenant,
 )
 from router.core.execution.state import State
+from router.core.hosts.handout import once_fetched
 from router.core.model.jobs import (
     AtGate,
     CutStep,
@@ -40,6 +42,7 @@ from router.core.model.jobs import (
     Step,
 )
 from router.core.model.memory_kinds import goes_back
+from router.core.model.plan import Offered, Quote
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerPhase
@@ -346,6 +349,40 @@ class SchedulerView:
         """Return the backends that are up and not draining."""
         inventory = self._state.inventory
         return [info for info in inventory.infos() if info.id not in inventory.draining]
+
+    def once_fetched(
+        self, request: Request, own: Quote, offered: Offered, seconds: Callable[[int], float]
+    ) -> Quote | None:
+        """Return what a request takes here that fetches `offered` first; see `handout.py`."""
+        return once_fetched(request, self._state.inventory, own, offered, seconds)
+
+    def is_being_saved(self, slot: SlotId) -> bool:
+        """Return whether a slot is being saved, or will be when its prefill is over."""
+        slots = self._state.inventory.slots.of(slot.backend)
+        return slot.index < len(slots) and bool(
+            slots[slot.index].work.saving or slots[slot.index].work.for_host
+        )
+
+    def snapshot(self, name: SnapshotId) -> Snapshot | None:
+        """Return a usable snapshot. None: it is gone."""
+        catalog = self._state.inventory.catalog
+        if name not in catalog:
+            return None
+        return catalog[name]
+
+    def equal(self, longer: Snapshot, n_tokens: int) -> SnapshotId | None:
+        """Return the snapshot of just the first tokens of another one. None: there is none."""
+        tokens = head(longer.tokens, n_tokens)
+        return self._state.inventory.catalog.equal(longer.namespace, tokens)
+
+    def kind_of(self, snapshot: SnapshotId) -> MemoryKind:
+        """Return the memory kind that a snapshot was saved as."""
+        return self._state.inventory.catalog.kind_of(snapshot)
+
+    def alike(self, namespace: Namespace, tokens: Tokens) -> list[SnapshotId]:
+        """Return the snapshots that share most with `tokens`, the best first."""
+        found = self._state.inventory.catalog.match(namespace, tokens, limit=2)
+        return [match.item for match in found]
 
     def known_namespaces(self) -> set[Namespace]:
         """Return all namespaces that a backend could belong to."""

@@ -1,5 +1,6 @@
 """The index of what a host holds, by prefix hash."""
 
+import operator
 import random
 import tracemalloc
 
@@ -16,7 +17,7 @@ NAMESPACE = Namespace(NS)
 
 
 def held_by(inventory: Inventory) -> HeldPrefixes:
-    return HeldPrefixes(inventory, b"secret", lambda namespace: namespace)
+    return HeldPrefixes(inventory, b"secret", lambda namespace: namespace, operator.eq)
 
 
 def made_anew(inventory: Inventory) -> HeldPrefixes:
@@ -52,9 +53,9 @@ def test_a_conversation_that_goes_on_finds_all_that_is_held() -> None:
 
 def test_a_prompt_that_leaves_early_finds_what_it_shares() -> None:
     index = drained(held_by(with_slot(PROMPT)))
-    other = join([head(PROMPT, 3 * BLOCK + STEP), pack([-1] * BLOCK)])
+    other = join([head(PROMPT, 3 * BLOCK + 2 * STEP + 5), pack([-1] * BLOCK)])
 
-    assert longest(index, other) == head(PROMPT, 3 * BLOCK)
+    assert longest(index, other) == head(PROMPT, 3 * BLOCK + 2 * STEP)
 
 
 def test_nothing_of_another_tenant_or_model_is_found() -> None:
@@ -133,7 +134,9 @@ def test_a_long_conversation_is_kept_in_memory_once() -> None:
 
 def test_without_a_directory_there_is_no_news() -> None:
     inventory = with_slot(PROMPT)
-    index = HeldPrefixes(inventory, b"secret", lambda namespace: namespace, keeps_news=False)
+    index = HeldPrefixes(
+        inventory, b"secret", lambda namespace: namespace, operator.eq, keeps_news=False
+    )
     drained(index)
     inventory.slots.of(BackendId("a"))[0].hold(Content(Resident(head(PROMPT, BLOCK))))
     drained(index)

@@ -9,7 +9,6 @@ from router.base.types import (
     BackendId,
     BackendInfo,
     LearnedRates,
-    MemoryKind,
     Namespace,
     RequestId,
 )
@@ -110,14 +109,14 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
 
 
 def snapshots_found(state: State, event: ev.SnapshotsFound) -> None:
-    """Offer the snapshots on disk to the catalog.
+    """Offer snapshots to the catalog.
 
-    Their memory kind is not recorded, so none is dropped in favour of a longer one.
+    On disk their memory kind is not recorded, so none is dropped in favour of a longer one.
     """
     found_bytes = sum(snapshot.size_bytes for snapshot in event.snapshots)
     state.inventory.catalog.found_on_disk(found_bytes)
     for snapshot in event.snapshots:
-        state.keep(snapshot, MemoryKind.UNKNOWN)
+        state.keep(snapshot, event.kind)
 
 
 def _value_anew(state: State, backend: Backend) -> None:

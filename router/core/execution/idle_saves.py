@@ -4,13 +4,13 @@ from math import inf
 
 from msgspec.structs import replace
 
-from router.base.types import BackendId, RequestId
+from router.base.types import BackendId, RequestId, SlotId
 from router.core.execution.job_steps import save
 from router.core.execution.state import State
 from router.core.model.effects import SaveReason
 from router.core.model.jobs import SaveJob
-from router.core.model.slots import Slot, Work
-from router.core.planning.displacement import saving_pays
+from router.core.model.slots import Phase, Slot, Work
+from router.core.planning.displacement import can_save, saving_pays
 
 
 def save_idle(state: State, now: float) -> None:
@@ -49,6 +49,22 @@ def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0
         slot.hold(replace(slot.content, saved=True))  # ruled out, and considered once
 
 
+def save_for_host(state: State, slot_id: SlotId, now: float) -> None:
+    """Save what an idle slot holds, or a busy one computes, because another host asks for it."""
+    backend = state.inventory.up.get(slot_id.backend)
+    slots = state.inventory.slots.of(slot_id.backend)
+    if backend is None or slot_id.index >= len(slots):
+        return
+    slot = slots[slot_id.index]
+    if slot.phase is Phase.PREPARING and slot.work.sharing:
+        slot.do(replace(slot.work, for_host=True))
+    if slot.phase is not Phase.IDLE:
+        return
+    n_tokens = len(slot.content.resident)
+    if n_tokens and slot.content.savable and can_save(state.inventory, backend, n_tokens):
+        _save(state, slot, now, SaveReason.HOST)
+
+
 def end_backoffs(state: State, now: float) -> None:
     """End the write backoffs that are due, and reconsider all slots of their backends."""
     for backend in state.inventory.backends.values():
@@ -72,10 +88,10 @@ def wakeup(state: State) -> float:
     return min(times, default=inf)
 
 
-def _save(state: State, slot: Slot, now: float) -> None:
+def _save(state: State, slot: Slot, now: float, reason: SaveReason = SaveReason.IDLE) -> None:
     state.saves += 1
     name = RequestId(f"save-{state.saves}")
     save_s = state.inventory.backend_of(slot.id).rates.save_s(len(slot.content.resident))
     lease = slot.lease(name, Work(slot.content.tenant, busy_until=now + save_s))
     state.inventory.jobs[name] = SaveJob(id=name, lease=lease)
-    save(state, name, slot, SaveReason.IDLE)
+    save(state, name, slot, reason)

@@ -438,17 +438,21 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
                 job.drop_steps()  # no request waits for it any more
         elif not job.cancelled and not saved_anyway and is_wanted(state, job, job.doing.tokens):
             job.insert(SaveStep(job.slot, SaveReason.SHARED))
+            slot = state.slot_of(job)
+            slot.do(replace(slot.work, for_host=False))
     next_step(state, job, now)
 
 
 def is_wanted(state: State, job: RequestJob, held: Tokens) -> bool:
     """Return True if a queued request shares more with `held` than with any snapshot.
 
-    The shared prefix has to be long enough for a snapshot.
+    The shared prefix has to be long enough for a snapshot. So does what another host waits for.
     """
     backend = state.backend_of(job)
     if not can_save(state.inventory, backend, count(held)):
         return False
+    if state.slot_of(job).work.for_host:
+        return True
     namespace, catalog = namespace_of(backend.info, job.request.tenant), state.inventory.catalog
     # A request that shares no more than a snapshot holds needs no other: few are compared.
     enough = max(catalog.covered(namespace, held) + 1, catalog.limits.min_tokens)

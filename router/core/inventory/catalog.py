@@ -288,11 +288,17 @@ class Catalog:
         return index.nearest(tokens) if index else (0, False)
 
     def useful(
-        self, kind: MemoryKind, namespace: Namespace, tokens: Tokens, n_prompt: int, limit: int = 4
+        self,
+        kind: MemoryKind | None,
+        namespace: Namespace,
+        tokens: Tokens,
+        n_prompt: int,
+        limit: int = 4,
     ) -> list[tuple[Match[SnapshotId], int]]:
         """Return snapshots that a prompt can reuse, each with its number of reused tokens.
 
-        The prompt has `n_prompt` tokens and begins with `tokens`. The result includes the best
+        The prompt has `n_prompt` tokens and begins with `tokens`. `kind` None: no backend tells it
+        now, and each snapshot is of the kind that it was saved as. The result includes the best
         snapshots. For kinds that cannot go back, a longer snapshot may be of no use although it
         shares most. For these kinds, whole prefixes are therefore examined as well.
         """
@@ -300,15 +306,16 @@ class Catalog:
         if index is None:
             return []
         matches = index.match(tokens, limit)
-        if not goes_back(kind):
+        if kind is None or not goes_back(kind):
             known = {match.item for match in matches}
             prefixes = [match for match in index.prefixes(tokens) if match.item not in known]
             matches += prefixes[-limit:]
         found = []
         for match in matches:
-            shape = self[match.item].shape
+            entry = self._entries[match.item]
+            shape = entry.snapshot.shape
             reused = reusable_tokens(
-                kind,
+                entry.kind if kind is None else kind,
                 n_prompt,
                 match.common,
                 match.length,
@@ -340,6 +347,11 @@ class Catalog:
         """
         entry = self._entries.get(snapshot)
         return None if entry is None else entry.used_at
+
+    def kind_of(self, snapshot: SnapshotId) -> MemoryKind:
+        """Return the memory kind that a snapshot was saved as; UNKNOWN: it was found on disk."""
+        entry = self._entries.get(snapshot)
+        return MemoryKind.UNKNOWN if entry is None else entry.kind
 
     def add_reference(self, snapshot: SnapshotId, now: float) -> Snapshot:
         """Use a snapshot and return it; it stays on disk until `drop_reference`."""

@@ -32,6 +32,7 @@ class SaveReason(StrEnum):
     BRANCH = "branch"  # before a long answer: other prompts may branch off meanwhile
     IDLE = "idle"
     WARM = "warm"  # an operator wants the prompt kept
+    HOST = "host"  # another host asks for it
 
 
 class Save(Struct, frozen=True):

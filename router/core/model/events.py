@@ -10,6 +10,7 @@ from router.base.types import (
     BackendId,
     BackendInfo,
     LearnedRates,
+    MemoryKind,
     Namespace,
     Outcome,
     Reported,
@@ -146,9 +147,22 @@ class RatesFound(Struct, frozen=True):
 
 
 class SnapshotsFound(Struct, frozen=True):
-    """The store found these snapshots on disk when the router started."""
+    """The store found these snapshots on disk, or another host handed them out.
+
+    `kind`: of their memory; it is not recorded on disk.
+    """
 
     snapshots: tuple[Snapshot, ...]
+    kind: MemoryKind = MemoryKind.UNKNOWN
+
+
+class SaveAsked(Struct, frozen=True):
+    """Another host could use what a slot holds or computes. Answered by `Save`, now or then.
+
+    Not answered if the slot does neither any more.
+    """
+
+    slot: SlotId
 
 
 class SnapshotLost(Struct, frozen=True):
@@ -375,6 +389,7 @@ Event = (
     | ProbePutOff
     | RatesFound
     | SnapshotsFound
+    | SaveAsked
     | SnapshotLost
     | SnapshotStored
     | RoomFound

@@ -1,6 +1,7 @@
 """A decision as data: the candidates, their prices in seconds, and the chosen one."""
 
 from collections.abc import Mapping
+from math import inf
 
 from msgspec import Struct
 
@@ -111,10 +112,40 @@ class Quote(Struct, frozen=True):
     """The price of a request on this host, for a host that compares hosts.
 
     `price_s`: seconds until the first token, with all that other requests lose by it. `wait_s` is
-    the part of it before a slot or server is free.
+    the part of it before a slot or server is free; `aside_s` the part for saving what is displaced,
+    and for what others lose. `fetched`: the price includes a fetch from another host.
     """
 
     price_s: float
     wait_s: float = 0.0
     reused_tokens: int = 0
     source: Source = Source.COLD
+    aside_s: float = 0.0
+    fetched: bool = False
+
+
+class Offered(Struct, frozen=True, array_like=True):
+    """A state that another host would hand out: so many tokens of a prompt need no computing then.
+
+    It has `n_tokens` tokens and `size_bytes`, and can be fetched after `ready_s` seconds: then it
+    is saved, or even computed (`computing`).
+    """
+
+    reused: int
+    n_tokens: int
+    size_bytes: int
+    ready_s: float = 0.0
+    computing: bool = False
+
+    @property
+    def is_sound(self) -> bool:
+        """Return whether the numbers can be: another host has told them."""
+        return 0 < self.reused <= self.n_tokens and self.size_bytes > 0 and 0 <= self.ready_s < inf
+
+
+class Handout(Struct, frozen=True):
+    """What another host would get: a snapshot, or what a slot has. `cut`: its first tokens."""
+
+    content: SnapshotId | SlotId
+    offered: Offered
+    cut: int | None = None

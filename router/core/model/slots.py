@@ -177,6 +177,7 @@ class Work(Struct, frozen=True):
     pending: Tokens = EMPTY  # what is computed
     saving: Tokens = EMPTY  # tokens of the save in progress
     sharing: bool = False  # PREPARING: queued requests may reuse `pending` later
+    for_host: bool = False  # another host waits for `pending`: it is saved when it is computed
     prefill_abandoned: bool = False  # PREPARING: the prefill in progress was abandoned
     busy_until: float = 0.0  # clock seconds, an estimate; inf: nothing is known of the end
 

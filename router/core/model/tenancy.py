@@ -18,7 +18,12 @@ def namespace_of(info: BackendInfo, tenant: Tenant) -> Namespace:
 
     The record of a state file has the namespace, so the tenant of a snapshot survives a restart.
     """
-    return Namespace(f"{info.namespace}{_MARK}{tenant}") if tenant else info.namespace
+    return tenanted(info.namespace, tenant)
+
+
+def tenanted(model: Namespace, tenant: Tenant) -> Namespace:
+    """Return the namespace of a tenant's snapshots of a model."""
+    return Namespace(f"{model}{_MARK}{tenant}") if tenant else model
 
 
 def model_of(namespace: Namespace) -> Namespace:

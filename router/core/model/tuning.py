@@ -58,6 +58,11 @@ class Tuning(Struct, frozen=True):
     # Seconds within which prices may differ by rounding alone.
     equal_s: float = 1e-8
 
+    # A state is fetched from another host if the request is then so much cheaper, by this factor
+    # and by these seconds. Chosen: a fetch takes processor time on two hosts, which has no price.
+    fetch_cheaper: float = 0.8
+    fetch_gain_s: float = 0.02
+
     # Chance that a second prompt branches off from a prompt during its answer, where none has
     # before. Chosen: a save that costs a twentieth of the prefill is then worth it, as on a CPU.
     branch_chance: float = 0.05

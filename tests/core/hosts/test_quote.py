@@ -5,11 +5,11 @@ from msgspec.structs import replace
 
 from router.base.tokens import pack
 from router.base.types import NO_TENANT, BackendId, SlotId, Source
+from router.core.hosts.quote import is_surely_cheap, quote
 from router.core.model.request_queue import Queue
 from router.core.model.servers import ServerSpec
 from router.core.model.slots import NO_WORK, Work
 from router.core.planning.planner import plan
-from router.core.planning.quote import is_surely_cheap, quote
 from tests.support.scheduler.build import backend, inventory, request, scheduler
 from tests.support.scheduler.drive import NOW, arrive, finish, names, tick
 

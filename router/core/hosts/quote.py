@@ -26,7 +26,9 @@ def quote(request: Request, inventory: Inventory, queue: Queue, now: float) -> Q
     if made is None:
         return _once_free(request, inventory, queue, now)
     price = made.chosen.price
-    return Quote(price.total_s, price.wait_s, made.chosen.reused_tokens, made.chosen.source)
+    aside_s = price.save_s + price.handling_s + price.loss_s
+    chosen = made.chosen
+    return Quote(price.total_s, price.wait_s, chosen.reused_tokens, chosen.source, aside_s)
 
 
 def is_surely_cheap(request: Request, inventory: Inventory, queue: Queue, limit_s: float) -> bool:

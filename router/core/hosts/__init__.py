@@ -1,0 +1,1 @@
+"""What other hosts are told: the price of a request, and the states that they may have."""

@@ -1,0 +1,169 @@
+"""Choose what to hand to another host, and price a request that begins with what another has.
+
+Pure. What one host names here, `web/fleet` moves.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+
+from router.base.tokens import Tokens, common_prefix, count
+from router.base.types import (
+    Namespace,
+    Request,
+    Snapshot,
+    Source,
+    Tenant,
+)
+from router.core.inventory.backend import Backend
+from router.core.inventory.inventory import Inventory
+from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
+from router.core.model.plan import Handout, Offered, Quote
+from router.core.model.slots import Phase, Slot
+from router.core.model.tenancy import namespace_of, tenanted
+from router.core.model.tuning import TUNING
+from router.core.planning.displacement import can_save
+
+# Bytes of a whole file that are hashed in a second, to name its blobs. Measured: 4 on one core.
+_HASHED_PER_S = 2e9
+
+
+def handout(
+    inventory: Inventory,
+    models: Collection[Namespace],
+    tenant: Tenant,
+    tokens: Tokens,
+    n_prompt: int,
+    now: float,
+    *,
+    saved: bool = False,
+) -> Handout | None:
+    """Return what spares most of a prompt that begins with `tokens`. None: nothing does.
+
+    `models`: the namespaces whose KV the other host can use. `saved`: only snapshots; else also
+    what slots have, which is saved first.
+    """
+    found = [
+        one for model in models for one in _snapshots(inventory, model, tenant, tokens, n_prompt)
+    ]
+    if not saved:
+        found += _slots(inventory, models, tenant, tokens, n_prompt, now)
+    worth = [one for one in found if one.offered.reused >= inventory.catalog.limits.min_tokens]
+    return min(worth, key=_rank, default=None)
+
+
+def _rank(one: Handout) -> tuple[int, float, int]:
+    return -one.offered.reused, one.offered.ready_s, one.offered.size_bytes
+
+
+def _snapshots(
+    inventory: Inventory, model: Namespace, tenant: Tenant, tokens: Tokens, n_prompt: int
+) -> Iterator[Handout]:
+    namespace, catalog = tenanted(model, tenant), inventory.catalog
+    up = next((one for one in inventory.up.values() if one.info.namespace == model), None)
+    kind = None if up is None else up.info.memory_kind
+    for match, reused in catalog.useful(kind, namespace, tokens, n_prompt, TUNING.snapshots_priced):
+        snapshot = catalog[match.item]
+        if up is not None and _is_divisible(up, snapshot) and match.common < match.length:
+            share = match.common * snapshot.size_bytes // match.length
+            made_s = up.rates.rewrite_s(share) + share / _HASHED_PER_S
+            cut = Offered(reused, match.common, share, made_s)
+            yield Handout(snapshot.id, cut, match.common)
+        else:
+            ready_s = 0.0 if snapshot.blobs else snapshot.size_bytes / _HASHED_PER_S
+            yield Handout(snapshot.id, Offered(reused, match.length, snapshot.size_bytes, ready_s))
+
+
+def _is_divisible(backend: Backend, snapshot: Snapshot) -> bool:
+    info = backend.info
+    return info.cuts and goes_back(info.memory_kind) and not snapshot.shape.media
+
+
+def _slots(
+    inventory: Inventory,
+    models: Collection[Namespace],
+    tenant: Tenant,
+    tokens: Tokens,
+    n_prompt: int,
+    now: float,
+) -> Iterator[Handout]:
+    """Yield what idle slots hold, and busy ones save or compute for others. It is saved first."""
+    shared = inventory.holdings.shared(inventory.slots, tokens, tenant)
+    for backend in inventory.up.values():
+        if backend.info.namespace in models:
+            for slot in backend.slots:
+                if slot.id in shared or slot.work.saving:
+                    common = shared.get(slot.id, 0)
+                    yield from _of_slot(inventory, slot, tenant, tokens, common, n_prompt, now)
+
+
+def _of_slot(
+    inventory: Inventory,
+    slot: Slot,
+    tenant: Tenant,
+    tokens: Tokens,
+    common: int,
+    n_prompt: int,
+    now: float,
+) -> Iterator[Handout]:
+    backend, work = inventory.backend_of(slot.id), slot.work
+    wait_s = 0.0
+    if slot.phase is Phase.IDLE and slot.content.savable:
+        n_tokens = len(slot.content.resident)
+        reused = inventory.reusable(slot, n_prompt, common)
+    elif work.saving and slot.content.tenant == tenant:
+        n_tokens, common = count(work.saving), common_prefix(work.saving, tokens)
+        reused = reusable_tokens(backend.info.memory_kind, n_prompt, common, n_tokens)
+    elif work.sharing and now < work.busy_until + TUNING.shared_prefill_late_s:
+        n_tokens, wait_s = count(work.pending), max(work.busy_until - now, 0.0)
+        reused = reusable_tokens(backend.info.memory_kind, n_prompt, common, n_tokens)
+    else:
+        return
+    if reused and can_save(inventory, backend, n_tokens):
+        size_bytes = round(n_tokens * backend.rates.bytes_per_token.value)
+        stalled = 1 + backend.slots.held_up
+        ready_s = backend.rates.save_s(n_tokens) * stalled + size_bytes / _HASHED_PER_S
+        computing = work.sharing and not work.saving
+        yield Handout(slot.id, Offered(reused, n_tokens, size_bytes, wait_s + ready_s, computing))
+
+
+def once_fetched(
+    request: Request,
+    inventory: Inventory,
+    own: Quote,
+    offered: Offered,
+    seconds: Callable[[int], float],
+) -> Quote | None:
+    """Return what a request would take here that fetches `offered` first. None: it does not pay.
+
+    `own`: the quote without. `seconds`: what it takes to fetch so many bytes. Rows that a snapshot
+    here has are not fetched. The wait for a slot goes on meanwhile. To compute what another host is
+    computing is a loss for others, as it is on one host.
+    """
+    limits, best, usual_s = inventory.catalog.limits, None, own.price_s
+    n_prompt = len(request.prompt)
+    reused = min(offered.reused, n_prompt - 1)
+    if reused < max(limits.min_tokens, 1) or reused <= own.reused_tokens:
+        return None
+    if not inventory.catalog.admits(offered.n_tokens, offered.size_bytes):
+        return None
+    for backend in inventory.serving(request):
+        info, rates = backend.info, backend.rates
+        fits = info.kv_dir is not None and info.n_ctx >= offered.n_tokens
+        if not (fits and can_restore(info.memory_kind) and backend.reuses(request)):
+            continue
+        missing_bytes = offered.size_bytes
+        if goes_back(info.memory_kind):
+            namespace = namespace_of(info, request.tenant)
+            known = inventory.catalog.covered(namespace, request.prompt.tokens)
+            known = min(known, offered.n_tokens)
+            missing_bytes -= missing_bytes * known // offered.n_tokens
+        arrives_s = offered.ready_s + seconds(missing_bytes)
+        rest_s = rates.restore_s(offered.size_bytes) + rates.prefill_s(n_prompt - reused, reused)
+        price_s = max(own.wait_s, arrives_s) + rest_s + own.aside_s
+        if best is None or price_s < best.price_s:
+            best = Quote(price_s, own.wait_s, reused, Source.SNAPSHOT, own.aside_s, fetched=True)
+            if offered.computing:
+                twice_s = rates.prefill_s(reused - own.reused_tokens, own.reused_tokens)
+                usual_s = own.price_s + inventory.policy.reuse_probability * twice_s
+    factor = 1.0 if offered.computing else TUNING.fetch_cheaper
+    limit_s = min(factor * usual_s, usual_s - TUNING.fetch_gain_s)
+    return best if best is not None and best.price_s <= limit_s else None
