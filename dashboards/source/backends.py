@@ -134,6 +134,33 @@ BACKENDS = Dashboard(
                 ],
             ),
             Panel(
+                "Fetched states, by host",
+                "States fetched from other hosts instead of computed, per second, by result.",
+                [(rate("kvferry_fetches_total", "peer, result"), "{{peer}}: {{result}}")],
+                "ops",
+            ),
+            Panel(
+                "Bytes of fetched states",
+                "Bytes that came from other hosts, and that they fetched here.",
+                [
+                    (rate("kvferry_fetched_bytes_total", "peer"), "from {{peer}}"),
+                    (rate("kvferry_handed_out_bytes_total"), "handed out"),
+                ],
+                "Bps",
+            ),
+            Panel(
+                "Time of a fetch",
+                "From the question to the snapshot.",
+                [
+                    (
+                        "histogram_quantile(0.95, sum by (le) "
+                        "(rate(kvferry_fetch_seconds_bucket[$__rate_interval])))",
+                        "95 %",
+                    )
+                ],
+                "s",
+            ),
+            Panel(
                 "Directory",
                 "Redis or Valkey: whether it answers, look-ups, and hashes still to be written.",
                 [

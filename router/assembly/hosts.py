@@ -26,7 +26,7 @@ from router.hosts.messages import Hello, Served
 from router.hosts.peers import KnownHosts, Peers
 from router.hosts.twins import compare, processes_of
 from router.llama.attach.drivers import Drivers
-from router.llama.attach.namespace import facts_of
+from router.llama.attach.namespace import facts_of, is_same
 from router.llama.server_client import Connections
 from router.telemetry.hosts_metrics import DirectoryStats, HostsCollector, HostsMetrics, PeerStats
 from router.web.admin.hosts import HostsView
@@ -119,7 +119,15 @@ async def hosts_of(
         raise StartError(f"fleet.credentials (--fleet-credentials): {error}") from error
     name, incarnation = fleet.name or _own_name(), secrets.token_hex(8)
     address = OwnAddress(fleet.url, "http" if credentials.server is None else "https")
-    held = engine.held_prefixes(credentials.secret, facts_of, keeps_news=fleet.redis is not None)
+    held = engine.held_prefixes(
+        lambda inventory: HeldPrefixes(
+            inventory,
+            credentials.secret,
+            facts_of,
+            is_same,
+            keeps_news=fleet.redis is not None,
+        )
+    )
 
     def hello() -> Hello:
         view = engine.view
@@ -137,6 +145,7 @@ async def hosts_of(
             stopping=view.is_stopping,
             keeps_apart=keys.known.keeps_apart,
             processes=processes_of(drivers),
+            snapshots=view.store.n_snapshots,
         )
 
     directory = None

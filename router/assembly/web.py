@@ -11,6 +11,7 @@ from router.base.clock import wall_now
 from router.base.ports import Tracing
 from router.config.schema import Config
 from router.telemetry.backend_metrics import BackendMetrics
+from router.telemetry.fetch_metrics import FetchMetrics
 from router.web.admin.actions import OperatorActions
 from router.web.admin.live import Live, Subject
 from router.web.admin.page import load_page
@@ -24,14 +25,17 @@ from router.web.admin.status import StatusRoutes
 from router.web.admin.table import own_routes
 from router.web.api.completions import Completions
 from router.web.api.elsewhere import Elsewhere, Nowhere
-from router.web.api.forwarding import Forwarding
 from router.web.api.passing import Passing
-from router.web.api.peer_routes import PeerRoutes
 from router.web.api.reports import Reports
 from router.web.api.sending import Sender
 from router.web.api.slicing import Slicing
 from router.web.api.suspects import Suspects
 from router.web.app import App, OtherHosts
+from router.web.fleet.asking import Asking
+from router.web.fleet.fetching import Fetching
+from router.web.fleet.forwarding import Forwarding
+from router.web.fleet.handing_out import HandingOut
+from router.web.fleet.peer_routes import PeerRoutes
 from router.web.server.bodies import Bodies
 from router.web.server.settings import Settings
 
@@ -68,12 +72,23 @@ async def app_of(made: Stages, live: Live) -> App:
     engine, keys, hosts = parts.engine, made.in_force.keys, made.hosts
     suspects, bodies = Suspects(parts.clock.now), Bodies(settings)
     others: OtherHosts | None = None
-    elsewhere: Elsewhere = Nowhere()
+    elsewhere: Elsewhere = Nowhere(engine)
     if hosts is not None:
+        store, fetch_metrics = parts.store, FetchMetrics(parts.registry)
+        fetching = Fetching(
+            hosts.peers,
+            engine,
+            store,
+            hosts.held,
+            hosts.credentials.client,
+            fetch_metrics,
+            parts.clock.now,
+        )
         elsewhere = Forwarding(
             hosts.name,
             hosts.peers,
-            hosts.directory,
+            Asking(hosts.peers, hosts.directory, hosts.held, fetching, hosts.metrics),
+            fetching,
             hosts.held,
             engine,
             selection,
@@ -84,7 +99,8 @@ async def app_of(made: Stages, live: Live) -> App:
             hosts.metrics,
             suspects,
         )
-        routes = PeerRoutes(hosts.hello, engine, selection, hosts.held)
+        handing_out = HandingOut(engine, store, hosts.held, fetch_metrics, parts.clock.now)
+        routes = PeerRoutes(hosts.hello, engine, selection, hosts.held, fetching, handing_out)
         others = OtherHosts(hosts.name, routes, hosts.metrics)
     reports = Reports(engine, parts.decision_log, parts.tasks.spawn)
     slicing = Slicing(engine, selection)

@@ -27,6 +27,9 @@ _CHEAPER = 0.9
 # Prices within this factor are equal: then the favourite host of the prompt gets it. Chosen: the
 # probes of equal servers differ by more.
 _EQUAL = 1.25
+_SOON = 0.05  # of the price: waits that differ by no more are equal
+# Share of the seconds that others lose. Chosen: the `reuse_probability` of the policies.
+_LOST = 0.5
 # A price may be this many times the quote when the request comes: else the peer refuses it.
 _STALE_FACTOR, _STALE_S = 2.0, 0.05
 
@@ -103,27 +106,59 @@ def in_order(
     own: Quote | None,
     offers: Collection[Offer],
     way_s: float,
-    hosts: Collection[str],
+    here: str,
     first_hash: bytes,
 ) -> list[Offer]:
     """Return the offers to take instead of serving the request here, the cheapest first.
 
-    `way_s`: what forwarding takes. Offers that are not clearly cheaper are left out, unless nothing
-    here can serve the request, or one at the same price is of the favourite of all `hosts`.
+    `way_s`: what forwarding takes; `here`: the name of this host among the peers. Offers that are
+    not clearly cheaper are left out, unless nothing here can serve the request. Of hosts with equal
+    prices, one is the favourite of the prompt.
     """
+    ways = {offer.peer: (offer.price_s, offer.quote) for offer in offers}
     good = [
         offer for offer in offers if own is None or offer.price_s + way_s < own.price_s * _CHEAPER
     ]
-    if own is not None and not good:
-        favoured = favourite(hosts, first_hash)
-        good = [
-            offer
-            for offer in offers
-            if offer.peer == favoured
-            and offer.price_s <= own.price_s * _EQUAL
-            and offer.quote.reused_tokens >= own.reused_tokens
-        ]
-    return sorted(good, key=lambda offer: (offer.price_s, -offer.quote.reused_tokens, offer.peer))
+    if own is not None:
+        ways[here] = own.price_s, own
+    if not ways:
+        return []
+    favoured = favourite(_equal(ways), first_hash)
+    if own is not None and favoured == here:
+        return []
+    good += [offer for offer in offers if offer.peer == favoured and offer not in good]
+    return sorted(
+        good,
+        key=lambda offer: (
+            offer.peer != favoured,
+            offer.price_s,
+            -offer.quote.reused_tokens,
+            offer.peer,
+        ),
+    )
+
+
+def _equal(ways: Mapping[str, tuple[float, Quote]]) -> list[str]:
+    """Return the hosts that are as good as the cheapest one: as soon, with as much reused."""
+    best_s, best = min(ways.values(), key=lambda way: (way[0], -way[1].reused_tokens))
+    return [
+        host
+        for host, (price_s, quote) in ways.items()
+        if price_s <= _EQUAL * best_s
+        and quote.wait_s <= best.wait_s + _SOON * best_s
+        and quote.reused_tokens >= best.reused_tokens
+    ]
+
+
+def twice_s(quote: Quote, computing: int, n_prompt: int) -> float:
+    """Return what others lose if a host computes what another one is computing at this moment.
+
+    `computing`: tokens of a prompt of `n_prompt`. On one host the planner counts the same.
+    """
+    again = max(computing - quote.reused_tokens, 0)
+    takes_s = max(quote.price_s - quote.wait_s, 0.0)
+    rest = max(n_prompt - quote.reused_tokens, 1)
+    return _LOST * takes_s * min(again / rest, 1.0)
 
 
 def is_stale(quoted_s: float, now_s: float | None) -> bool:

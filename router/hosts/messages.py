@@ -2,6 +2,8 @@
 
 from msgspec import Struct
 
+from router.core.model.plan import Offered
+
 # Two versions that differ here do not exchange requests.
 PROTOCOL = 1
 
@@ -9,6 +11,8 @@ PREFIX = "/peer/"
 HELLO = "/peer/hello"
 QUOTE = "/peer/quote"
 READ = "/peer/read"
+EXPORT = "/peer/export"
+PART = "/peer/part"
 # Headers of a forwarded request: the host that forwards it, the request's id there, the caller as
 # that host knows it, and the price that was quoted.
 HOP = "x-kvferry-hop"
@@ -20,6 +24,8 @@ HOP_CLIENT = "x-kvferry-hop-client"  # what the queue is fair to
 HOP_QUOTED = "x-kvferry-hop-quoted"
 HOP_ENDS = "x-kvferry-hop-ends"  # servers that ended while they computed it
 HOP_MODEL = "x-kvferry-hop-model"  # the model as hosts know it: a client may call it anything
+# Where to fetch what the prompt begins with, and what that is: the fields of `Offered`.
+HOP_FETCH = "x-kvferry-hop-fetch"
 # In the answer to a forwarded request that did not begin: another host may take it.
 HOP_REFUSED = "x-kvferry-hop-refused"
 # In the answer to a forwarded request that ended a server: no other host may take it.
@@ -38,6 +44,7 @@ HOP_HEADERS = frozenset(
         HOP_CLIENT,
         HOP_QUOTED,
         HOP_ENDS,
+        HOP_FETCH,
         HOP_MODEL,
         READ_PATH,
         READ_TENANT,
@@ -45,6 +52,8 @@ HOP_HEADERS = frozenset(
 )
 # In every answer that a host serves: its name.
 HOST = "x-kvferry-host"
+# In an answer for which that host fetched a state: the host that had it.
+FETCHED_FROM = "x-kvferry-fetched-from"
 
 
 class Served(Struct, frozen=True):
@@ -74,11 +83,15 @@ class Hello(Struct, frozen=True):
     waiting: int = 0  # requests in the queue
     stopping: bool = False
     keeps_apart: bool = False  # tenants
+    snapshots: int = 0  # that it could hand out
     processes: dict[str, float] = {}
 
 
 class QuoteAsk(Struct, frozen=True, array_like=True):
-    """A request as far as a quote depends on it. `hashes`: of its prefixes, put together."""
+    """A request as far as a quote depends on it. `hashes`: of its prefixes, put together.
+
+    `offered`: what the host `holder` (its incarnation) would hand out for it.
+    """
 
     model: str | None
     namespace: str
@@ -89,15 +102,32 @@ class QuoteAsk(Struct, frozen=True, array_like=True):
     pinnable: bool = True
     reuse: bool = True
     whole_backend: bool = False
+    holder: str = ""
+    offered: Offered | None = None
 
 
 class QuoteReply(Struct, frozen=True, array_like=True):
-    """An offer: see `Quote`. `price_s` None: the host cannot serve the request."""
+    """An offer: see `Quote`. `price_s` None: the host cannot serve the request.
+
+    `offered`: what the host would hand out for it. `fetched`: the price includes a fetch of what
+    the question offered.
+    """
 
     price_s: float | None
     wait_s: float = 0.0
     reused_tokens: int = 0
     source: str = ""
+    offered: Offered | None = None
+    fetched: bool = False
+
+
+class ExportAsk(Struct, frozen=True, array_like=True):
+    """A prompt of which the asking host fetches what spares most of it. As in `QuoteAsk`."""
+
+    namespace: str
+    tenant: str
+    n_tokens: int
+    hashes: bytes
 
 
 class PromptRead(Struct, frozen=True):

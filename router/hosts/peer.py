@@ -3,14 +3,17 @@
 from collections.abc import Callable
 
 import msgspec
+from msgspec import Struct
 
 from router.base.decoding import UndecodableError, json_decoder, msgpack_decoder
 from router.base.errors import BackendError, BackendTimeoutError
 from router.base.types import BackendId, Source
-from router.core.model.plan import Quote
+from router.core.model.plan import Offered, Quote
 from router.hosts.breaker import Breaker
 from router.hosts.choice import Trust
+from router.hosts.link import Link
 from router.hosts.messages import (
+    EXPORT,
     HELLO,
     HOP_MODEL,
     PROTOCOL,
@@ -18,6 +21,7 @@ from router.hosts.messages import (
     READ,
     READ_PATH,
     READ_TENANT,
+    ExportAsk,
     Hello,
     PromptRead,
     QuoteAsk,
@@ -33,7 +37,18 @@ _reply_of = msgpack_decoder(QuoteReply)
 _hello_of = json_decoder(Hello)
 _read_of = json_decoder(PromptRead)
 _MAX_BYTES = 1024 * 1024
+_MAX_MANIFEST_BYTES = 64 * 1024 * 1024  # with the tokens
 _LONGEST_BREAK_S = 30.0
+
+
+class Answered(Struct, frozen=True):
+    """What a host says to a question for a quote. Both None: nothing, or not in time.
+
+    `offered`: what it would hand out for the prompt.
+    """
+
+    quote: Quote | None = None
+    offered: Offered | None = None
 
 
 class Peer(ServerClient):
@@ -60,6 +75,7 @@ class Peer(ServerClient):
         # Apart: a host that answers every question and breaks every request is left alone, too.
         self._calls = Breaker(_LONGEST_BREAK_S, now)
         self._forwards = Breaker(_LONGEST_BREAK_S, now)
+        self.link = Link(Breaker(_LONGEST_BREAK_S, now))
 
     @property
     def name(self) -> str:
@@ -83,9 +99,15 @@ class Peer(ServerClient):
         return known and not self._calls.is_open and not self._forwards.is_open
 
     @property
+    def hands_out(self) -> bool:
+        """Return whether states can be fetched there, whatever it serves."""
+        known = self.hello is not None and not self.problem
+        return known and not self._calls.is_open and not self.link.breaker.is_open
+
+    @property
     def broken_until(self) -> float:
         """Return the clock seconds until which it is left alone after failures."""
-        return max(self._calls.open_until, self._forwards.open_until)
+        return max(self._calls.open_until, self._forwards.open_until, self.link.breaker.open_until)
 
     @property
     def busy(self) -> float:
@@ -142,8 +164,8 @@ class Peer(ServerClient):
             self.give_up()
         self.problem = why
 
-    async def quote(self, ask: QuoteAsk, limit_s: float) -> Quote | None:
-        """Return the offer of the host. None: it has none, or not within `limit_s`."""
+    async def quote(self, ask: QuoteAsk, limit_s: float) -> Answered:
+        """Return the offer of the host, if it has one and tells it within `limit_s`."""
         self.asked += 1
         begun = self._now()
         try:
@@ -154,16 +176,26 @@ class Peer(ServerClient):
             # Only a slow answer says what answers take; it then counts twice, to be given time.
             if isinstance(error, BackendTimeoutError):
                 self._learn(2 * limit_s)
-            return None
+            return Answered()
         except UndecodableError:
             self.failure()
-            return None
+            return Answered()
         self._calls.success()
         self._learn(self._now() - begun)
+        offered = told.offered if told.offered is not None and told.offered.is_sound else None
         if told.price_s is None or not told.price_s >= 0:
-            return None
+            return Answered(None, offered)
         source = Source(told.source) if told.source in set(Source) else Source.COLD
-        return Quote(told.price_s, told.wait_s, told.reused_tokens, source)
+        quote = Quote(told.price_s, told.wait_s, told.reused_tokens, source, fetched=told.fetched)
+        return Answered(quote, offered)
+
+    async def export(self, ask: ExportAsk, limit_s: float) -> bytes:
+        """Return the manifest of what the host hands out for a prompt. Raises BackendError.
+
+        It saves the slot first that has it, or cuts it out of a longer state.
+        """
+        body = _ENCODER.encode(ask)
+        return await self._post(EXPORT, body, limit_s, max_bytes=_MAX_MANIFEST_BYTES)
 
     async def read(
         self, path: str, body: bytes, tenant: str, model: str | None, limit_s: float
@@ -179,10 +211,15 @@ class Peer(ServerClient):
             raise BackendError("it does not answer as a kvferry does") from error
 
     async def _post(
-        self, path: str, body: bytes, limit_s: float, more: list[Header] | None = None
+        self,
+        path: str,
+        body: bytes,
+        limit_s: float,
+        more: list[Header] | None = None,
+        max_bytes: int = _MAX_BYTES,
     ) -> bytes:
         return await self._call(
-            "POST", path, body, limit_s, _MAX_BYTES, yields=True, headers=[_MSGPACK, *(more or [])]
+            "POST", path, body, limit_s, max_bytes, yields=True, headers=[_MSGPACK, *(more or [])]
         )
 
     def _learn(self, seconds: float) -> None:

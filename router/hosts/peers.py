@@ -153,6 +153,18 @@ class Peers:
             )
         return known
 
+    def holders(self) -> list[Peer]:
+        """Return the peers that serve nothing, but could hand out snapshots: drained hosts."""
+        return [
+            peer
+            for peer in self.all()
+            if peer.hands_out and not peer.models and peer.hello and peer.hello.snapshots
+        ]
+
+    def by_key(self, key: str) -> Peer | None:
+        """Return the peer with this `Peer.key`; None: there is none."""
+        return next((peer for peer in self.all() if peer.key == key), None)
+
     def knows(self, model: str) -> bool:
         """Return whether a peer has a model, also one that cannot be used now."""
         if self._names is None:

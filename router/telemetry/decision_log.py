@@ -34,13 +34,19 @@ class HostOffer(Struct, frozen=True):
 class HostsAsked(Struct, frozen=True):
     """A request's search for a host: the price of serving it here, and the quotes of peers.
 
-    `served_by` None: this host. `refused`: peers that did not take it after all.
+    `served_by` None: this host. `refused`: peers that did not take it after all. `fetched_from`:
+    the host whose state the prompt begins with; then `own` is the price with that state here.
     """
 
     own: Quote | None
     offers: tuple[HostOffer, ...]
     refused: tuple[str, ...] = ()
     served_by: str | None = None
+    fetched_from: str | None = None
+
+    def fetched(self, host: str) -> "HostsAsked":
+        """Return the same, served here with a state of another host."""
+        return replace(self, fetched_from=host)
 
     def refused_by(self, host: str) -> "HostsAsked":
         """Return the same with one more peer that did not take the request."""
@@ -54,6 +60,7 @@ class HostsAsked(Struct, frozen=True):
         """Return all of it; seconds and tokens."""
         return {
             "served_by": self.served_by,
+            "fetched_from": self.fetched_from,
             "own": _quote_json(self.own),
             "offers": [
                 {
@@ -222,7 +229,7 @@ def _quote_json(quote: Quote | None) -> Json | None:
         "price_s": _ms(quote.price_s),
         "wait_s": _ms(quote.wait_s),
         "reused_tokens": quote.reused_tokens,
-        "source": quote.source,
+        "source": "fetched" if quote.fetched else quote.source,
     }
 
 

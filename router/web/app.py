@@ -31,8 +31,8 @@ from router.web.admin.routes import Audience, OwnRoutes, is_own
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
 from router.web.api.passing import Passing
-from router.web.api.peer_routes import PeerRoutes
 from router.web.api.slot_demand import model_asked
+from router.web.fleet.peer_routes import PeerRoutes
 from router.web.server import origins
 from router.web.server.bodies import Bodies, expects
 from router.web.server.call import Call

@@ -58,24 +58,29 @@ def test_every_host_asks_the_same_peers_for_a_beginning() -> None:
 def test_cheapest_peer_gets_it_if_clearly_cheaper() -> None:
     offers = [offer("a", 0.5), offer("b", 0.2), offer("c", 0.98)]
 
-    assert [one.peer for one in in_order(Quote(1.0), offers, 0.001, HOSTS, FIRST)] == ["b", "a"]
-    assert in_order(Quote(0.2), offers, 0.001, HOSTS, FIRST) == []
+    assert [one.peer for one in in_order(Quote(1.0), offers, 0.001, "here", FIRST)] == ["b", "a"]
+    assert in_order(Quote(0.2), offers, 0.001, "here", FIRST) == []
 
 
 def test_any_peer_is_better_than_none() -> None:
-    assert [one.peer for one in in_order(None, [offer("a", 9.0)], 0.001, HOSTS, FIRST)] == ["a"]
+    assert [one.peer for one in in_order(None, [offer("a", 9.0)], 0.001, "here", FIRST)] == ["a"]
 
 
-def test_at_equal_prices_the_favourite_gets_it() -> None:
-    offers = [offer("a", 1.0), offer("b", 1.0)]
+def test_of_equal_prices_one_host_is_the_favourite() -> None:
+    """Also of some that are a little cheaper: probes of equal hosts differ by more."""
+    offers = [offer("a", 0.9), offer("b", 1.0)]
     favours = {favourite(HOSTS, bytes([n])): bytes([n]) for n in range(100)}
 
     def order(own: Quote, favoured: str) -> list[str]:
-        return [one.peer for one in in_order(own, offers, 0.001, HOSTS, favours[favoured])]
+        found = in_order(own, offers, 0.001, "here", favours[favoured])
+        return [one.peer for one in found]
 
     assert order(Quote(1.0), "b") == ["b"]
+    assert order(Quote(1.1), "b") == ["b", "a"]
     assert order(Quote(1.0), "here") == []
-    assert order(Quote(1.0, reused_tokens=5), "b") == []
+    assert order(Quote(1.2), "here") == ["a", "b"] or order(Quote(1.2), "here") == ["b", "a"]
+    assert order(Quote(1.0, wait_s=0.1), "here") in (["a"], ["b"]), "it would wait here"
+    assert order(Quote(0.9, reused_tokens=5), "b") == [], "no other has any of it"
 
 
 def test_a_quote_is_stale_when_the_price_has_doubled() -> None:

@@ -42,6 +42,7 @@ ORDERS = (
         "router.core.model",
         "router.core.inventory",
         "router.core.planning",
+        "router.core.hosts",
         "router.core.reporting",
         "router.core.execution",
         "router.core.admission",
@@ -49,7 +50,7 @@ ORDERS = (
     ),
     ("router.store.format", "router.store"),
     ("router.llama", "router.llama.attach"),
-    ("router.web.server", "router.web.api", "router.web.admin", "router.web"),
+    ("router.web.server", "router.web.api", "router.web.fleet", "router.web.admin", "router.web"),
 )
 # Modules for decisions beside our own: no clock, no chance, no loop, no file, no log.
 CORE_STDLIB = {

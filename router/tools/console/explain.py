@@ -87,9 +87,11 @@ def _hosts(hosts: Json, console: Console) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("", "host", "seconds", "of it waiting", "reused", ""):
         table.add_column(heading, justify="left" if heading in ("", "host") else "right")
-    rows = [("this host", hosts["own"], served_by is None, "")]
+    fetched = hosts["fetched_from"]
+    why_here = f"fetched what the prompt begins with from {fetched}" if fetched else ""
+    rows = [("this host", hosts["own"], served_by is None, why_here)]
     rows += [
-        (offer["host"], offer["quote"], offer["host"] == served_by, _not_taken(offer))
+        (offer["host"], offer["quote"], offer["host"] == served_by, _remark(offer))
         for offer in hosts["offers"]
     ]
     for name, told, taken, why in rows:
@@ -102,10 +104,12 @@ def _quoted(quote: Json) -> tuple[str, str, str]:
     return f"{quote['price_s']:.3f}", f"{quote['wait_s']:.3f}", f"{quote['reused_tokens']:,}"
 
 
-def _not_taken(offer: Json) -> str:
+def _remark(offer: Json) -> str:
     if offer["refused"]:
         return "did not take it after all"
-    return "no quote in time" if offer["quote"] is None else ""
+    if offer["quote"] is None:
+        return "no quote in time"
+    return "fetches first" if offer["quote"]["source"] == "fetched" else ""
 
 
 def _seconds(told: Json) -> str:

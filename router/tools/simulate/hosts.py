@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from router.base.prefix_hash import STEP, PrefixHasher
 from router.base.tokens import head
 from router.base.types import Request
+from router.core.hosts.quote import quote
 from router.core.model.tenancy import namespace_of
-from router.core.planning.quote import quote
 from router.core.scheduler import Scheduler
 from router.engine.scheduler_view import SchedulerView
 from router.hosts.choice import Offer, in_order, is_worth_asking, to_ask
@@ -76,7 +76,7 @@ class Doors:
             told = quote(request, theirs.inventory, theirs.queue, now)
             if told is not None:
                 offers.append(Offer(name, told, told.price_s))
-        order = in_order(own, offers, _WAY_S, self._hosts, first)
+        order = in_order(own, offers, _WAY_S, here.name, first)
         if not order:
             return here, 0.0
         return self._hosts[order[0].peer], _ASK_S + _WAY_S

@@ -243,7 +243,7 @@ class Completions:
         hop = call.hop
         if hop is None or hop.quoted_s is None:
             return
-        quote = self._engine.quote(call.scheduled)
+        quote = self._elsewhere.quote(call)
         if is_stale(hop.quoted_s, None if quote is None else quote.price_s):
             now = "cannot be served" if quote is None else f"would take {quote.price_s:.3f} s"
             raise StaleQuoteError(f"quoted {hop.quoted_s:.3f} s; by now it {now}")

@@ -1,10 +1,13 @@
 """Other hosts, as places where a call can be served. Each answers None where it is not served."""
 
 import asyncio
+from dataclasses import dataclass
 from typing import Protocol
 
 from aiohttp import web
 
+from router.core.model.plan import Quote
+from router.engine.engine import Engine
 from router.web.server.call import Call
 
 
@@ -23,6 +26,9 @@ class Elsewhere(Protocol):
     async def if_sooner(self, call: Call) -> web.StreamResponse | None:
         """Serve a call on a host that is sooner than this one. None: serve it here."""
 
+    def quote(self, call: Call) -> Quote | None:
+        """Return what a call takes here, with all that can be fetched for it."""
+
     async def control(self, call: Call) -> web.StreamResponse | None:
         """Serve a call about an answer in progress where it is written. None: nowhere."""
 
@@ -30,8 +36,11 @@ class Elsewhere(Protocol):
         """Return the lists of models of peers that have one which is not here."""
 
 
+@dataclass(frozen=True, slots=True)
 class Nowhere:
     """The other hosts of a host that has none."""
+
+    engine: Engine
 
     async def if_only_there(self, _: Call) -> web.StreamResponse | None:
         """Return None."""
@@ -42,6 +51,10 @@ class Nowhere:
     async def until_sooner(self, _: Call) -> None:
         """Wait for ever."""
         await asyncio.Event().wait()
+
+    def quote(self, call: Call) -> Quote | None:
+        """Return what a call takes here."""
+        return self.engine.quote(call.scheduled)
 
     async def models(self, _: float) -> list[bytes]:
         """Return no list."""

@@ -11,7 +11,7 @@ from aiohttp import web
 from router.base.errors import BadRequestError
 from router.base.ports import Trace
 from router.base.types import Caller, Request, RequestId
-from router.hosts.messages import HOP_HEADERS, HOST
+from router.hosts.messages import FETCHED_FROM, HOP_HEADERS, HOST
 from router.llama.http1 import Header
 from router.llama.routes import Route, route_of
 from router.llama.slices import SlicedAnswer
@@ -59,6 +59,7 @@ class Call:
     request: Request | None = None
     reader: PromptReader | None = None
     trace: Trace | None = None
+    fetched_from: str | None = None  # the host that had computed what the prompt begins with
     # -- of the last attempt
     asked: float = 0.0  # when a slot was requested
     granted: float = 0.0
@@ -122,6 +123,8 @@ class Call:
         headers = id_headers(ours, self.clients_id)
         if here and self.host is not None:
             headers[HOST] = self.host
+            if self.fetched_from is not None:
+                headers[FETCHED_FROM] = self.fetched_from
         return headers
 
     def forwarded_headers(self, *, resumable: bool = False) -> list[Header]:

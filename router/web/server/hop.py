@@ -11,11 +11,13 @@ from aiohttp import web
 
 from router.base.errors import BadRequestError
 from router.base.types import NO_TENANT, Caller, RequestId, Tenant
+from router.core.model.plan import Offered
 from router.hosts.messages import (
     HOP,
     HOP_CALLER,
     HOP_CLIENT,
     HOP_ENDS,
+    HOP_FETCH,
     HOP_ID,
     HOP_KEY,
     HOP_MODEL,
@@ -32,7 +34,8 @@ class Hop:
     """One forwarded request.
 
     `quoted_s` None: it was sent without a quote. `model` None: the one that its body names, if any.
-    `ends`: servers that ended while they computed it.
+    `ends`: servers that ended while they computed it. `fetch`: a host, by its incarnation, and what
+    it would hand out for the prompt.
     """
 
     host: str
@@ -43,6 +46,7 @@ class Hop:
     quoted_s: float | None = None
     model: str | None = None
     ends: int = 0
+    fetch: tuple[str, Offered] | None = None
 
     def headers(self) -> list[Header]:
         """Return the headers that tell the next host."""
@@ -56,6 +60,7 @@ class Hop:
             HOP_QUOTED: None if self.quoted_s is None else f"{self.quoted_s:.6f}",
             HOP_MODEL: self.model,
             HOP_ENDS: str(self.ends) if self.ends else None,
+            HOP_FETCH: None if self.fetch is None else _fetch_text(*self.fetch),
         }
         return [(name.encode(), value.encode()) for name, value in told.items() if value]
 
@@ -70,8 +75,9 @@ def hop_of(request: web.BaseRequest) -> Hop:
     try:
         quoted_s = float(headers[HOP_QUOTED]) if HOP_QUOTED in headers else None
         ends = int(headers.get(HOP_ENDS, "0"))
+        fetch = _fetch_of(headers[HOP_FETCH]) if HOP_FETCH in headers else None
     except ValueError as error:
-        raise BadRequestError(f"{HOP_QUOTED} or {HOP_ENDS} is not a number") from error
+        raise BadRequestError(f"{HOP_QUOTED}, {HOP_ENDS} or {HOP_FETCH} is no number") from error
     return Hop(
         host,
         RequestId(name),
@@ -81,4 +87,20 @@ def hop_of(request: web.BaseRequest) -> Hop:
         quoted_s,
         headers.get(HOP_MODEL),
         ends,
+        fetch,
     )
+
+
+def _fetch_text(holder: str, offered: Offered) -> str:
+    numbers = (offered.reused, offered.n_tokens, offered.size_bytes, int(offered.computing))
+    return " ".join((holder, *map(str, numbers), f"{offered.ready_s:.6f}"))
+
+
+def _fetch_of(text: str) -> tuple[str, Offered]:
+    """Return what `_fetch_text` wrote. Raises ValueError."""
+    holder, *whole, ready_s = text.split(" ")
+    reused, n_tokens, size_bytes, computing = map(int, whole)
+    offered = Offered(reused, n_tokens, size_bytes, float(ready_s), bool(computing))
+    if not offered.is_sound:
+        raise ValueError("impossible numbers")
+    return holder, offered

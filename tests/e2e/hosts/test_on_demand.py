@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from router.core.model.plan import Quote
 from router.hosts.messages import QuoteAsk
-from router.hosts.peer import Peer
+from router.hosts.peer import Answered, Peer
 from router.servers.program import free_port
 from tests.e2e.test_servers_on_demand import ask, config, model, servers
 from tests.support.conversations.prompts import Json, ids
@@ -75,8 +74,8 @@ async def test_a_peer_with_room_loads_a_model_while_this_host_is_busy(
     """Also if the peer is too busy to answer the first times it is asked."""
     quote, silent = Peer.quote, iter(range(n_silent))
 
-    async def late(self: Peer, ask: QuoteAsk, limit_s: float) -> Quote | None:
-        return await quote(self, ask, limit_s) if next(silent, None) is None else None
+    async def late(self: Peer, ask: QuoteAsk, limit_s: float) -> Answered:
+        return await quote(self, ask, limit_s) if next(silent, None) is None else Answered()
 
     monkeypatch.setattr(Peer, "quote", late)
     both = [model("a", ctx=131072), model("b")]  # a long answer

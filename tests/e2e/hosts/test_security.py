@@ -11,7 +11,7 @@ from yarl import URL
 from router.base.api_keys import hash_text
 from router.core.model.plan import Quote
 from router.hosts.messages import HELLO, HOP, HOP_ID, HOP_TENANT, QUOTE, READ, READ_PATH
-from router.hosts.peer import Peer
+from router.hosts.peer import Answered, Peer
 from router.servers.program import free_port
 from router.tools.fleet.certificate import make_certificate
 from tests.support.servers.fake_llama import FakeLlama
@@ -206,9 +206,9 @@ async def test_a_peer_that_quotes_lies_loses_its_turn(
     """`h1` says that it needs no time at all, and is slower than the others."""
     asked = Peer.quote
 
-    async def lying(peer: Peer, *args: object) -> Quote | None:
+    async def lying(peer: Peer, *args: object) -> Answered:
         told = await asked(peer, *args)  # type: ignore[arg-type]
-        return Quote(0.0) if peer.name == "h1" else told
+        return Answered(Quote(0.0)) if peer.name == "h1" else told
 
     monkeypatch.setattr(Peer, "quote", lying)
     async with (

@@ -43,7 +43,7 @@ async def hosts(
     """Run a host for each list of servers, an empty one for a front; yield when all know all.
 
     The hosts are called `h0`, `h1` and so on, and their servers `h0-0` and so on. `credentials`:
-    a directory with those of each host. `options`: of `running`.
+    a directory with those of each host. `options`: of `running`. HOST in `yaml` is a host's name.
     """
     ports = [free_port() for _ in servers]
     async with AsyncExitStack() as stack:
@@ -74,7 +74,7 @@ def host(at: int, servers: Sequence[Server], fleet: str, yaml: str = "", **optio
     return running(
         [(name, server.url) for name, server in named.items()],
         {name: server.kv_dir for name, server in named.items() if server.kv_dir is not None},
-        yaml=f"{yaml}\n{fleet}",
+        yaml=f"{yaml.replace('HOST', f'h{at}')}\n{fleet}",
         wait_for=None if servers else (),
         **options,
     )

@@ -184,7 +184,7 @@ async def test_completion_is_read_with_the_wanted_boundaries(kind: MemoryKind) -
         Settings(),
         Keys(cast(Telemetry, None), UsageBook(lambda: 0.0)),
         Suspects(lambda: 0.0),
-        Nowhere(),
+        Nowhere(cast(Engine, None)),
         cast(Slicing, None),
     )
     nobody = SimpleNamespace(headers={}, remote=None, path="/v1/chat/completions")

@@ -30,12 +30,15 @@ from router.core.model.plan import Quote
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.messages import (
+    EXPORT,
     HELLO,
     HOP_MODEL,
+    PART,
     QUOTE,
     READ,
     READ_PATH,
     READ_TENANT,
+    ExportAsk,
     Hello,
     PromptRead,
     QuoteAsk,
@@ -46,10 +49,13 @@ from router.llama.attach.namespace import is_same
 from router.llama.routes import shape_of
 from router.llama.wire import parse_completion
 from router.web.api.backend_selection import BackendSelection
+from router.web.fleet.fetching import Fetching
+from router.web.fleet.handing_out import HandingOut
 from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS
 
 _ask_of = msgpack_decoder(QuoteAsk)
+_export_of = msgpack_decoder(ExportAsk)
 # A token that is in no prompt: what follows the known beginning of a quoted one.
 _OTHER = b"\0\0\0\x80"
 _MAX_TOKENS = 16 * 1024 * 1024
@@ -64,16 +70,26 @@ class PeerRoutes:
         engine: Engine,
         selection: BackendSelection,
         held: HeldPrefixes,
+        fetching: Fetching,
+        handing_out: HandingOut,
     ) -> None:
         self._hello = hello
         self._engine = engine
         self._selection = selection
         self._held = held
+        self._fetching = fetching
+        self._handing_out = handing_out
 
-    async def answer(self, call: Call) -> web.Response:
+    async def answer(self, call: Call) -> web.StreamResponse:
         """Answer a call of a peer. Raises RouterError."""
         path, raw = call.http.path, call.raw
-        wanted = {HELLO: "GET", QUOTE: "POST", READ: "POST"}.get(path)
+        wanted = {
+            HELLO: "GET",
+            QUOTE: "POST",
+            READ: "POST",
+            EXPORT: "POST",
+            PART: "GET",
+        }.get(path)
         if wanted is None:
             raise NotFoundError("there is nothing at this path")
         if call.http.method != wanted:
@@ -82,7 +98,22 @@ class PeerRoutes:
             return _packed(msgspec.json.encode(self._hello()))
         if path == QUOTE:
             return _packed(msgspec.msgpack.encode(self.quote(raw, call.id)))
+        if path == EXPORT:
+            return _packed(await self._export(raw))
+        if path == PART:
+            return await self._handing_out.part(call.http)
         return _packed(msgspec.json.encode(await self._read(call.http, raw)))
+
+    async def _export(self, raw: bytes) -> bytes:
+        """Return the manifest of what spares most of a prompt."""
+        try:
+            ask = _export_of(raw)
+        except UndecodableError as error:
+            raise BadRequestError(f"not a question for a state: {error}") from error
+        if not 0 < ask.n_tokens <= _MAX_TOKENS or len(ask.hashes) % SIZE:
+            raise BadRequestError("not a question for a state: impossible lengths")
+        hashes, namespace = split(ask.hashes), Namespace(ask.namespace)
+        return await self._handing_out.manifest(hashes, namespace, Tenant(ask.tenant), ask.n_tokens)
 
     def quote(self, raw: bytes, name: RequestId) -> QuoteReply:
         """Return the offer for a request of which only hashes are known. Reserves nothing."""
@@ -96,10 +127,22 @@ class PeerRoutes:
             model = self._selection.resolve(ask.model)
         except ModelNotFoundError:
             return QuoteReply(None)
-        quote = self._price(ask, model, name)
+        quote, offered = self._price(ask, model, name), None
+        if ask.n_tokens:
+            namespace, tenant = Namespace(ask.namespace), Tenant(ask.tenant)
+            offered = self._fetching.offered_here(
+                split(ask.hashes), namespace, tenant, ask.n_tokens
+            )
         if quote is None:  # nothing here can serve it, or this host is stopping
-            return QuoteReply(None)
-        return QuoteReply(quote.price_s, quote.wait_s, quote.reused_tokens, quote.source)
+            return QuoteReply(None, offered=offered)
+        return QuoteReply(
+            quote.price_s,
+            quote.wait_s,
+            quote.reused_tokens,
+            quote.source,
+            offered,
+            quote.fetched,
+        )
 
     def _price(self, ask: QuoteAsk, model: str | None, name: RequestId) -> Quote | None:
         request = Request(
@@ -122,7 +165,11 @@ class PeerRoutes:
                 request = msgspec.structs.replace(
                     request, prompt=Prompt(tokens=Tokens(_OTHER * ask.n_tokens)), avoid=frozenset()
                 )
-        return self._engine.quote(request)
+        own = self._engine.quote(request)
+        if ask.offered is None or not ask.offered.is_sound:
+            return own
+        way = self._fetching.way(request, own, ask.holder, ask.offered)
+        return own if way is None else way.quote
 
     def _of_another_model(self, ask: QuoteAsk, model: str | None) -> frozenset[BackendId]:
         """Return the backends with KV that cannot be of the asking host's model."""

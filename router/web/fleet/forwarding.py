@@ -6,9 +6,8 @@ can be (docs/hosts.md).
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import blake2b
 from http import HTTPStatus
 from time import perf_counter
@@ -18,77 +17,42 @@ from msgspec.structs import replace
 
 from router.base.errors import BackendError, BackendRefusedError, ModelNotFoundError, NoBackendError
 from router.base.prefix_hash import split
-from router.base.types import Outcome, Prompt, Request, RequestId
-from router.core.model.plan import Quote
+from router.base.types import Namespace, Outcome, Prompt, Request, RequestId
+from router.core.model.plan import Offered, Quote
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.engine.loop_throttle import LoopThrottle
 from router.hosts.choice import (
-    MAX_ASKED,
-    Offer,
     Undecided,
     dear_above_s,
-    in_order,
     is_worth_asking,
     to_ask,
 )
-from router.hosts.messages import HOP_REFUSED, HOP_SUSPECT, QuoteAsk
+from router.hosts.messages import HOP_REFUSED, HOP_SUSPECT
 from router.hosts.peer import Peer
-from router.hosts.peers import KnownHosts, Peers, Usable
+from router.hosts.peers import Peers, Usable
 from router.llama.replies import knows_no_answer, read_reply
 from router.llama.server_client import RelayedResponse, Relaying
 from router.llama.wire import ParsedRequest
-from router.telemetry.decision_log import DecisionLog, HostOffer, HostsAsked
+from router.telemetry.decision_log import DecisionLog, HostsAsked
 from router.telemetry.hosts_metrics import HostsMetrics
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.suspects import Suspects
+from router.web.fleet.asking import Asking, Sought, Ways
+from router.web.fleet.fetching import Fetching, Way
 from router.web.server.call import Call
 from router.web.server.hop import Hop
 from router.web.server.relay import INLINE_BYTES, Capture, relay
 from router.web.server.settings import Settings
 
-# No answer within this time is no offer. A request that takes seconds here gives peers a
-# `_QUOTE_SHARE` of that instead: a busy peer that holds its prompt may need it.
-_QUOTE_LIMIT_S, _QUOTE_SHARE, _QUOTE_MOST_S = 0.010, 0.05, 0.25
 # Reading a prompt elsewhere includes tokenizing it there.
 _READ_LIMIT_S = 10.0
-# What forwarding takes, besides asking: a connection is kept, so it is two copies of the bytes.
-_WAY_S = 0.001
 # The part of a body that a conversation keeps: the peer that reads it remembers its tokens.
 _BODY_BEGINNING = 1024
 _MOST_REFUSALS = 3
 _ASK_AGAIN_S = 2.0  # then 4, 8, ...
 _CONTROL_LIMIT_S = 10.0  # one peer after the other is asked
-
-
-@dataclass(slots=True)
-class _Sought:
-    """A request that looks for a host. `own` None: nothing here can serve it."""
-
-    call: Call
-    request: Request
-    model: str | None  # as hosts know it
-    own: Quote | None
-    namespace: str = ""
-    hashes: Sequence[bytes] = ()
-    n_tokens: int = 0
-
-    @property
-    def first(self) -> bytes:
-        """Return the first prefix hash, or a digest of the beginning of the body."""
-        return self.hashes[0] if self.hashes else _beginning(self.call.raw)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ways:
-    """Offers of peers, and the peers to send the request to: the best first, with their quotes.
-
-    A quote of None: none came in time.
-    """
-
-    told: HostsAsked
-    quoted: Mapping[str, float | None]
 
 
 class Forwarding:
@@ -98,7 +62,8 @@ class Forwarding:
         self,
         name: str,
         peers: Peers,
-        directory: KnownHosts | None,
+        asking: Asking,
+        fetching: Fetching,
         held: HeldPrefixes,
         engine: Engine,
         selection: BackendSelection,
@@ -111,7 +76,8 @@ class Forwarding:
     ) -> None:
         self.name = name
         self.peers = peers
-        self._directory = directory
+        self._asking = asking
+        self._fetching = fetching
         self._held = held
         self._engine = engine
         self._selection = selection
@@ -180,35 +146,78 @@ class Forwarding:
     async def if_sooner(self, call: Call) -> web.StreamResponse | None:
         """Serve a call on a host that is cheaper. None: serve it here.
 
-        Does not await where nothing is to be gained, which is the usual case.
+        Does not await where nothing is to be gained, which is the usual case. If all that were
+        cheaper refuse, as after many requests at once, they are asked once more: by now a host may
+        be computing the prompt.
         """
         if call.hop is not None:
+            await self._fetch_for_hop(call)
             return None
+        for _ in range(2):
+            name = self._name(call.scheduled.model)
+            peers = self.peers.usable(name)
+            sought = self._sought(call, name, peers) if peers or self.peers.holders() else None
+            if sought is None:
+                return None
+            takes_s = 0.0 if sought.own is None else sought.own.price_s - sought.own.wait_s
+            with self._undecided.counted(call.scheduled.id, name, sought.first, takes_s):
+                ways = await self._asking.ways(sought, peers)
+            answer = await self._at_best(sought, peers, ways)
+            if answer is not None or not ways.quoted:
+                return answer
+        return None
+
+    def _sought(self, call: Call, name: str | None, peers: Usable) -> Sought | None:
+        """Return a call as one that looks for a host. None: it need not."""
         request = call.scheduled
-        name = self._name(request.model)
-        peers = self.peers.usable(name)
-        if not peers:
-            return None
-        cost_s = self._cost_s(peers)
+        cost_s = self._asking.cost_s(peers)
         if self._engine.is_surely_cheap(request, dear_above_s(cost_s)):
             return None
         own = self._engine.quote(request)
         if not is_worth_asking(own, len(request.prompt), cost_s):
             return None
-        sought = _Sought(call, request, name, own)
-        if not request.prompt.unknown and (
-            namespace := self._selection.namespace_of(request.model)
-        ):
+        sought = Sought(call, request, name, own, _beginning(call.raw))
+        if (namespace := self._namespace(request)) is not None:
             sought.namespace, sought.n_tokens = namespace, len(request.prompt)
             sought.hashes = self._held.hashes(namespace, request.tenant, request.prompt.tokens)
-        takes_s = 0.0
         if own is not None:
-            takes_s = own.price_s - own.wait_s
             waits_s = self._undecided.before_s(name, sought.first) / self._n_servers(request.model)
             sought.own = replace(own, price_s=own.price_s + waits_s, wait_s=own.wait_s + waits_s)
-        with self._undecided.counted(request.id, name, sought.first, takes_s):
-            ways = await self._ways(sought, peers)
-        return await self._at_best(sought, peers, ways)
+        return sought
+
+    def _namespace(self, request: Request) -> Namespace | None:
+        """Return the namespace of a request whose tokens are known."""
+        if request.prompt.unknown:
+            return None
+        return self._selection.namespace_of(request.model) or None
+
+    def quote(self, call: Call) -> Quote | None:
+        """Return what a call takes here, also with what its hop says can be fetched for it."""
+        request, hop = call.scheduled, call.hop
+        own = self._engine.quote(request)
+        if hop is None or hop.fetch is None:
+            return own
+        way = self._fetching.way(request, own, *hop.fetch)
+        return own if way is None else way.quote
+
+    async def _fetch_for_hop(self, call: Call) -> None:
+        """Fetch what the host before has found for a forwarded call, if that still pays."""
+        request, hop = call.scheduled, call.hop
+        namespace = self._namespace(request)
+        if hop is None or hop.fetch is None or namespace is None:
+            return
+        way = self._fetching.way(request, self._engine.quote(request), *hop.fetch)
+        if way is not None:
+            hashes = self._held.hashes(namespace, request.tenant, request.prompt.tokens)
+            await self._fetch(call, hashes, way)
+
+    async def _fetch(self, call: Call, hashes: Sequence[bytes], way: Way) -> str | None:
+        """Fetch a state for a call; return the host that had it. None: it did not come."""
+        holder = self.peers.by_key(way.holder)
+        if holder is None or not await self._fetching.fetch(call.scheduled, hashes, way):
+            return None
+        call.fetched_from = holder.name
+        return holder.name
 
     def _n_servers(self, model: str | None) -> int:
         return max(sum(info.answers_to(model) for info in self._engine.view.up()), 1)
@@ -235,7 +244,7 @@ class Forwarding:
             if found is not None and found[2].quoted:
                 return
 
-    async def _instead_of_loading(self, call: Call) -> tuple[_Sought, Usable, _Ways] | None:
+    async def _instead_of_loading(self, call: Call) -> tuple[Sought, Usable, Ways] | None:
         parsed = call.parsed
         if parsed is None or call.hop is not None:
             return None
@@ -251,11 +260,11 @@ class Forwarding:
             return None
         request = self._unread(call)
         own = self._engine.quote(replace(request, model=model))
-        sought = _Sought(call, request, model, own)
+        sought = Sought(call, request, model, own, _beginning(call.raw))
         if loaded and not parsed.lora:
             within_s = _READ_LIMIT_S if sought.own is None else sought.own.price_s
             await self._read_there(sought, usable, min(within_s, _READ_LIMIT_S))
-        return sought, usable, await self._ways(sought, usable)
+        return sought, usable, await self._asking.ways(sought, usable)
 
     def _unread(self, call: Call) -> Request:
         """Return a request with a prompt that nothing here can read."""
@@ -284,10 +293,10 @@ class Forwarding:
         while refusals < _MOST_REFUSALS:
             model = self._name(call.model)  # a host may come up, and know another name
             if usable := self.peers.usable(model):
-                sought = _Sought(call, request, model, None)
+                sought = Sought(call, request, model, None, _beginning(call.raw))
                 if call.parsed is not None and not call.parsed.lora:
                     await self._read_there(sought, usable)
-                ways = await self._ways(sought, usable)
+                ways = await self._asking.ways(sought, usable)
                 answer = await self._at_best(sought, usable, ways)
                 if answer is not None:
                     return answer
@@ -304,7 +313,7 @@ class Forwarding:
         raise NoBackendError("no host of the fleet that serves this model can take the request")
 
     async def _read_there(
-        self, sought: _Sought, usable: Usable, limit_s: float = _READ_LIMIT_S
+        self, sought: Sought, usable: Usable, limit_s: float = _READ_LIMIT_S
     ) -> None:
         """Let a peer read the prompt: the same one for each turn of a conversation."""
         call = sought.call
@@ -319,7 +328,7 @@ class Forwarding:
                 peer.failure()
                 continue
             if told.unknown is None:
-                sought.namespace, sought.n_tokens = told.namespace, told.n_tokens
+                sought.namespace, sought.n_tokens = Namespace(told.namespace), told.n_tokens
                 sought.hashes = split(told.hashes)
             return
 
@@ -390,78 +399,33 @@ class Forwarding:
 
     # --------------------------------------------------------------------------------------------
 
-    def _cost_s(self, usable: Usable) -> float:
-        return min(peer.quote_s for peer in usable.peers.values()) + _WAY_S
-
-    async def _ways(self, sought: _Sought, usable: Usable) -> _Ways:
-        """Ask peers, and return what to do."""
-        by_key = usable.peers
-        asked = await self._to_ask(sought, usable)
-        offers = await self._offers(sought, {key: by_key[key] for key in asked})
-        hosts = [self.peers.incarnation, *by_key]
-        order = in_order(sought.own, offers, _WAY_S, hosts, sought.first)
-        told = HostsAsked(
-            own=sought.own,
-            offers=tuple(HostOffer(by_key[key].name, _offer_of(offers, key)) for key in asked),
-        )
-        quoted: dict[str, float | None] = {offer.peer: offer.quote.price_s for offer in order}
-        if sought.own is None and not order:  # no quote in time: any peer is better than none
-            quoted = dict.fromkeys(asked)
-        return _Ways(told, quoted)
-
     async def _at_best(
-        self, sought: _Sought, usable: Usable, ways: _Ways
+        self, sought: Sought, usable: Usable, ways: Ways
     ) -> web.StreamResponse | None:
         """Forward to the cheapest host that takes the request. None: none does."""
+        if ways.fetch is not None:
+            holder = await self._fetch(sought.call, sought.hashes, ways.fetch)
+            if holder is not None:
+                self._decision_log.note_hosts(sought.request.id, ways.told.fetched(holder))
+                return None
+            ways = self._asking.without_fetch(sought, usable, ways)
         told = ways.told
         for key, quoted_s in ways.quoted.items():
             peer = usable.peers[key]
-            answer = await self._forward(sought, peer, quoted_s, told)
+            answer = await self._forward(sought, peer, quoted_s, told, ways.fetches.get(key))
             if answer is not None:
                 return answer
             told = told.refused_by(peer.name)
         self._decision_log.note_hosts(sought.request.id, told)
         return None
 
-    async def _to_ask(self, sought: _Sought, usable: Usable) -> list[str]:
-        holders: dict[str, int] = {}
-        if len(usable.peers) > MAX_ASKED and self._directory is not None and sought.hashes:
-            found = await self._directory.holders(sought.hashes)
-            holders = {key: held for key, held in found.items() if key in usable.peers}
-        return to_ask(list(usable.peers), holders, usable.busy, sought.first)
-
-    async def _offers(self, sought: _Sought, peers: Mapping[str, Peer]) -> list[Offer]:
-        """Return the offers of peers. Their keys are the given ones: a peer may start again."""
-        request, own = sought.request, sought.own
-        limit_s = _QUOTE_LIMIT_S
-        if own is None or own.price_s * _QUOTE_SHARE > limit_s:
-            share_s = _QUOTE_MOST_S if own is None else own.price_s * _QUOTE_SHARE
-            limit_s = min(share_s, _QUOTE_MOST_S)
-        ask = QuoteAsk(
-            model=sought.model,
-            namespace=sought.namespace,
-            tenant=request.tenant,
-            n_tokens=sought.n_tokens,
-            hashes=b"".join(sought.hashes),
-            max_new_tokens=request.max_new_tokens,
-            pinnable=request.pinnable,
-            reuse=request.reuse,
-            whole_backend=request.whole_backend,
-        )
-
-        async def offer(key: str, peer: Peer) -> Offer | None:
-            begun = perf_counter()
-            quote = await peer.quote(ask, limit_s)
-            self._metrics.quoted(peer.name, perf_counter() - begun, offered=quote is not None)
-            if quote is None:
-                return None
-            return Offer(key, quote, peer.trust.price_s(quote.price_s))
-
-        found = await asyncio.gather(*(offer(key, peer) for key, peer in peers.items()))
-        return [one for one in found if one is not None]
-
     async def _forward(
-        self, sought: _Sought, peer: Peer, quoted_s: float | None, told: HostsAsked
+        self,
+        sought: Sought,
+        peer: Peer,
+        quoted_s: float | None,
+        told: HostsAsked,
+        fetch: tuple[str, Offered] | None,
     ) -> web.StreamResponse | None:
         """Forward a request. None: the peer refused it or failed before the first byte."""
         call, request = sought.call, sought.request
@@ -476,6 +440,7 @@ class Forwarding:
             quoted_s=quoted_s or None,
             model=sought.model,
             ends=call.ends,
+            fetch=fetch,
         )
         begun = perf_counter()
         first: list[float] = []
@@ -544,10 +509,6 @@ def _sent_on(call: Call, peer: Peer, hop: Hop) -> Relaying:
     return peer.relay(
         call.http.method, call.target, headers, call.raw or None, yields=True, on_head=on_head
     )
-
-
-def _offer_of(offers: Sequence[Offer], key: str) -> Quote | None:
-    return next((offer.quote for offer in offers if offer.peer == key), None)
 
 
 def _is_refusal(upstream: RelayedResponse) -> bool:

@@ -1,0 +1,100 @@
+"""Read the parts of a snapshot from another host, in threads.
+
+A thread with `readinto` reads twice as fast as the event loop would, and five times with TLS
+(measured: docs/adr/0030). Each thread has a connection of its own.
+"""
+
+import ssl
+import threading
+from collections.abc import Callable
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from urllib.parse import urlsplit
+
+from router.base.errors import KvError
+from router.hosts.messages import PART
+
+_AT_ONCE = 1 << 20  # bytes; then it looks whether it is to stop
+_SILENT_S = 10.0
+
+
+class PeerParts:
+    """The parts of one snapshot of the host at `url`. Call `close` last.
+
+    `ends_at`: the clock seconds after which no part is read any more.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        snapshot: str,
+        tls: ssl.SSLContext | None,
+        ends_at: float,
+        now: Callable[[], float],
+    ) -> None:
+        self._url = urlsplit(url)
+        self._snapshot = snapshot
+        self._tls = tls
+        self._ends_at = ends_at
+        self._now = now
+        self._stopped = False
+        self._own = threading.local()
+        self._lock = threading.Lock()  # guards the two below
+        self._connections: list[HTTPConnection] = []
+        self._read_bytes = 0
+
+    @property
+    def read_bytes(self) -> int:
+        """Return the bytes read so far."""
+        with self._lock:
+            return self._read_bytes
+
+    def stop(self) -> None:
+        """Let all reads fail soon."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """Close the connections; no read may be under way."""
+        with self._lock:
+            for connection in self._connections:
+                connection.close()
+            self._connections.clear()
+
+    def read(self, index: int, into: memoryview) -> None:
+        """Read one part, of just this size. Blocks. Raises OSError or KvError."""
+        connection = self._connection()
+        try:
+            connection.request("GET", f"{PART}?snapshot={self._snapshot}&index={index}")
+            answer = connection.getresponse()
+            if answer.status != 200 or answer.length != len(into):
+                raise KvError(f"it does not hand out part {index}: status {answer.status}")
+            done = 0
+            while done < len(into):
+                if self._stopped or self._now() > self._ends_at:
+                    raise KvError("it takes too long")
+                n = answer.readinto(into[done : done + _AT_ONCE])
+                if not n:
+                    raise KvError("it broke off")
+                done += n
+                with self._lock:
+                    self._read_bytes += n
+        except HTTPException as error:
+            connection.close()
+            raise KvError(f"it does not answer as a kvferry does: {error!r}") from error
+        except BaseException:
+            connection.close()
+            raise
+
+    def _connection(self) -> HTTPConnection:
+        known: HTTPConnection | None = getattr(self._own, "connection", None)
+        if known is not None:
+            return known
+        host, port = self._url.hostname or "", self._url.port
+        made = (
+            HTTPConnection(host, port, timeout=_SILENT_S)
+            if self._tls is None
+            else HTTPSConnection(host, port, timeout=_SILENT_S, context=self._tls)
+        )
+        self._own.connection = made
+        with self._lock:
+            self._connections.append(made)
+        return made

@@ -1,0 +1,225 @@
+"""Ask peers for quotes: what each would take for a request, and what it would hand out.
+
+A host that holds most of a prompt may be the wrong one to serve it. So the best of what is offered
+is told to the others, and each says what it would take once it has fetched that.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from msgspec.structs import replace
+
+from router.base.types import Namespace, Request
+from router.core.model.plan import Offered, Quote
+from router.engine.held_prefixes import HeldPrefixes
+from router.hosts.choice import MAX_ASKED, Offer, dear_above_s, in_order, to_ask, twice_s
+from router.hosts.messages import QuoteAsk
+from router.hosts.peer import Answered, Peer
+from router.hosts.peers import KnownHosts, Peers, Usable
+from router.telemetry.decision_log import HostOffer, HostsAsked
+from router.telemetry.hosts_metrics import HostsMetrics
+from router.web.fleet.fetching import Fetching, Way
+from router.web.server.call import Call
+
+# No answer within this time is no offer. A request that takes seconds here gives peers a
+# `_QUOTE_SHARE` of that instead: a busy peer that holds its prompt may need it.
+_QUOTE_LIMIT_S, _QUOTE_SHARE, _QUOTE_MOST_S = 0.010, 0.05, 0.25
+# What forwarding takes, besides asking: a connection is kept, so it is two copies of the bytes.
+WAY_S = 0.001
+_UNKNOWN = Namespace("")
+_HOLDERS = 2  # asked besides: hosts that serve nothing
+
+
+@dataclass(slots=True)
+class Sought:
+    """A request that looks for a host. `own` None: nothing here can serve it."""
+
+    call: Call
+    request: Request
+    model: str | None  # as hosts know it
+    own: Quote | None
+    beginning: bytes  # a digest of what the bodies of a conversation have in common
+    namespace: Namespace = _UNKNOWN
+    hashes: Sequence[bytes] = ()
+    n_tokens: int = 0
+
+    @property
+    def first(self) -> bytes:
+        """Return the first prefix hash, or a digest of the beginning of the body."""
+        return self.hashes[0] if self.hashes else self.beginning
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Offers of peers, and the peers to send the request to: the best first, with their quotes.
+
+    A quote of None: none came in time. `fetch`: serve it here instead, once this is fetched.
+    `fetches`: what each peer fetches for it, and where, by the peer's key.
+    """
+
+    told: HostsAsked
+    quoted: Mapping[str, float | None]
+    answers: Mapping[str, Answered]
+    fetches: Mapping[str, tuple[str, Offered]]
+    fetch: Way | None = None
+
+
+class Asking:
+    """Asks peers for this host."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        directory: KnownHosts | None,
+        held: HeldPrefixes,
+        fetching: Fetching,
+        metrics: HostsMetrics,
+    ) -> None:
+        self._peers = peers
+        self._directory = directory
+        self._held = held
+        self._fetching = fetching
+        self._metrics = metrics
+
+    def cost_s(self, usable: Usable) -> float:
+        """Return what asking and forwarding take."""
+        return min((peer.quote_s for peer in usable.peers.values()), default=0.0) + WAY_S
+
+    async def ways(self, sought: Sought, usable: Usable) -> Ways:
+        """Ask peers, and return what to do."""
+        asked = {key: usable.peers[key] for key in await self._to_ask(sought, usable)}
+        others = {peer.key: peer for peer in self._peers.holders()[:_HOLDERS]}
+        mine = self._offered_here(sought)
+        answers = await self._ask(sought, asked | others, self._peers.incarnation, mine)
+        own_key, fetch = self._peers.incarnation, None
+        fetches = {} if mine is None else dict.fromkeys(_fetching(answers), (own_key, mine))
+        best = _best_held(answers, mine, own_key)
+        if best is not None and best[0] != own_key:
+            holder, offered = best
+            fetch = self._fetching.way(sought.request, sought.own, holder, offered)
+            again = {key: peer for key, peer in asked.items() if key != holder}
+            if again and self._is_dear(sought, usable, fetch, answers):
+                told = await self._ask(sought, again, holder, offered)
+                told = {key: one for key, one in told.items() if one.quote is not None}
+                answers |= told
+                fetches = {key: there for key, there in fetches.items() if key not in told}
+                fetches |= dict.fromkeys(_fetching(told), best)
+        return self._decided(sought, usable, answers, fetches, fetch)
+
+    def without_fetch(self, sought: Sought, usable: Usable, ways: Ways) -> Ways:
+        """Return what to do if the fetch did not succeed: the offers are still good."""
+        return self._decided(sought, usable, ways.answers, ways.fetches, None)
+
+    def _decided(
+        self,
+        sought: Sought,
+        usable: Usable,
+        answers: Mapping[str, Answered],
+        fetches: Mapping[str, tuple[str, Offered]],
+        fetch: Way | None,
+    ) -> Ways:
+        by_key, own = usable.peers, sought.own if fetch is None else fetch.quote
+        asked = [key for key in answers if key in by_key]
+        n_tokens = sought.n_tokens
+        offered = [one.offered for one in answers.values() if one.offered is not None]
+        computing = max((one.reused for one in offered if one.computing), default=0)
+        compared = own
+        if own is not None and not own.fetched:
+            loss_s = twice_s(own, computing, n_tokens)
+            compared = replace(own, price_s=own.price_s + loss_s)
+        offers = [
+            Offer(
+                key,
+                one.quote,
+                by_key[key].trust.price_s(one.quote.price_s)
+                + twice_s(one.quote, computing, n_tokens) * (not one.quote.fetched),
+            )
+            for key, one in answers.items()
+            if one.quote is not None and key in by_key
+        ]
+        order = in_order(compared, offers, WAY_S, self._peers.incarnation, sought.first)
+        quotes = {offer.peer: offer.quote for offer in offers}
+        told = HostsAsked(
+            own=own,
+            offers=tuple(HostOffer(by_key[key].name, quotes.get(key)) for key in asked),
+        )
+        quoted: dict[str, float | None] = {offer.peer: offer.quote.price_s for offer in order}
+        if own is None and not order:  # no quote in time: any peer is better than none
+            quoted = dict.fromkeys(asked)
+        return Ways(told, quoted, answers, fetches, fetch if not quoted else None)
+
+    def _is_dear(
+        self, sought: Sought, usable: Usable, fetch: Way | None, answers: Mapping[str, Answered]
+    ) -> bool:
+        """Return whether another question may pay: the best offer so far is dear."""
+        prices = [one.quote.price_s for one in answers.values() if one.quote is not None]
+        own = sought.own if fetch is None else fetch.quote
+        if own is not None:
+            prices.append(own.price_s)
+        return min(prices, default=0.0) > dear_above_s(self.cost_s(usable))
+
+    def _offered_here(self, sought: Sought) -> Offered | None:
+        if not sought.hashes:
+            return None
+        return self._fetching.offered_here(
+            sought.hashes, sought.namespace, sought.request.tenant, sought.n_tokens
+        )
+
+    async def _to_ask(self, sought: Sought, usable: Usable) -> list[str]:
+        holders: dict[str, int] = {}
+        if len(usable.peers) > MAX_ASKED and self._directory is not None and sought.hashes:
+            found = await self._directory.holders(sought.hashes)
+            holders = {key: held for key, held in found.items() if key in usable.peers}
+        return to_ask(list(usable.peers), holders, usable.busy, sought.first)
+
+    async def _ask(
+        self, sought: Sought, peers: Mapping[str, Peer], holder: str, offered: Offered | None
+    ) -> dict[str, Answered]:
+        """Return the answers of peers, by the given keys: a peer may start again."""
+        request, own = sought.request, sought.own
+        limit_s = _QUOTE_LIMIT_S
+        if own is None or own.price_s * _QUOTE_SHARE > limit_s:
+            share_s = _QUOTE_MOST_S if own is None else own.price_s * _QUOTE_SHARE
+            limit_s = min(share_s, _QUOTE_MOST_S)
+        ask = QuoteAsk(
+            model=sought.model,
+            namespace=sought.namespace,
+            tenant=request.tenant,
+            n_tokens=sought.n_tokens,
+            hashes=b"".join(sought.hashes),
+            max_new_tokens=request.max_new_tokens,
+            pinnable=request.pinnable,
+            reuse=request.reuse,
+            whole_backend=request.whole_backend,
+            holder=holder if offered is not None else "",
+            offered=offered,
+        )
+
+        async def answer(peer: Peer) -> Answered:
+            begun = perf_counter()
+            told = await peer.quote(ask, limit_s)
+            seconds = perf_counter() - begun
+            self._metrics.quoted(peer.name, seconds, offered=told.quote is not None)
+            return told
+
+        found = await asyncio.gather(*(answer(peer) for peer in peers.values()))
+        return dict(zip(peers, found, strict=True))
+
+
+def _best_held(
+    answers: Mapping[str, Answered], mine: Offered | None, own_key: str
+) -> tuple[str, Offered] | None:
+    """Return the host that offers most of the prompt, the soonest, and what it offers."""
+    offers = {key: one.offered for key, one in answers.items() if one.offered is not None}
+    if mine is not None:
+        offers[own_key] = mine
+    ranks = {key: (-one.reused, one.ready_s, one.size_bytes) for key, one in offers.items()}
+    best = min(ranks, key=ranks.__getitem__, default=None)
+    return None if best is None else (best, offers[best])
+
+
+def _fetching(answers: Mapping[str, Answered]) -> list[str]:
+    """Return the peers whose quote is for the time after a fetch."""
+    return [key for key, one in answers.items() if one.quote is not None and one.quote.fetched]

@@ -1,0 +1,193 @@
+"""Fetch from another host what a prompt begins with, instead of computing it.
+
+What came is a snapshot like any other, so the planner decides what becomes of it. Whatever goes
+wrong, the prompt is computed.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+from msgspec import Struct
+
+from router.base.errors import BackendError, KvError
+from router.base.prefix_hash import STEP
+from router.base.tasks import spawn
+from router.base.tokens import common_prefix
+from router.base.types import BackendInfo, KvDir, Namespace, Request, Snapshot, Tenant
+from router.core.model.plan import Offered, Quote
+from router.core.model.tenancy import namespace_of
+from router.engine.engine import Engine
+from router.engine.held_prefixes import HeldPrefixes
+from router.hosts.messages import ExportAsk
+from router.hosts.parts import PeerParts
+from router.hosts.peer import Peer
+from router.hosts.peers import Peers
+from router.store.blobs import manifests
+from router.store.store import KvStore
+from router.telemetry.fetch_metrics import FetchMetrics
+
+log = structlog.get_logger(__name__)
+
+
+class Way(Struct, frozen=True):
+    """A state to fetch: the host that has it, what it is, and the quote with the state fetched."""
+
+    holder: str
+    offered: Offered
+    quote: Quote
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """One fetch, and how many requests wait for it."""
+
+    task: asyncio.Task[None] | None = None
+    n_waiting: int = 0
+    snapshot: Snapshot | None = None
+
+
+class Fetching:
+    """Fetches for this host. `tls`: of the connections to peers."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        engine: Engine,
+        store: KvStore,
+        held: HeldPrefixes,
+        tls: ssl.SSLContext | None,
+        metrics: FetchMetrics,
+        now: Callable[[], float],
+    ) -> None:
+        self._peers = peers
+        self._engine = engine
+        self._store = store
+        self._held = held
+        self._tls = tls
+        self._metrics = metrics
+        self._now = now
+        self._under_way: dict[tuple[str, str, str, bytes], _UnderWay] = {}
+
+    def offered_here(
+        self, hashes: Sequence[bytes], namespace: Namespace, tenant: Tenant, n_prompt: int
+    ) -> Offered | None:
+        """Return what this host would hand out for a prompt. None: nothing of use."""
+        found = self._held.handout(hashes, namespace, tenant, n_prompt, self._now())
+        return None if found is None else found.offered
+
+    def way(
+        self, request: Request, own: Quote | None, holder: str, offered: Offered | None
+    ) -> Way | None:
+        """Return the way to fetch `offered`, if that pays against the `own` quote."""
+        peer = self._peers.by_key(holder) if own is not None and offered is not None else None
+        if own is None or offered is None or peer is None or not peer.hands_out:
+            return None
+        link = peer.link
+        quote = self._engine.view.once_fetched(request, own, offered, link.seconds)
+        return None if quote is None else Way(holder, offered, quote)
+
+    async def fetch(self, request: Request, hashes: Sequence[bytes], way: Way) -> bool:
+        """Fetch a state, together with others that want it; return whether it is here now.
+
+        Cancelled, the fetch ends with the last request that waits for it.
+        """
+        peer, info = self._peers.by_key(way.holder), self._reader(request)
+        if peer is None or info is None:
+            return False
+        last = hashes[max(way.offered.reused // STEP, 1) - 1]
+        key = way.holder, info.namespace, request.tenant, last
+        fetch = self._under_way.get(key)
+        if fetch is None:
+            fetch = self._under_way[key] = _UnderWay()
+
+            async def work() -> None:
+                try:
+                    fetch.snapshot = await self._fetched(peer, request, hashes, info, way)
+                finally:
+                    del self._under_way[key]
+
+            fetch.task = spawn(work(), name=f"fetch from {peer.name}")
+        assert fetch.task is not None
+        fetch.n_waiting += 1
+        try:
+            await asyncio.wait([fetch.task])
+        finally:
+            fetch.n_waiting -= 1
+            if not fetch.n_waiting:
+                fetch.task.cancel()
+        return fetch.snapshot is not None
+
+    def _reader(self, request: Request) -> BackendInfo | None:
+        """Return a backend that could read the state."""
+        return next(
+            (
+                info
+                for info in self._engine.infos.values()
+                if info.kv_dir is not None and self._engine.view.serves(info.id, request)
+            ),
+            None,
+        )
+
+    async def _fetched(
+        self,
+        peer: Peer,
+        request: Request,
+        hashes: Sequence[bytes],
+        info: BackendInfo,
+        way: Way,
+    ) -> Snapshot | None:
+        begun, link = self._now(), peer.link
+        expected_s = way.offered.ready_s + link.seconds(way.offered.size_bytes)
+        limit_s = link.limit_s(expected_s)
+        parts: PeerParts | None = None
+        ask = ExportAsk(info.namespace, request.tenant, len(request.prompt), b"".join(hashes))
+        snapshot, problem = None, ""
+        try:
+            async with asyncio.timeout(limit_s):
+                raw = await peer.export(ask, limit_s)
+                manifest = await asyncio.to_thread(manifests.decode, raw, "the manifest")
+                tokens = manifest.snapshot(KvDir(info.kv_dir or "")).tokens
+                if common_prefix(tokens, request.prompt.tokens) < way.offered.reused - STEP:
+                    raise KvError("it handed out another prompt than it said")
+                namespace = namespace_of(info, request.tenant)
+                parts = PeerParts(peer.url, manifest.id, self._tls, begun + limit_s, self._now)
+                asked = self._now()
+                snapshot = await self._store.exchange.receive(
+                    manifest,
+                    namespace,
+                    info.memory_kind,
+                    self._engine.view.alike(namespace, tokens),
+                    parts,
+                )
+                link.fetched(parts.read_bytes, self._now() - asked)
+        except TimeoutError:
+            problem = f"not within {limit_s:.1f} s"
+        except (BackendError, KvError) as error:
+            problem = str(error)
+        except asyncio.CancelledError:
+            self._metrics.fetched(peer.name, 0 if parts is None else parts.read_bytes, "cancelled")
+            raise
+        finally:
+            if parts is not None:
+                parts.close()
+        took_s, n_bytes = self._now() - begun, 0 if parts is None else parts.read_bytes
+        if snapshot is None:
+            link.gave_up(took_s, n_bytes)
+            log.warning("fetch_failed", peer=peer.name, reason=problem, read_bytes=n_bytes)
+            self._metrics.fetched(peer.name, n_bytes, "failed")
+            return None
+        self._metrics.fetched(peer.name, n_bytes, "ok", took_s)
+        log.info(
+            "fetched",
+            peer=peer.name,
+            tokens=len(snapshot),
+            size_bytes=snapshot.size_bytes,
+            read_bytes=n_bytes,
+            seconds=round(took_s, 3),
+            expected_s=round(expected_s, 3),
+        )
+        await self._engine.snapshots_found([snapshot], info.memory_kind)
+        return snapshot
