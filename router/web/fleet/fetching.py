@@ -154,7 +154,6 @@ class Fetching:
                     raise KvError("it handed out another prompt than it said")
                 namespace = namespace_of(info, request.tenant)
                 parts = PeerParts(peer.url, manifest.id, self._tls, begun + limit_s, self._now)
-                asked = self._now()
                 snapshot = await self._store.exchange.receive(
                     manifest,
                     namespace,
@@ -162,7 +161,7 @@ class Fetching:
                     self._engine.view.alike(namespace, tokens),
                     parts,
                 )
-                link.fetched(parts.read_bytes, self._now() - asked)
+                link.fetched(parts.read_bytes, self._now() - begun - way.offered.ready_s)
         except TimeoutError:
             problem = f"not within {limit_s:.1f} s"
         except (BackendError, KvError) as error:
@@ -175,7 +174,7 @@ class Fetching:
                 parts.close()
         took_s, n_bytes = self._now() - begun, 0 if parts is None else parts.read_bytes
         if snapshot is None:
-            link.gave_up(took_s, n_bytes)
+            link.gave_up(n_bytes, took_s)
             log.warning("fetch_failed", peer=peer.name, reason=problem, read_bytes=n_bytes)
             self._metrics.fetched(peer.name, n_bytes, "failed")
             return None

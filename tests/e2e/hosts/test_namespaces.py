@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 
 from tests.support.conversations.prompts import ids
+from tests.support.files.small_blobs import PROGRAM
 from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.hosts import HOST, until_peers
 from tests.support.servers.namespaces import NetHost, net_hosts
@@ -17,6 +18,8 @@ from tests.support.servers.running_router import RunningRouter
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 
 LONG = ids(1, 1500)
+BYTES_PER_TOKEN = 1040  # of a state of the tiny llama
+REST = 60_000  # bytes: the cells of all tokens, the manifest, TLS, the question, the answer
 
 
 @pytest.fixture
@@ -97,3 +100,38 @@ async def test_a_host_that_loses_power_costs_no_request(
 
         assert [answer.status for answer in answers] == [200] * 4
         assert {answer.headers[HOST] for answer in answers} == {"n1"}
+
+
+async def test_only_what_is_missing_travels(
+    server_argv: list[str], session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    """A conversation moves to the next host with each turn, over links of 1 Gbit/s with TLS."""
+    model = tiny_model("llama").path
+    made = net_hosts(tmp_path, server_argv, model, 2, with_redis=False, program=PROGRAM)
+    async with made as hosts:
+        routers = clients(hosts, session)
+        await until_ready(routers, "n0", "n1")
+        prompt = ids(4, 1500)
+        answer = await routers[0].complete(prompt)
+        at = int(answer.headers[HOST][1])
+        for turn in range(2):
+            await routers[at].until_quiet()
+            await hosts[at].operate("fleet", "drain")
+            await routers[at].until_is(f"n{at}-0", "drained", "gone")
+            await routers[1 - at].until(lambda state: not state["hosts"]["peers"][0]["models"])
+            held = len(prompt)
+            before = hosts[1 - at].received_bytes
+            answer = await routers[1 - at].complete([*prompt, *ids(10 + turn, 20)])
+            travelled = hosts[1 - at].received_bytes - before
+
+            assert answer.status == 200
+            assert answer.headers["x-kvferry-fetched-from"] == f"n{at}"
+            assert answer.cached >= 0.99 * held
+            new = held if turn == 0 else 1200 + 16  # and the rows that were in no blob there
+            assert travelled <= 1.02 * new * BYTES_PER_TOKEN + REST
+            prompt += ids(20 + turn, 1200)  # computed where it is now
+            answer = await routers[1 - at].complete(prompt)
+            assert answer.headers[HOST] == f"n{1 - at}"
+            await hosts[at].operate("fleet", "undrain")
+            await until_ready(routers, "n0", "n1")
+            at = 1 - at

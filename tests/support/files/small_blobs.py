@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from router.assembly import part_settings
+from router.store.blobs import exchange
 from router.store.blobs.split_snapshots import BlobSettings
 from router.store.format import split
 from router.tools.cli import main
@@ -19,6 +20,7 @@ PROGRAM = ("-m", "tests.support.files.small_blobs")
 def make_blobs_small(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     """Change the sizes for all stores that are built after this."""
     set_attribute(split, "TOKENS", 16)
+    set_attribute(exchange, "LEAST_BYTES", 1)
     set_attribute(part_settings, "BlobSettings", partial(BlobSettings, least_bytes=1))
 
 

@@ -55,6 +55,7 @@ class NetHost:
     server_argv: Sequence[str] | None = None
     model: Path | None = None
     yaml: str = ""
+    program: Sequence[str] = ("-c", _KVFERRY)
     is_cut: bool = False
     killed: int = 0  # how often its kvferry was killed or its link cut
     _running: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
@@ -117,6 +118,18 @@ class NetHost:
         run("tc", "qdisc", "add", "dev", outside, *limit)
         run("ip", "netns", "exec", self.namespace, "tc", "qdisc", "add", "dev", inside, *limit)
 
+    async def operate(self, *command: str) -> None:
+        """Run a command of kvferry against this host, on it; its failure is the test's."""
+        url = f"http://127.0.0.1:{CLIENTS}"
+        told = (sys.executable, "-c", _KVFERRY, *command, "--url", url)
+        await asyncio.to_thread(run, "ip", "netns", "exec", self.namespace, *told)
+
+    @property
+    def received_bytes(self) -> int:
+        """Return the bytes that came over its link so far."""
+        statistics = Path("/sys/class/net") / self.link / "statistics"
+        return int((statistics / "tx_bytes").read_text())  # of the bridge's end
+
     def cut(self) -> None:
         """Cut the link: packets are lost both ways, connections hang."""
         run("ip", "link", "set", self.link, "down")
@@ -149,7 +162,8 @@ class NetHost:
         if what == "redis":
             return ["redis-server", "--bind", "0.0.0.0", "--protected-mode", "no", "--save", ""]
         if what == "router":
-            return [sys.executable, "-c", _KVFERRY, "serve", "--config", str(self._configured())]
+            config = str(self._configured())
+            return [sys.executable, *self.program, "serve", "--config", config]
         assert self.server_argv is not None
         kv_dir = self._kv_dir()
         kv_dir.mkdir(mode=0o700, exist_ok=True)
@@ -225,8 +239,13 @@ async def net_hosts(
     *,
     fronts: int = 0,
     with_redis: bool = True,
+    program: Sequence[str] = ("-c", _KVFERRY),
+    yaml: str = "",
 ) -> AsyncIterator[list[NetHost]]:
-    """Yield hosts with mutual TLS, all started; the last one has the directory, if there is one."""
+    """Yield hosts with mutual TLS, all started; the last one has the directory, if there is one.
+
+    NAME in `yaml` is a host's name.
+    """
     needs_namespaces()
     section = "fleet: {name: NAME, listen: '0.0.0.0:%d', credentials: '%s/NAME', %s}"
     total = n + fronts
@@ -239,7 +258,8 @@ async def net_hosts(
             folder,
             server_argv if number < n else None,
             model,
-            section % (PEERS, credentials, others),
+            f"{section % (PEERS, credentials, others)}\n{yaml}",
+            program,
         )
         for number in range(total + with_redis)
     ]
