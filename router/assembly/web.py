@@ -35,6 +35,7 @@ from router.web.fleet.asking import Asking
 from router.web.fleet.fetching import Fetching
 from router.web.fleet.forwarding import Forwarding
 from router.web.fleet.handing_out import HandingOut
+from router.web.fleet.leaving import Leaving
 from router.web.fleet.peer_routes import PeerRoutes
 from router.web.server.bodies import Bodies
 from router.web.server.settings import Settings
@@ -141,7 +142,13 @@ async def _own_routes(
     return own_routes(
         guard,
         status,
-        OperatorActions(guard, selection, made.watched.backends, made.reload),
+        OperatorActions(
+            guard,
+            selection,
+            made.watched.backends,
+            made.reload,
+            None if made.hosts is None else Leaving(engine, made.hosts.peers),
+        ),
         ServerRoutes(engine, guard, parts.on_demand.supervisor, now),
         Snapshots(
             engine,

@@ -13,6 +13,7 @@ QUOTE = "/peer/quote"
 READ = "/peer/read"
 EXPORT = "/peer/export"
 PART = "/peer/part"
+TAKE = "/peer/take"
 # Headers of a forwarded request: the host that forwards it, the request's id there, the caller as
 # that host knows it, and the price that was quoted.
 HOP = "x-kvferry-hop"
@@ -122,12 +123,36 @@ class QuoteReply(Struct, frozen=True, array_like=True):
 
 
 class ExportAsk(Struct, frozen=True, array_like=True):
-    """A prompt of which the asking host fetches what spares most of it. As in `QuoteAsk`."""
+    """A prompt of which the asking host fetches what spares most of it. As in `QuoteAsk`.
+
+    `snapshot`: it fetches this one instead, which it was told to take.
+    """
 
     namespace: str
     tenant: str
     n_tokens: int
     hashes: bytes
+    snapshot: str = ""
+
+
+class TakeAsk(Struct, frozen=True, array_like=True):
+    """A snapshot of the host `holder` (its incarnation), which leaves, for another host to fetch.
+
+    `namespace`: its model's, without the tenant.
+    """
+
+    holder: str
+    snapshot: str
+    namespace: str
+    tenant: str
+    n_tokens: int
+    size_bytes: int
+
+
+class TakeReply(Struct, frozen=True, array_like=True):
+    """Whether the other host has the state now."""
+
+    taken: bool
 
 
 class PromptRead(Struct, frozen=True):

@@ -15,17 +15,19 @@ from msgspec import Struct
 from router.base.errors import BackendError, KvError
 from router.base.prefix_hash import STEP
 from router.base.tasks import spawn
-from router.base.tokens import common_prefix
+from router.base.tokens import Tokens, common_prefix, count
 from router.base.types import BackendInfo, KvDir, Namespace, Request, Snapshot, Tenant
 from router.core.model.plan import Offered, Quote
 from router.core.model.tenancy import namespace_of
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
-from router.hosts.messages import ExportAsk
+from router.hosts.messages import ExportAsk, TakeAsk
 from router.hosts.parts import PeerParts
 from router.hosts.peer import Peer
 from router.hosts.peers import Peers
+from router.llama.attach.namespace import is_same
 from router.store.blobs import manifests
+from router.store.blobs.manifests import Manifest
 from router.store.store import KvStore
 from router.telemetry.fetch_metrics import FetchMetrics
 
@@ -131,6 +133,24 @@ class Fetching:
             None,
         )
 
+    async def take(self, ask: TakeAsk) -> bool:
+        """Fetch a snapshot of a host that leaves; return whether it is here now."""
+        peer, tenant = self._peers.by_key(ask.holder), Tenant(ask.tenant)
+        info = next(
+            (
+                info
+                for info in self._engine.view.up()
+                if info.kv_dir is not None and is_same(info.namespace, Namespace(ask.namespace))
+            ),
+            None,
+        )
+        if peer is None or info is None or not 0 < ask.n_tokens <= info.n_ctx:
+            return False
+        if not self._engine.view.has_room(ask.n_tokens, ask.size_bytes):
+            return False
+        wanted = ExportAsk(ask.namespace, ask.tenant, ask.n_tokens, b"", ask.snapshot)
+        return await self._received(peer, info, tenant, wanted, ask.size_bytes) is not None
+
     async def _fetched(
         self,
         peer: Peer,
@@ -139,20 +159,41 @@ class Fetching:
         info: BackendInfo,
         way: Way,
     ) -> Snapshot | None:
+        prompt = request.prompt.tokens
+        ask = ExportAsk(info.namespace, request.tenant, count(prompt), b"".join(hashes))
+
+        def check(tokens: Tokens) -> None:
+            if common_prefix(tokens, prompt) < way.offered.reused - STEP:
+                raise KvError("it handed out another prompt than it said")
+
+        size_bytes, ready_s = way.offered.size_bytes, way.offered.ready_s
+        return await self._received(peer, info, request.tenant, ask, size_bytes, ready_s, check)
+
+    async def _received(
+        self,
+        peer: Peer,
+        info: BackendInfo,
+        tenant: Tenant,
+        ask: ExportAsk,
+        size_bytes: int,
+        ready_s: float = 0.0,
+        check: Callable[[Tokens], None] = lambda _: None,
+    ) -> Snapshot | None:
+        """Return the snapshot made of what a peer hands out. None: it did not come.
+
+        `ready_s`: until the peer can read it. `check` raises KvError for the wrong tokens.
+        """
         begun, link = self._now(), peer.link
-        expected_s = way.offered.ready_s + link.seconds(way.offered.size_bytes)
+        expected_s = ready_s + link.seconds(size_bytes)
         limit_s = link.limit_s(expected_s)
         parts: PeerParts | None = None
-        ask = ExportAsk(info.namespace, request.tenant, len(request.prompt), b"".join(hashes))
         snapshot, problem = None, ""
         try:
             async with asyncio.timeout(limit_s):
                 raw = await peer.export(ask, limit_s)
-                manifest = await asyncio.to_thread(manifests.decode, raw, "the manifest")
-                tokens = manifest.snapshot(KvDir(info.kv_dir or "")).tokens
-                if common_prefix(tokens, request.prompt.tokens) < way.offered.reused - STEP:
-                    raise KvError("it handed out another prompt than it said")
-                namespace = namespace_of(info, request.tenant)
+                manifest, tokens = await asyncio.to_thread(_read, raw)
+                check(tokens)
+                namespace = namespace_of(info, tenant)
                 parts = PeerParts(peer.url, manifest.id, self._tls, begun + limit_s, self._now)
                 snapshot = await self._store.exchange.receive(
                     manifest,
@@ -161,7 +202,7 @@ class Fetching:
                     self._engine.view.alike(namespace, tokens),
                     parts,
                 )
-                link.fetched(parts.read_bytes, self._now() - begun - way.offered.ready_s)
+                link.fetched(parts.read_bytes, self._now() - begun - ready_s)
         except TimeoutError:
             problem = f"not within {limit_s:.1f} s"
         except (BackendError, KvError) as error:
@@ -190,3 +231,9 @@ class Fetching:
         )
         await self._engine.snapshots_found([snapshot], info.memory_kind)
         return snapshot
+
+
+def _read(raw: bytes) -> tuple[Manifest, Tokens]:
+    """Return a manifest and its tokens. Raises KvError."""
+    manifest = manifests.decode(raw, "the manifest")
+    return manifest, manifest.snapshot(KvDir("")).tokens

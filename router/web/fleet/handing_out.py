@@ -47,6 +47,14 @@ class HandingOut:
         self._room = asyncio.Semaphore(_PARTS_AT_ONCE)
         self._cutting = asyncio.Lock()
 
+    async def manifest_of(self, snapshot: str) -> bytes:
+        """Return the manifest of one snapshot. Raises NotFoundError."""
+        try:
+            manifest = await self._store.exchange.manifest(SnapshotId(snapshot))
+            return await asyncio.to_thread(manifests.encode, manifest)
+        except KvError as error:
+            raise NotFoundError("the state cannot be read") from error
+
     async def manifest(
         self, hashes: Sequence[bytes], namespace: Namespace, tenant: Tenant, n_prompt: int
     ) -> bytes:
@@ -69,10 +77,9 @@ class HandingOut:
         try:
             if found.cut is not None:
                 name = await self._cut(name, found.cut)
-            manifest = await self._store.exchange.manifest(name)
-            return await asyncio.to_thread(manifests.encode, manifest)
         except KvError as error:
             raise NotFoundError("the state cannot be read") from error
+        return await self.manifest_of(name)
 
     async def _cut(self, name: SnapshotId, n_tokens: int) -> SnapshotId:
         """Return a snapshot of the first tokens of another one, or that one if it must be."""

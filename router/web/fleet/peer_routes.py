@@ -38,11 +38,14 @@ from router.hosts.messages import (
     READ,
     READ_PATH,
     READ_TENANT,
+    TAKE,
     ExportAsk,
     Hello,
     PromptRead,
     QuoteAsk,
     QuoteReply,
+    TakeAsk,
+    TakeReply,
 )
 from router.llama import json_offload
 from router.llama.attach.namespace import is_same
@@ -56,6 +59,7 @@ from router.web.server.error_responses import OWN_HEADERS
 
 _ask_of = msgpack_decoder(QuoteAsk)
 _export_of = msgpack_decoder(ExportAsk)
+_take_of = msgpack_decoder(TakeAsk)
 # A token that is in no prompt: what follows the known beginning of a quoted one.
 _OTHER = b"\0\0\0\x80"
 _MAX_TOKENS = 16 * 1024 * 1024
@@ -88,6 +92,7 @@ class PeerRoutes:
             QUOTE: "POST",
             READ: "POST",
             EXPORT: "POST",
+            TAKE: "POST",
             PART: "GET",
         }.get(path)
         if wanted is None:
@@ -100,6 +105,8 @@ class PeerRoutes:
             return _packed(msgspec.msgpack.encode(self.quote(raw, call.id)))
         if path == EXPORT:
             return _packed(await self._export(raw))
+        if path == TAKE:
+            return _packed(await self._take(raw))
         if path == PART:
             return await self._handing_out.part(call.http)
         return _packed(msgspec.json.encode(await self._read(call.http, raw)))
@@ -110,10 +117,20 @@ class PeerRoutes:
             ask = _export_of(raw)
         except UndecodableError as error:
             raise BadRequestError(f"not a question for a state: {error}") from error
+        if ask.snapshot:
+            return await self._handing_out.manifest_of(ask.snapshot)
         if not 0 < ask.n_tokens <= _MAX_TOKENS or len(ask.hashes) % SIZE:
             raise BadRequestError("not a question for a state: impossible lengths")
         hashes, namespace = split(ask.hashes), Namespace(ask.namespace)
         return await self._handing_out.manifest(hashes, namespace, Tenant(ask.tenant), ask.n_tokens)
+
+    async def _take(self, raw: bytes) -> bytes:
+        """Fetch a snapshot of a host that leaves."""
+        try:
+            ask = _take_of(raw)
+        except UndecodableError as error:
+            raise BadRequestError(f"not a state to take: {error}") from error
+        return msgspec.msgpack.encode(TakeReply(await self._fetching.take(ask)))
 
     def quote(self, raw: bytes, name: RequestId) -> QuoteReply:
         """Return the offer for a request of which only hashes are known. Reserves nothing."""
