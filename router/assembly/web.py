@@ -85,10 +85,11 @@ async def app_of(made: Stages, live: Live) -> App:
             fetch_metrics,
             parts.clock.now,
         )
+        handing_out = HandingOut(engine, store, hosts.held, fetch_metrics, parts.clock.now)
         elsewhere = Forwarding(
             hosts.name,
             hosts.peers,
-            Asking(hosts.peers, hosts.directory, hosts.held, fetching, hosts.metrics),
+            Asking(hosts.peers, hosts.directory, hosts.held, fetching, handing_out, hosts.metrics),
             fetching,
             hosts.held,
             engine,
@@ -100,7 +101,6 @@ async def app_of(made: Stages, live: Live) -> App:
             hosts.metrics,
             suspects,
         )
-        handing_out = HandingOut(engine, store, hosts.held, fetch_metrics, parts.clock.now)
         routes = PeerRoutes(hosts.hello, engine, selection, hosts.held, fetching, handing_out)
         others = OtherHosts(hosts.name, routes, hosts.metrics)
     reports = Reports(engine, parts.decision_log, parts.tasks.spawn)

@@ -125,6 +125,9 @@ class Scheduler:
                 backend_attach.snapshots_found(state, event)
             case ev.SaveAsked():
                 idle_saves.save_for_host(state, event.slot, now)
+            case ev.SaveUnasked():
+                idle_saves.not_for_host(state, event.slot)
+                admission.stop_for_nobody(state)
             case ev.SnapshotLost():
                 state.inventory.catalog.forget(event.snapshot)
             case ev.RoomFound():

@@ -22,7 +22,6 @@ from router.base.types import (
     BackendId,
     BackendInfo,
     Lease,
-    MemoryKind,
     Outcome,
     OwnPrefill,
     PrefillProgress,
@@ -55,6 +54,7 @@ from router.core.scheduler import Scheduler
 from router.core.stats import stats_of
 from router.engine import slot_watch as watch
 from router.engine.held_prefixes import HeldPrefixes
+from router.engine.host_saves import HostSaves
 from router.engine.loop_throttle import LoopThrottle
 from router.engine.scheduler_view import SchedulerView
 from router.engine.server_placement import LaunchWatch
@@ -142,7 +142,7 @@ class Engine:
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
         self._preparing: dict[RequestId, Preparing] = {}  # of requests in `_grants`
         self._loads: dict[RequestId, asyncio.Future[None]] = {}  # requests that wait for a model
-        self._saving: dict[SlotId, asyncio.Event] = {}  # set when the save is over
+        self.host_saves = HostSaves(self._feed, self.view)
         self._timings: dict[RequestId, Timing] = {}
         self._launches = LaunchWatch(scheduler, backends)
         self._events: deque[tuple[ev.Event, Callable[[], None]]] = deque()
@@ -286,22 +286,14 @@ class Engine:
         """Check in the background whether an unknown client uses slots that should be idle."""
         self._tasks.spawn(self._poll_for_strangers(backend), name=f"look around {backend}")
 
-    async def snapshots_found(
-        self, snapshots: Sequence[Snapshot], kind: MemoryKind = MemoryKind.UNKNOWN
-    ) -> None:
-        """Offer the snapshots that the store found in opened directories, or got from a host.
+    async def snapshots_found(self, snapshots: Sequence[Snapshot]) -> None:
+        """Offer the snapshots that the store found in opened directories.
 
         Takes a few at a time, as `purge` does.
         """
         for start in range(0, len(snapshots), _FOUND_AT_ONCE):
-            self._feed(ev.SnapshotsFound(tuple(snapshots[start : start + _FOUND_AT_ONCE]), kind))
+            self._feed(ev.SnapshotsFound(tuple(snapshots[start : start + _FOUND_AT_ONCE])))
             await asyncio.sleep(0)
-
-    async def save(self, slot: SlotId) -> None:
-        """Save a slot for another host, once it is computed; return when that is over, if ever."""
-        self._feed(ev.SaveAsked(slot))
-        if self.view.is_being_saved(slot):
-            await self._saving.setdefault(slot, asyncio.Event()).wait()
 
     def keeps(self, snapshot: SnapshotId) -> bool:
         """Return whether a snapshot is not to be deleted, nor the next one to be evicted."""
@@ -409,8 +401,6 @@ class Engine:
                 self._account(effect)
             case ef.Save() | ef.Cut() | ef.Restore() | ef.Erase():
                 self._note_step(effect.request)
-                if isinstance(effect, ef.Save):
-                    self._saving.setdefault(effect.slot, asyncio.Event())
                 self._tasks.spawn(self._transfer(effect), name=f"transfer for {effect.request}")
             case ef.Prefill():
                 self._note_step(effect.request)
@@ -472,8 +462,8 @@ class Engine:
 
     async def _transfer(self, effect: Transferred) -> None:
         self._feed(await self._transfers.carry_out(effect, self.infos))
-        if isinstance(effect, ef.Save) and (over := self._saving.pop(effect.slot, None)):
-            over.set()
+        if isinstance(effect, ef.Save):
+            self.host_saves.saved(effect.slot)
 
     def _note_step(self, request: RequestId) -> None:
         job = self._scheduler.state.inventory.jobs.get(request)

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from msgspec.structs import replace
+
 from router.base.prefix_hash import BLOCK, STEP, PrefixHasher, in_directory
 from router.base.tokens import EMPTY, Tokens, common_prefix, count, head
 from router.base.types import Namespace, SlotId, Snapshot, SnapshotId, Tenant
-from router.core.hosts.handout import handout
+from router.core.hosts.handout import handouts
 from router.core.inventory.inventory import Inventory
-from router.core.model.plan import Handout
+from router.core.model.plan import Handout, Offered
 from router.core.model.slots import Phase
 from router.core.model.tenancy import model_of, tenant_of
 
@@ -125,7 +127,7 @@ class HeldPrefixes:
             n += 1
         return head(held.tokens, n * STEP)
 
-    def handout(
+    def handouts(
         self,
         hashes: Sequence[bytes],
         namespace: Namespace,
@@ -134,17 +136,33 @@ class HeldPrefixes:
         now: float,
         *,
         saved: bool = False,
-    ) -> Handout | None:
+    ) -> list[Handout]:
         """Return what another host would get of a prompt with these hashes; see `handout.py`.
 
         `namespace`: of its model there. `saved`: only what is a snapshot.
         """
         tokens = self.longest(hashes)
         if not tokens:
-            return None
+            return []
         here = {info.namespace for info in self._inventory.infos()}
         models = [one for one in here.union(self._stored()) if self._is_same(one, namespace)]
-        return handout(self._inventory, models, tenant, tokens, n_prompt, now, saved=saved)
+        found = handouts(self._inventory, models, tenant, tokens, n_prompt, now, saved=saved)
+        hasher = self._hasher((self._facts_of(namespace), tenant))
+        return [
+            replace(one, offered=replace(one.offered, digest=hasher.digest(one.whole)))
+            if one.whole
+            else one
+            for one in found
+        ]
+
+    def is_of_use(
+        self, offered: Offered, namespace: Namespace, tenant: Tenant, tokens: Tokens
+    ) -> bool:
+        """Return whether a prompt begins with an offered state, where it has to with all of it."""
+        if not offered.digest:
+            return True
+        hasher = self._hasher((self._facts_of(namespace), tenant))
+        return hasher.digest(head(tokens, offered.n_tokens)) == offered.digest
 
     def _stored(self) -> list[Namespace]:
         """Return the models of all snapshots, as far as their number tells that they changed.

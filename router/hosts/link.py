@@ -1,36 +1,51 @@
 """The link to another host: how fast states come over it, learned from those that did."""
 
-from router.core.model.rates import LinearFit
+from collections.abc import Callable
+
 from router.hosts.breaker import Breaker
+from router.hosts.choice import Trust
 
 # Until a state was fetched. Chosen: the questions, and what 1 Gbit/s carries.
 _ASKING_S, _S_PER_BYTE = 0.005, 1 / 110e6
+_LEAST_BYTES = 1 << 20  # fewer say nothing of the rate
+_WEIGHT = 0.4  # of one fetch
 _LATE = 3.0  # a fetch may take so many times what it was to take,
 _LEAST_LIMIT_S = 2.0  # and this long
 
 
 class Link:
-    """Fetches from one host. `breaker`: of fetches that failed."""
+    """Fetches from one host. `breaker`: of fetches that failed.
 
-    def __init__(self, breaker: Breaker) -> None:
+    The rate is learned from the time in which bytes came, and all else as a fixed time. A failure
+    says nothing of the rate unless bytes came: it makes the link dearer for a minute or two.
+    """
+
+    def __init__(self, breaker: Breaker, now: Callable[[], float]) -> None:
         self.breaker = breaker
-        self._fit = LinearFit(_ASKING_S, _S_PER_BYTE)
+        self._asking_s = _ASKING_S
+        self._s_per_byte = _S_PER_BYTE
+        self._trust = Trust(now)
 
     def seconds(self, size_bytes: int) -> float:
         """Return what a fetch of so many bytes is expected to take."""
-        return self._fit.predict(1.0, size_bytes)
+        return self._trust.price_s(self._asking_s + size_bytes * self._s_per_byte)
 
     def limit_s(self, expected_s: float) -> float:
         """Return the time after which a fetch is given up."""
         return max(_LATE * expected_s, _LEAST_LIMIT_S)
 
-    def fetched(self, size_bytes: int, seconds: float) -> None:
-        """Learn from a fetch, less the time until its state could be read."""
+    def fetched(self, size_bytes: int, reading_s: float, else_s: float) -> None:
+        """Learn from a fetch: the seconds in which its bytes came, and all others."""
         self.breaker.success()
-        self._fit.observe(1.0, size_bytes, max(seconds, 0.0))
+        self._asking_s += _WEIGHT * (max(else_s, 0.0) - self._asking_s)
+        self._learn(size_bytes, reading_s)
 
-    def gave_up(self, size_bytes: int, seconds: float) -> None:
-        """Learn from a fetch that broke after `size_bytes`; one that was too slow was that slow."""
+    def gave_up(self, size_bytes: int, reading_s: float, took_s: float) -> None:
+        """Learn from a fetch that broke after `size_bytes`."""
         self.breaker.failure()
-        if seconds > self.seconds(size_bytes):
-            self._fit.observe(1.0, size_bytes, seconds)
+        self._learn(size_bytes, reading_s)
+        self._trust.note(0.0, took_s)
+
+    def _learn(self, size_bytes: int, reading_s: float) -> None:
+        if size_bytes >= _LEAST_BYTES:
+            self._s_per_byte += _WEIGHT * (reading_s / size_bytes - self._s_per_byte)

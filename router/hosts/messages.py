@@ -110,28 +110,30 @@ class QuoteAsk(Struct, frozen=True, array_like=True):
 class QuoteReply(Struct, frozen=True, array_like=True):
     """An offer: see `Quote`. `price_s` None: the host cannot serve the request.
 
-    `offered`: what the host would hand out for it. `fetched`: the price includes a fetch of what
-    the question offered.
+    `offers`: what the host would hand out for it, the best first. `fetched`: the price includes a
+    fetch of what the question offered.
     """
 
     price_s: float | None
     wait_s: float = 0.0
     reused_tokens: int = 0
     source: str = ""
-    offered: Offered | None = None
+    offers: tuple[Offered, ...] = ()
     fetched: bool = False
 
 
 class ExportAsk(Struct, frozen=True, array_like=True):
     """A prompt of which the asking host fetches what spares most of it. As in `QuoteAsk`.
 
-    `snapshot`: it fetches this one instead, which it was told to take.
+    `digest`: as in the offer that it takes. `snapshot`: it fetches this one instead, which it was
+    told to take.
     """
 
     namespace: str
     tenant: str
     n_tokens: int
     hashes: bytes
+    digest: bytes = b""
     snapshot: str = ""
 
 

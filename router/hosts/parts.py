@@ -38,15 +38,22 @@ class PeerParts:
         self._now = now
         self._stopped = False
         self._own = threading.local()
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards all below
         self._connections: list[HTTPConnection] = []
         self._read_bytes = 0
+        self._first_at = self._last_at = 0.0
 
     @property
     def read_bytes(self) -> int:
         """Return the bytes read so far."""
         with self._lock:
             return self._read_bytes
+
+    @property
+    def reading_s(self) -> float:
+        """Return the seconds from the first question to the last byte."""
+        with self._lock:
+            return self._last_at - self._first_at
 
     def stop(self) -> None:
         """Let all reads fail soon."""
@@ -62,6 +69,8 @@ class PeerParts:
     def read(self, index: int, into: memoryview) -> None:
         """Read one part, of just this size. Blocks. Raises OSError or KvError."""
         connection = self._connection()
+        with self._lock:
+            self._first_at = self._first_at or self._now()
         try:
             connection.request("GET", f"{PART}?snapshot={self._snapshot}&index={index}")
             answer = connection.getresponse()
@@ -77,6 +86,7 @@ class PeerParts:
                 done += n
                 with self._lock:
                     self._read_bytes += n
+                    self._last_at = self._now()
         except HTTPException as error:
             connection.close()
             raise KvError(f"it does not answer as a kvferry does: {error!r}") from error

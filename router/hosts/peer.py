@@ -43,16 +43,17 @@ _taken_of = msgpack_decoder(TakeReply)
 _MAX_BYTES = 1024 * 1024
 _MAX_MANIFEST_BYTES = 64 * 1024 * 1024  # with the tokens
 _LONGEST_BREAK_S = 30.0
+_MOST_OFFERS = 3
 
 
 class Answered(Struct, frozen=True):
-    """What a host says to a question for a quote. Both None: nothing, or not in time.
+    """What a host says to a question for a quote. By default nothing, or not in time.
 
-    `offered`: what it would hand out for the prompt.
+    `offers`: what it would hand out for the prompt, the best first.
     """
 
     quote: Quote | None = None
-    offered: Offered | None = None
+    offers: tuple[Offered, ...] = ()
 
 
 class Peer(ServerClient):
@@ -79,7 +80,7 @@ class Peer(ServerClient):
         # Apart: a host that answers every question and breaks every request is left alone, too.
         self._calls = Breaker(_LONGEST_BREAK_S, now)
         self._forwards = Breaker(_LONGEST_BREAK_S, now)
-        self.link = Link(Breaker(_LONGEST_BREAK_S, now))
+        self.link = Link(Breaker(_LONGEST_BREAK_S, now), now)
 
     @property
     def name(self) -> str:
@@ -150,6 +151,7 @@ class Peer(ServerClient):
         if anew:
             self.trust = Trust(self._now)
             self._forwards = Breaker(_LONGEST_BREAK_S, self._now)
+            self.link = Link(Breaker(_LONGEST_BREAK_S, self._now), self._now)
         if hello.protocol != PROTOCOL:
             self.problem = (
                 f"it speaks protocol {hello.protocol} (kvferry {hello.version}) and this host"
@@ -186,12 +188,12 @@ class Peer(ServerClient):
             return Answered()
         self._calls.success()
         self._learn(self._now() - begun)
-        offered = told.offered if told.offered is not None and told.offered.is_sound else None
+        offers = tuple(one for one in told.offers[:_MOST_OFFERS] if one.is_sound)
         if told.price_s is None or not told.price_s >= 0:
-            return Answered(None, offered)
+            return Answered(None, offers)
         source = Source(told.source) if told.source in set(Source) else Source.COLD
         quote = Quote(told.price_s, told.wait_s, told.reused_tokens, source, fetched=told.fetched)
-        return Answered(quote, offered)
+        return Answered(quote, offers)
 
     async def export(self, ask: ExportAsk, limit_s: float) -> bytes:
         """Return the manifest of what the host hands out for a prompt. Raises BackendError.

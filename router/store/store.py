@@ -214,7 +214,7 @@ class KvStore:
     @property
     def works(self) -> bool:
         """Return True if a call in a thread has not returned; after `aclose` nothing awaits it."""
-        return any(threads.works for threads in self._threads)
+        return bool(self.exchange.n_working) or any(threads.works for threads in self._threads)
 
     def tier_status(self) -> TierStatus | None:
         """Return the state of the tier of blobs; None: there is none."""

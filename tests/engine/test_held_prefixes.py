@@ -189,3 +189,21 @@ def test_another_content_that_ends_there_takes_over() -> None:
     inventory.catalog.remove(kept.id)
 
     assert longest(drained(index), PROMPT) == tokens
+
+
+def test_of_states_that_go_on_differently_the_asker_knows_which_is_its_own() -> None:
+    """Both end before the next hash: a state that cannot go back is of use only if it fits."""
+    system = head(PROMPT, 4 * BLOCK)
+    other, own = (join([system, pack([token] * 20)]) for token in (-5, -6))
+    inventory = Inventory()
+    inventory.take(backend("a", memory_kind=MemoryKind.HYBRID), rates())
+    for name, tokens in (("system", system), ("other", other)):
+        inventory.catalog.add(snapshot(name, tokens, ns=NS), MemoryKind.HYBRID, 1.0)
+    index = drained(held_by(inventory))
+    asked = join([own, pack([7] * 9)])
+    hashes = index.hashes(NAMESPACE, NO_TENANT, asked)
+    found = index.handouts(hashes, NAMESPACE, NO_TENANT, count(asked), 0.0)
+
+    assert [one.content for one in found] == ["other", "system"]
+    of_use = [index.is_of_use(one.offered, NAMESPACE, NO_TENANT, asked) for one in found]
+    assert of_use == [False, True]

@@ -1,5 +1,7 @@
 """What a fetch is expected to take, learned from those before."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from router.hosts.breaker import Breaker
@@ -8,9 +10,22 @@ from router.hosts.link import Link
 MB = 1_000_000
 
 
+@dataclass
+class Clock:
+    at: float = 0.0
+
+    def now(self) -> float:
+        return self.at
+
+
 @pytest.fixture
-def link() -> Link:
-    return Link(Breaker(30.0, lambda: 0.0))
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def link(clock: Clock) -> Link:
+    return Link(Breaker(30.0, clock.now), clock.now)
 
 
 def test_it_begins_as_a_link_of_one_gigabit(link: Link) -> None:
@@ -18,23 +33,32 @@ def test_it_begins_as_a_link_of_one_gigabit(link: Link) -> None:
 
 
 def test_it_learns_what_asking_takes_and_what_bytes_take(link: Link) -> None:
-    for size in (1, 50, 10, 100) * 3:
-        link.fetched(size * MB, 0.020 + size / 1000)
+    for size in (2, 50, 10, 100) * 3:
+        link.fetched(size * MB, size / 1000, 0.020)
     assert link.seconds(0) == pytest.approx(0.020, rel=0.1)
     assert link.seconds(500 * MB) == pytest.approx(0.520, rel=0.1)
 
 
-def test_a_fetch_that_was_too_slow_is_learned_from(link: Link) -> None:
-    link.gave_up(MB, 5.0)
-    assert link.seconds(MB) > 1.0
+def test_few_bytes_say_nothing_of_the_rate(link: Link) -> None:
+    before = link.seconds(100 * MB) - link.seconds(0)
+    link.fetched(1000, 0.5, 0.005)
+    assert link.seconds(100 * MB) - link.seconds(0) == pytest.approx(before)
 
 
-def test_a_fetch_that_broke_at_once_tells_nothing_of_the_link(link: Link) -> None:
+def test_a_slow_fetch_that_was_given_up_is_learned_from(link: Link) -> None:
+    link.gave_up(10 * MB, 5.0, 5.0)
+    assert link.seconds(100 * MB) > 15.0
+
+
+def test_a_failure_without_bytes_is_forgotten(link: Link, clock: Clock) -> None:
+    """It was the other host, not the link: else it would never be tried again."""
     before = link.seconds(100 * MB)
     for _ in range(3):
-        link.gave_up(0, 0.001)
-    assert link.seconds(100 * MB) == before
+        link.gave_up(0, 0.0, 4.0)
     assert link.breaker.is_open
+    assert before < link.seconds(100 * MB) < before + 12
+    clock.at += 600
+    assert link.seconds(100 * MB) == pytest.approx(before, rel=0.02)
 
 
 def test_a_fetch_is_given_time(link: Link) -> None:

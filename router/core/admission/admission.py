@@ -100,7 +100,7 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
 def cancelled(state: State, request: RequestId, now: float) -> None:
     """Drop a request that was not sent yet: its client disconnected."""
     if state.queue.remove(request) is not None:
-        _stop_for_nobody(state)
+        stop_for_nobody(state)
         return
     job = state.request_job(request)
     if job is None or job.is_sent:
@@ -128,7 +128,7 @@ def _break_off(state: State, job: RequestJob) -> None:
     state.out.append(StopWork(job.id))
 
 
-def _stop_for_nobody(state: State) -> None:
+def stop_for_nobody(state: State) -> None:
     """Break off abandoned prefills that no queued request waits for any more."""
     for job in list(state.inventory.jobs.values()):
         if not (isinstance(job, RequestJob) and job.cancelled):

@@ -113,8 +113,9 @@ def snapshots_found(state: State, event: ev.SnapshotsFound) -> None:
 
     On disk their memory kind is not recorded, so none is dropped in favour of a longer one.
     """
-    found_bytes = sum(snapshot.size_bytes for snapshot in event.snapshots)
-    state.inventory.catalog.found_on_disk(found_bytes)
+    if not event.made:
+        found_bytes = sum(snapshot.size_bytes for snapshot in event.snapshots)
+        state.inventory.catalog.found_on_disk(found_bytes)
     for snapshot in event.snapshots:
         state.keep(snapshot, event.kind)
 

@@ -50,19 +50,30 @@ def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0
 
 
 def save_for_host(state: State, slot_id: SlotId, now: float) -> None:
-    """Save what an idle slot holds, or a busy one computes, because another host asks for it."""
+    """Save what an idle slot holds, or a busy one computes, because another host asks for it.
+
+    No idle slot while the placement gate is closed: the server may take it for the request there.
+    """
     backend = state.inventory.up.get(slot_id.backend)
     slots = state.inventory.slots.of(slot_id.backend)
-    if backend is None or slot_id.index >= len(slots):
+    if backend is None or slot_id.index >= len(slots) or state.gives_up_content:
         return
     slot = slots[slot_id.index]
     if slot.phase is Phase.PREPARING and slot.work.sharing:
         slot.do(replace(slot.work, for_host=True))
-    if slot.phase is not Phase.IDLE:
+    if slot.phase is not Phase.IDLE or slot_id.backend in state.inventory.gated:
         return
     n_tokens = len(slot.content.resident)
     if n_tokens and slot.content.savable and can_save(state.inventory, backend, n_tokens):
         _save(state, slot, now, SaveReason.HOST)
+
+
+def not_for_host(state: State, slot_id: SlotId) -> None:
+    """Note that no other host waits any more for what a slot computes."""
+    slots = state.inventory.slots.of(slot_id.backend)
+    if slot_id.index < len(slots) and slots[slot_id.index].work.for_host:
+        slot = slots[slot_id.index]
+        slot.do(replace(slot.work, for_host=False))
 
 
 def end_backoffs(state: State, now: float) -> None:

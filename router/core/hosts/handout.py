@@ -5,7 +5,7 @@ Pure. What one host names here, `web/fleet` moves.
 
 from collections.abc import Callable, Collection, Iterator
 
-from router.base.tokens import Tokens, common_prefix, count
+from router.base.tokens import EMPTY, Tokens, common_prefix, count
 from router.base.types import (
     Namespace,
     Request,
@@ -24,9 +24,10 @@ from router.core.planning.displacement import can_save
 
 # Bytes of a whole file that are hashed in a second, to name its blobs. Measured: 4 on one core.
 _HASHED_PER_S = 2e9
+MOST = 3  # offers
 
 
-def handout(
+def handouts(
     inventory: Inventory,
     models: Collection[Namespace],
     tenant: Tenant,
@@ -35,11 +36,12 @@ def handout(
     now: float,
     *,
     saved: bool = False,
-) -> Handout | None:
-    """Return what spares most of a prompt that begins with `tokens`. None: nothing does.
+) -> list[Handout]:
+    """Return what spares most of a prompt that begins with `tokens`, the best first.
 
     `models`: the namespaces whose KV the other host can use. `saved`: only snapshots; else also
-    what slots have, which is saved first.
+    what slots have, which is saved first. Several, because the last tokens may not be the prompt's:
+    then a state that cannot go back is of no use.
     """
     found = [
         one for model in models for one in _snapshots(inventory, model, tenant, tokens, n_prompt)
@@ -47,7 +49,7 @@ def handout(
     if not saved:
         found += _slots(inventory, models, tenant, tokens, n_prompt, now)
     worth = [one for one in found if one.offered.reused >= inventory.catalog.limits.min_tokens]
-    return min(worth, key=_rank, default=None)
+    return sorted(worth, key=_rank)[:MOST]
 
 
 def _rank(one: Handout) -> tuple[int, float, int]:
@@ -69,7 +71,10 @@ def _snapshots(
             yield Handout(snapshot.id, cut, match.common)
         else:
             ready_s = 0.0 if snapshot.blobs else snapshot.size_bytes / _HASHED_PER_S
-            yield Handout(snapshot.id, Offered(reused, match.length, snapshot.size_bytes, ready_s))
+            offered = Offered(reused, match.length, snapshot.size_bytes, ready_s)
+            only_whole = not goes_back(kind or catalog.kind_of(match.item))
+            whole = snapshot.tokens if only_whole and reused == match.length else EMPTY
+            yield Handout(snapshot.id, offered, whole=whole)
 
 
 def _is_divisible(backend: Backend, snapshot: Snapshot) -> bool:
@@ -106,23 +111,27 @@ def _of_slot(
 ) -> Iterator[Handout]:
     backend, work = inventory.backend_of(slot.id), slot.work
     wait_s = 0.0
-    if slot.phase is Phase.IDLE and slot.content.savable:
-        n_tokens = len(slot.content.resident)
+    if slot.phase is Phase.IDLE and slot.content.savable and not backend.gate.is_closed:
+        held = slot.content.resident.tokens
         reused = inventory.reusable(slot, n_prompt, common)
     elif work.saving and slot.content.tenant == tenant:
-        n_tokens, common = count(work.saving), common_prefix(work.saving, tokens)
-        reused = reusable_tokens(backend.info.memory_kind, n_prompt, common, n_tokens)
+        held, common = work.saving, common_prefix(work.saving, tokens)
+        reused = reusable_tokens(backend.info.memory_kind, n_prompt, common, count(held))
     elif work.sharing and now < work.busy_until + TUNING.shared_prefill_late_s:
-        n_tokens, wait_s = count(work.pending), max(work.busy_until - now, 0.0)
-        reused = reusable_tokens(backend.info.memory_kind, n_prompt, common, n_tokens)
+        held, wait_s = work.pending, max(work.busy_until - now, 0.0)
+        reused = reusable_tokens(backend.info.memory_kind, n_prompt, common, count(held))
     else:
         return
+    n_tokens = count(held)
     if reused and can_save(inventory, backend, n_tokens):
         size_bytes = round(n_tokens * backend.rates.bytes_per_token.value)
         stalled = 1 + backend.slots.held_up
         ready_s = backend.rates.save_s(n_tokens) * stalled + size_bytes / _HASHED_PER_S
         computing = work.sharing and not work.saving
-        yield Handout(slot.id, Offered(reused, n_tokens, size_bytes, wait_s + ready_s, computing))
+        only_whole = not goes_back(backend.info.memory_kind)
+        whole = held if only_whole and reused == n_tokens else EMPTY
+        offered = Offered(reused, n_tokens, size_bytes, wait_s + ready_s, computing)
+        yield Handout(slot.id, offered, whole=whole)
 
 
 def once_fetched(
@@ -156,8 +165,9 @@ def once_fetched(
             known = inventory.catalog.covered(namespace, request.prompt.tokens)
             known = min(known, offered.n_tokens)
             missing_bytes -= missing_bytes * known // offered.n_tokens
-        arrives_s = offered.ready_s + seconds(missing_bytes)
+        arrives_s = offered.ready_s + seconds(missing_bytes) * (1 + offered.sharers)
         rest_s = rates.restore_s(offered.size_bytes) + rates.prefill_s(n_prompt - reused, reused)
+        rest_s *= 1 + backend.slots.held_up  # streams there stop meanwhile
         price_s = max(own.wait_s, arrives_s) + rest_s + own.aside_s
         if best is None or price_s < best.price_s:
             best = Quote(price_s, own.wait_s, reused, Source.SNAPSHOT, own.aside_s, fetched=True)

@@ -149,11 +149,12 @@ class RatesFound(Struct, frozen=True):
 class SnapshotsFound(Struct, frozen=True):
     """The store found these snapshots on disk, or another host handed them out.
 
-    `kind`: of their memory; it is not recorded on disk.
+    `kind`: of their memory; it is not recorded on disk. `made`: their files are new.
     """
 
     snapshots: tuple[Snapshot, ...]
     kind: MemoryKind = MemoryKind.UNKNOWN
+    made: bool = False
 
 
 class SaveAsked(Struct, frozen=True):
@@ -161,6 +162,12 @@ class SaveAsked(Struct, frozen=True):
 
     Not answered if the slot does neither any more.
     """
+
+    slot: SlotId
+
+
+class SaveUnasked(Struct, frozen=True):
+    """No other host waits any more for a slot of `SaveAsked`."""
 
     slot: SlotId
 
@@ -390,6 +397,7 @@ Event = (
     | RatesFound
     | SnapshotsFound
     | SaveAsked
+    | SaveUnasked
     | SnapshotLost
     | SnapshotStored
     | RoomFound

@@ -5,7 +5,10 @@ from math import inf
 
 from msgspec import Struct
 
+from router.base.tokens import EMPTY, Tokens
 from router.base.types import Nearest, SlotId, SnapshotId, Source
+
+_MOST = 1 << 50  # larger numbers are no sizes
 
 
 class Price(Struct, frozen=True):
@@ -128,7 +131,8 @@ class Offered(Struct, frozen=True, array_like=True):
     """A state that another host would hand out: so many tokens of a prompt need no computing then.
 
     It has `n_tokens` tokens and `size_bytes`, and can be fetched after `ready_s` seconds: then it
-    is saved, or even computed (`computing`).
+    is saved, or even computed (`computing`). `sharers`: fetches under way at its host, which share
+    the link. `digest`: of all its tokens, where it is of use only if the prompt begins with them.
     """
 
     reused: int
@@ -136,16 +140,23 @@ class Offered(Struct, frozen=True, array_like=True):
     size_bytes: int
     ready_s: float = 0.0
     computing: bool = False
+    sharers: int = 0
+    digest: bytes = b""
 
     @property
     def is_sound(self) -> bool:
         """Return whether the numbers can be: another host has told them."""
-        return 0 < self.reused <= self.n_tokens and self.size_bytes > 0 and 0 <= self.ready_s < inf
+        sizes = 0 < self.reused <= self.n_tokens < _MOST and 0 < self.size_bytes < _MOST
+        return sizes and 0 <= self.ready_s < inf and 0 <= self.sharers < _MOST
 
 
 class Handout(Struct, frozen=True):
-    """What another host would get: a snapshot, or what a slot has. `cut`: its first tokens."""
+    """What another host would get: a snapshot, or what a slot has. `cut`: its first tokens.
+
+    `whole`: all its tokens, if it is of use only for a prompt that begins with all of them.
+    """
 
     content: SnapshotId | SlotId
     offered: Offered
     cut: int | None = None
+    whole: Tokens = EMPTY

@@ -13,11 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
+import structlog
 from msgspec.structs import replace
 
 from router.base.errors import KvError, KvFileError
+from router.base.tasks import spawn
+from router.base.tokens import Tokens
 from router.base.types import (
     Blob,
     KvDir,
@@ -33,7 +36,6 @@ from router.store.blobs.blob_files import Buffer
 from router.store.blobs.manifests import Manifest
 from router.store.blobs.split_snapshots import BlobSettings
 from router.store.blobs.tier import plan_of
-from router.store.format.rewrite import Span
 from router.store.format.split import LEAST_BYTES
 from router.store.records import KvDirectory, StoredSnapshot
 from router.store.shapes import Inspected
@@ -41,9 +43,10 @@ from router.store.sidecars import os_errors
 
 T = TypeVar("T")
 
-_THREADS = 4
-_MANIFESTS = 32  # kept, each with the tokens of a snapshot
-_ALIKE = 2  # snapshots here that may have parts of one that is fetched
+log = structlog.get_logger(__name__)
+
+_AT_ONCE = 4  # files that are made
+_MANIFESTS = 16  # kept, each with the tokens of a snapshot
 
 
 class Remote(Protocol):
@@ -71,10 +74,8 @@ class Receiver(Protocol):
     async def commit(self, staged: StagedFile, namespace: Namespace) -> Snapshot:
         """Make it a snapshot. Raises KvError."""
 
-
-class _Known(NamedTuple):
-    manifest: Manifest
-    parts: list[tuple[Blob, list[Span]]]
+    async def discard(self, kv_dir: KvDir, name: str) -> None:
+        """Remove a file that is not committed. Raises KvError."""
 
 
 class Exchange:
@@ -92,23 +93,64 @@ class Exchange:
         self._held = held
         self._least_bytes = LEAST_BYTES if blobs is None else blobs.least_bytes
         self._mode = mode
-        self._pool = ThreadPoolExecutor(_THREADS, "kv-exchange")
-        self._known: OrderedDict[SnapshotId, _Known] = OrderedDict()
+        # Apart from the threads that read: hosts that wait for each other would wait for ever.
+        self._pool = ThreadPoolExecutor(_AT_ONCE, "kv-receive")
+        self._manifests: OrderedDict[SnapshotId, Manifest] = OrderedDict()
+        self._hashing: dict[SnapshotId, asyncio.Task[None]] = {}
+        self._closed = False
+        self.n_working = 0  # threads that make a file
 
     def close(self, *, wait: bool = False) -> None:
         """Take no more work; `wait` until what has begun is over."""
+        self._closed = True
         self._pool.shutdown(wait=wait, cancel_futures=True)
 
     async def manifest(self, snapshot: SnapshotId) -> Manifest:
-        """Return what a snapshot consists of; the parts of a whole file are hashed now."""
-        return (await self._look_up(snapshot)).manifest
+        """Return what a snapshot consists of.
+
+        The parts of a whole file are hashed, once for all that ask, also if these give up.
+        """
+        if snapshot not in self._held:
+            self._manifests.pop(snapshot, None)
+            raise KvFileError(f"snapshot {snapshot} does not exist")
+        if snapshot not in self._manifests:
+            if snapshot not in self._hashing:
+                work = self._look_up(snapshot)
+                self._hashing[snapshot] = spawn(work, name=f"kv_manifest {snapshot}")
+            await asyncio.wait([self._hashing[snapshot]])
+        if snapshot not in self._manifests:
+            raise KvFileError(f"snapshot {snapshot} cannot be read")
+        self._manifests.move_to_end(snapshot)
+        return self._manifests[snapshot]
+
+    async def _look_up(self, snapshot: SnapshotId) -> None:
+        held, blobs = self._held[snapshot], self._owner.tier_directory()
+        try:
+            if held.snapshot.blobs and blobs is not None:
+                path = manifests.path_of(blobs.path, snapshot)
+                found = await blobs.threads.bulk(partial(manifests.read, path))
+            else:
+                work = partial(_hashed, held, self._least_bytes)
+                found = await held.directory.threads.bulk(work)
+        except KvError as error:
+            log.warning("manifest_not_made", snapshot=snapshot, reason=str(error))
+            return
+        finally:
+            del self._hashing[snapshot]
+        self._manifests[snapshot] = found
+        while len(self._manifests) > _MANIFESTS:
+            self._manifests.popitem(last=False)
 
     async def part(self, snapshot: SnapshotId, index: int) -> memoryview:
         """Return the bytes of one part of a snapshot."""
-        known = await self._look_up(snapshot)
-        if not 0 <= index < len(known.parts):
-            raise KvFileError(f"snapshot {snapshot} has {len(known.parts)} parts")
-        return await self._run(partial(self._read, snapshot, known, index, Buffer()))
+        manifest = await self.manifest(snapshot)
+        if not 0 <= index < len(manifest.blobs):
+            raise KvFileError(f"snapshot {snapshot} has {len(manifest.blobs)} parts")
+        held = self._held.get(snapshot)
+        if held is None:
+            raise KvFileError(f"snapshot {snapshot} does not exist")
+        work = partial(self._read, manifest, index, Buffer())
+        return await held.directory.threads.bulk(work)
 
     async def receive(
         self,
@@ -124,69 +166,56 @@ class Exchange:
         """
         local = await self._local(manifest, alike)
         directory = self._owner.kv_directory()
+        if self._closed or directory.threads.hangs:
+            raise KvError(f"{directory.kv_dir} does not answer")
         target = directory.path / files.staging_name()
         work = partial(self._assemble, manifest, kind, local, remote, target)
-        found = await self._make(work, target, remote)
+        found, tokens = await self._make(work, target, remote)
         staged = self._owner.stage(directory.kv_dir, target.name, found)
-        tokens = manifest.snapshot(directory.kv_dir).tokens
-        return await self._owner.commit(replace(staged, tokens=tokens), namespace)
+        try:
+            return await self._owner.commit(replace(staged, tokens=tokens), namespace)
+        except KvError:
+            with suppress(KvError):
+                await self._owner.discard(directory.kv_dir, target.name)
+            raise
 
     async def _local(
         self, manifest: Manifest, alike: Sequence[SnapshotId]
-    ) -> dict[Blob, tuple[SnapshotId, _Known, int]]:
+    ) -> dict[Blob, tuple[Manifest, int]]:
         """Return where this host has parts of a manifest."""
         wanted = set(manifest.sized)
-        found: dict[Blob, tuple[SnapshotId, _Known, int]] = {}
-        for name in alike[:_ALIKE]:
+        found: dict[Blob, tuple[Manifest, int]] = {}
+        for name in alike:
             with suppress(KvError):
-                known = await self._look_up(name)
-                for index, blob in enumerate(known.manifest.sized):
+                own = await self.manifest(name)
+                for index, blob in enumerate(own.sized):
                     if blob in wanted:
-                        found.setdefault(blob, (name, known, index))
+                        found.setdefault(blob, (own, index))
         return found
 
-    async def _look_up(self, snapshot: SnapshotId) -> _Known:
-        held = self._held.get(snapshot)
-        if held is None:
-            self._known.pop(snapshot, None)
-            raise KvFileError(f"snapshot {snapshot} does not exist")
-        if snapshot in self._known:
-            self._known.move_to_end(snapshot)
-            return self._known[snapshot]
-        blobs = self._owner.tier_directory()
-        if held.snapshot.blobs and blobs is not None:
-            work = partial(manifests.read, manifests.path_of(blobs.path, snapshot))
-        else:
-            work = partial(_hashed, held, self._least_bytes)
-        manifest = await self._run(work)
-        known = self._known[snapshot] = _Known(manifest, list(manifest.parts))
-        while len(self._known) > _MANIFESTS:
-            self._known.popitem(last=False)
-        return known
-
-    def _read(self, snapshot: SnapshotId, known: _Known, index: int, buffer: Buffer) -> memoryview:
+    def _read(self, manifest: Manifest, index: int, buffer: Buffer) -> memoryview:
         """Read one part from the whole file, or from the tier. In a thread."""
-        held, (blob, spans) = self._held.get(snapshot), known.parts[index]
+        held, blob = self._held.get(manifest.id), manifest.sized[index]
         if held is None:
-            raise KvFileError(f"snapshot {snapshot} does not exist any more")
+            raise KvFileError(f"snapshot {manifest.id} does not exist any more")
         if held.snapshot.whole:
             raw = buffer.of(blob.size_bytes)
             with files.open_regular(held.path) as file:
-                copies.gather(file.fileno(), spans, raw)
+                copies.gather(file.fileno(), manifest.split.spans_of(index), raw)
             return raw
         blobs = self._owner.tier_directory()
         if blobs is None:
-            raise KvFileError(f"snapshot {snapshot} has no file any more")
+            raise KvFileError(f"snapshot {manifest.id} has no file any more")
         return blob_files.read(blobs.path, blob, buffer)
 
     def _assemble(
         self,
         manifest: Manifest,
         kind: MemoryKind,
-        local: Mapping[Blob, tuple[SnapshotId, _Known, int]],
+        local: Mapping[Blob, tuple[Manifest, int]],
         remote: Remote,
         target: Path,
-    ) -> Inspected:
+    ) -> tuple[Inspected, Tokens]:
         """Make the file and check it; its host has padded it already. In a thread."""
         places = {blob: index for index, blob in enumerate(manifest.sized)}
 
@@ -212,7 +241,8 @@ class Exchange:
                 read,
             )
             found = shapes.inspect(target, manifest.split.size_bytes, kind)
-            return dataclasses.replace(found, padded=manifest.extendable)
+            tokens = manifest.snapshot(KvDir("")).tokens
+            return dataclasses.replace(found, padded=manifest.extendable), tokens
         except BaseException:
             remote.stop()
             target.unlink(missing_ok=True)
@@ -221,6 +251,8 @@ class Exchange:
     async def _make(self, work: Callable[[], T], target: Path, remote: Remote) -> T:
         """Do work that makes a file; its thread goes on a little if this is cancelled."""
         making = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        self.n_working += 1
+        making.add_done_callback(self._made)
         try:
             with os_errors("kv exchange"):
                 return await asyncio.shield(making)
@@ -229,14 +261,13 @@ class Exchange:
             making.add_done_callback(lambda done: self._undo(done, target))
             raise
 
+    def _made(self, _: object) -> None:
+        self.n_working -= 1
+
     def _undo(self, done: "asyncio.Future[T]", target: Path) -> None:
         if not done.cancelled() and done.exception() is None:
             with suppress(RuntimeError):  # closed: the next start removes it
                 self._pool.submit(partial(target.unlink, missing_ok=True))
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        with os_errors("kv exchange"):
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
 def _hashed(held: StoredSnapshot, least_bytes: int) -> Manifest:

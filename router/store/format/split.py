@@ -65,12 +65,20 @@ class Split(Struct, frozen=True, array_like=True):
 
     def spans(self) -> Iterator[list[Span]]:
         """Yield the ranges of the file that each blob has, in the order of the blobs."""
-        for index in range(self.n_rows):
-            yield [
-                Span(s.offset + index * self.n_tokens * s.row_bytes, self.n_tokens * s.row_bytes)
-                for s in self.strips
-            ]
+        yield from map(self._rows, range(self.n_rows))
         yield from self._rest()
+
+    def spans_of(self, index: int) -> list[Span]:
+        """Return the ranges of one blob. Raises IndexError."""
+        if index < self.n_rows:
+            return self._rows(index)
+        return list(self._rest())[index - self.n_rows]
+
+    def _rows(self, index: int) -> list[Span]:
+        return [
+            Span(s.offset + index * self.n_tokens * s.row_bytes, self.n_tokens * s.row_bytes)
+            for s in self.strips
+        ]
 
     def sizes(self) -> list[int]:
         """Return the bytes of each blob."""

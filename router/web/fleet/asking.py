@@ -21,6 +21,7 @@ from router.hosts.peers import KnownHosts, Peers, Usable
 from router.telemetry.decision_log import HostOffer, HostsAsked
 from router.telemetry.hosts_metrics import HostsMetrics
 from router.web.fleet.fetching import Fetching, Way
+from router.web.fleet.handing_out import HandingOut
 from router.web.server.call import Call
 
 # No answer within this time is no offer. A request that takes seconds here gives peers a
@@ -56,7 +57,8 @@ class Ways:
     """Offers of peers, and the peers to send the request to: the best first, with their quotes.
 
     A quote of None: none came in time. `fetch`: serve it here instead, once this is fetched.
-    `fetches`: what each peer fetches for it, and where, by the peer's key.
+    `fetches`: what each peer fetches for it, and where, by the peer's key. `computing`: tokens of
+    the prompt that some host is computing.
     """
 
     told: HostsAsked
@@ -64,6 +66,7 @@ class Ways:
     answers: Mapping[str, Answered]
     fetches: Mapping[str, tuple[str, Offered]]
     fetch: Way | None = None
+    computing: int = 0
 
 
 class Asking:
@@ -75,12 +78,14 @@ class Asking:
         directory: KnownHosts | None,
         held: HeldPrefixes,
         fetching: Fetching,
+        handing_out: HandingOut,
         metrics: HostsMetrics,
     ) -> None:
         self._peers = peers
         self._directory = directory
         self._held = held
         self._fetching = fetching
+        self._handing_out = handing_out
         self._metrics = metrics
 
     def cost_s(self, usable: Usable) -> float:
@@ -91,11 +96,19 @@ class Asking:
         """Ask peers, and return what to do."""
         asked = {key: usable.peers[key] for key in await self._to_ask(sought, usable)}
         others = {peer.key: peer for peer in self._peers.holders()[:_HOLDERS]}
-        mine = self._offered_here(sought)
+        mine = self._mine(sought)
         answers = await self._ask(sought, asked | others, self._peers.incarnation, mine)
         own_key, fetch = self._peers.incarnation, None
         fetches = {} if mine is None else dict.fromkeys(_fetching(answers), (own_key, mine))
-        best = _best_held(answers, mine, own_key)
+        held = {
+            key: found
+            for key, one in answers.items()
+            if (found := self._first_of_use(sought, one.offers)) is not None
+        }
+        if mine is not None:
+            held[own_key] = mine
+        computing = max((one.reused for one in held.values() if one.computing), default=0)
+        best = _best_held(held)
         if best is not None and best[0] != own_key:
             holder, offered = best
             fetch = self._fetching.way(sought.request, sought.own, holder, offered)
@@ -106,11 +119,12 @@ class Asking:
                 answers |= told
                 fetches = {key: there for key, there in fetches.items() if key not in told}
                 fetches |= dict.fromkeys(_fetching(told), best)
-        return self._decided(sought, usable, answers, fetches, fetch)
+        return self._decided(sought, usable, answers, fetches, fetch, computing)
 
     def without_fetch(self, sought: Sought, usable: Usable, ways: Ways) -> Ways:
         """Return what to do if the fetch did not succeed: the offers are still good."""
-        return self._decided(sought, usable, ways.answers, ways.fetches, None)
+        answers, fetches, computing = ways.answers, ways.fetches, ways.computing
+        return self._decided(sought, usable, answers, fetches, None, computing)
 
     def _decided(
         self,
@@ -119,12 +133,11 @@ class Asking:
         answers: Mapping[str, Answered],
         fetches: Mapping[str, tuple[str, Offered]],
         fetch: Way | None,
+        computing: int,
     ) -> Ways:
         by_key, own = usable.peers, sought.own if fetch is None else fetch.quote
         asked = [key for key in answers if key in by_key]
         n_tokens = sought.n_tokens
-        offered = [one.offered for one in answers.values() if one.offered is not None]
-        computing = max((one.reused for one in offered if one.computing), default=0)
         compared = own
         if own is not None and not own.fetched:
             loss_s = twice_s(own, computing, n_tokens)
@@ -148,7 +161,8 @@ class Asking:
         quoted: dict[str, float | None] = {offer.peer: offer.quote.price_s for offer in order}
         if own is None and not order:  # no quote in time: any peer is better than none
             quoted = dict.fromkeys(asked)
-        return Ways(told, quoted, answers, fetches, fetch if not quoted else None)
+        fetch = None if quoted else fetch
+        return Ways(told, quoted, answers, fetches, fetch, computing)
 
     def _is_dear(
         self, sought: Sought, usable: Usable, fetch: Way | None, answers: Mapping[str, Answered]
@@ -160,12 +174,19 @@ class Asking:
             prices.append(own.price_s)
         return min(prices, default=0.0) > dear_above_s(self.cost_s(usable))
 
-    def _offered_here(self, sought: Sought) -> Offered | None:
+    def _mine(self, sought: Sought) -> Offered | None:
+        """Return what this host would hand out for the request."""
         if not sought.hashes:
             return None
-        return self._fetching.offered_here(
+        found = self._handing_out.offers(
             sought.hashes, sought.namespace, sought.request.tenant, sought.n_tokens
         )
+        return self._first_of_use(sought, found)
+
+    def _first_of_use(self, sought: Sought, offers: Sequence[Offered]) -> Offered | None:
+        request, namespace = sought.request, sought.namespace
+        good = (one for one in offers if self._fetching.is_of_use(request, namespace, one))
+        return next(good, None)
 
     async def _to_ask(self, sought: Sought, usable: Usable) -> list[str]:
         holders: dict[str, int] = {}
@@ -208,13 +229,8 @@ class Asking:
         return dict(zip(peers, found, strict=True))
 
 
-def _best_held(
-    answers: Mapping[str, Answered], mine: Offered | None, own_key: str
-) -> tuple[str, Offered] | None:
+def _best_held(offers: Mapping[str, Offered]) -> tuple[str, Offered] | None:
     """Return the host that offers most of the prompt, the soonest, and what it offers."""
-    offers = {key: one.offered for key, one in answers.items() if one.offered is not None}
-    if mine is not None:
-        offers[own_key] = mine
     ranks = {key: (-one.reused, one.ready_s, one.size_bytes) for key, one in offers.items()}
     best = min(ranks, key=ranks.__getitem__, default=None)
     return None if best is None else (best, offers[best])

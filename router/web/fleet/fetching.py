@@ -12,13 +12,15 @@ from dataclasses import dataclass
 import structlog
 from msgspec import Struct
 
-from router.base.errors import BackendError, KvError
+from router.base.errors import BackendError, BackendRefusedError, KvError
 from router.base.prefix_hash import STEP
 from router.base.tasks import spawn
-from router.base.tokens import Tokens, common_prefix, count
+from router.base.tokens import common_prefix, count
 from router.base.types import BackendInfo, KvDir, Namespace, Request, Snapshot, Tenant
+from router.core.model import events as ev
+from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Offered, Quote
-from router.core.model.tenancy import namespace_of
+from router.core.model.tenancy import model_of, namespace_of, tenant_of
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.messages import ExportAsk, TakeAsk
@@ -32,6 +34,12 @@ from router.store.store import KvStore
 from router.telemetry.fetch_metrics import FetchMetrics
 
 log = structlog.get_logger(__name__)
+
+_MOST_MORE = 1.5  # times the size that was told
+
+
+class _OtherError(KvError):
+    """A host hands out something else than it offered."""
 
 
 class Way(Struct, frozen=True):
@@ -73,12 +81,12 @@ class Fetching:
         self._now = now
         self._under_way: dict[tuple[str, str, str, bytes], _UnderWay] = {}
 
-    def offered_here(
-        self, hashes: Sequence[bytes], namespace: Namespace, tenant: Tenant, n_prompt: int
-    ) -> Offered | None:
-        """Return what this host would hand out for a prompt. None: nothing of use."""
-        found = self._held.handout(hashes, namespace, tenant, n_prompt, self._now())
-        return None if found is None else found.offered
+    def is_of_use(self, request: Request, namespace: Namespace, offered: Offered) -> bool:
+        """Return whether a prompt begins with what is offered, as far as its tokens are known."""
+        if request.prompt.unknown:
+            return True
+        tokens = request.prompt.tokens
+        return self._held.is_of_use(offered, namespace, request.tenant, tokens)
 
     def way(
         self, request: Request, own: Quote | None, holder: str, offered: Offered | None
@@ -99,7 +107,7 @@ class Fetching:
         peer, info = self._peers.by_key(way.holder), self._reader(request)
         if peer is None or info is None:
             return False
-        last = hashes[max(way.offered.reused // STEP, 1) - 1]
+        last = hashes[min(max(way.offered.reused // STEP, 1), len(hashes)) - 1]
         key = way.holder, info.namespace, request.tenant, last
         fetch = self._under_way.get(key)
         if fetch is None:
@@ -148,7 +156,7 @@ class Fetching:
             return False
         if not self._engine.view.has_room(ask.n_tokens, ask.size_bytes):
             return False
-        wanted = ExportAsk(ask.namespace, ask.tenant, ask.n_tokens, b"", ask.snapshot)
+        wanted = ExportAsk(ask.namespace, ask.tenant, ask.n_tokens, b"", b"", ask.snapshot)
         return await self._received(peer, info, tenant, wanted, ask.size_bytes) is not None
 
     async def _fetched(
@@ -160,14 +168,28 @@ class Fetching:
         way: Way,
     ) -> Snapshot | None:
         prompt = request.prompt.tokens
-        ask = ExportAsk(info.namespace, request.tenant, count(prompt), b"".join(hashes))
+        offered = way.offered
+        ask = ExportAsk(
+            info.namespace, request.tenant, count(prompt), b"".join(hashes), offered.digest
+        )
 
-        def check(tokens: Tokens) -> None:
-            if common_prefix(tokens, prompt) < way.offered.reused - STEP:
-                raise KvError("it handed out another prompt than it said")
+        def check(snapshot: Snapshot) -> None:
+            """Check what is handed out, before any of it is read."""
+            reused = reusable_tokens(
+                info.memory_kind,
+                count(prompt),
+                common_prefix(snapshot.tokens, prompt),
+                len(snapshot),
+                checkpoints=snapshot.shape.checkpoints,
+                extendable=snapshot.shape.extendable,
+            )
+            if reused < offered.reused - STEP or snapshot.size_bytes > _MOST_MORE * size_bytes:
+                raise _OtherError(f"{reused} of {offered.reused} tokens are of use")
 
-        size_bytes, ready_s = way.offered.size_bytes, way.offered.ready_s
-        return await self._received(peer, info, request.tenant, ask, size_bytes, ready_s, check)
+        size_bytes, ready_s = offered.size_bytes, offered.ready_s
+        return await self._received(
+            peer, info, request.tenant, ask, size_bytes, ready_s, offered.sharers, check
+        )
 
     async def _received(
         self,
@@ -177,32 +199,42 @@ class Fetching:
         ask: ExportAsk,
         size_bytes: int,
         ready_s: float = 0.0,
-        check: Callable[[Tokens], None] = lambda _: None,
+        sharers: int = 0,
+        check: Callable[[Snapshot], None] = lambda _: None,
     ) -> Snapshot | None:
         """Return the snapshot made of what a peer hands out. None: it did not come.
 
-        `ready_s`: until the peer can read it. `check` raises KvError for the wrong tokens.
+        `ready_s`: until the peer can read it. `check` raises KvError for another state.
         """
         begun, link = self._now(), peer.link
-        expected_s = ready_s + link.seconds(size_bytes)
+        expected_s = ready_s + link.seconds(size_bytes) * (1 + sharers)
         limit_s = link.limit_s(expected_s)
         parts: PeerParts | None = None
         snapshot, problem = None, ""
         try:
             async with asyncio.timeout(limit_s):
                 raw = await peer.export(ask, limit_s)
-                manifest, tokens = await asyncio.to_thread(_read, raw)
-                check(tokens)
+                manifest, told = await asyncio.to_thread(_read, raw)
+                check(told)
+                is_ours = is_same(model_of(told.namespace), info.namespace)
+                if not is_ours or tenant_of(told.namespace) != tenant:
+                    raise _OtherError("it is of another model or tenant")
                 namespace = namespace_of(info, tenant)
                 parts = PeerParts(peer.url, manifest.id, self._tls, begun + limit_s, self._now)
                 snapshot = await self._store.exchange.receive(
                     manifest,
                     namespace,
                     info.memory_kind,
-                    self._engine.view.alike(namespace, tokens),
+                    self._engine.view.alike(namespace, told.tokens),
                     parts,
                 )
-                link.fetched(parts.read_bytes, self._now() - begun - ready_s)
+                reading_s = parts.reading_s
+                else_s = self._now() - begun - ready_s - reading_s
+                link.fetched(parts.read_bytes, reading_s, else_s)
+        except (_OtherError, BackendRefusedError) as error:  # no fault of the link
+            log.info("fetch_not_of_use", peer=peer.name, reason=str(error))
+            self._metrics.fetched(peer.name, 0, "failed")
+            return None
         except TimeoutError:
             problem = f"not within {limit_s:.1f} s"
         except (BackendError, KvError) as error:
@@ -215,7 +247,7 @@ class Fetching:
                 parts.close()
         took_s, n_bytes = self._now() - begun, 0 if parts is None else parts.read_bytes
         if snapshot is None:
-            link.gave_up(n_bytes, took_s)
+            link.gave_up(n_bytes, 0.0 if parts is None else parts.reading_s, took_s)
             log.warning("fetch_failed", peer=peer.name, reason=problem, read_bytes=n_bytes)
             self._metrics.fetched(peer.name, n_bytes, "failed")
             return None
@@ -229,11 +261,11 @@ class Fetching:
             seconds=round(took_s, 3),
             expected_s=round(expected_s, 3),
         )
-        await self._engine.snapshots_found([snapshot], info.memory_kind)
+        self._engine.tell(ev.SnapshotsFound((snapshot,), info.memory_kind, made=True))
         return snapshot
 
 
-def _read(raw: bytes) -> tuple[Manifest, Tokens]:
-    """Return a manifest and its tokens. Raises KvError."""
+def _read(raw: bytes) -> tuple[Manifest, Snapshot]:
+    """Return a manifest, and the snapshot that it is of on its host. Raises KvError."""
     manifest = manifests.decode(raw, "the manifest")
-    return manifest, manifest.snapshot(KvDir("")).tokens
+    return manifest, manifest.snapshot(KvDir(""))

@@ -10,10 +10,12 @@ from contextlib import suppress
 
 import structlog
 from aiohttp import web
+from msgspec.structs import replace
 
 from router.base.errors import KvError, NotFoundError
 from router.base.types import Namespace, SlotId, Snapshot, SnapshotId, Tenant
-from router.core.model.plan import Handout
+from router.core.model import events as ev
+from router.core.model.plan import Handout, Offered
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.store.blobs import manifests
@@ -24,6 +26,7 @@ from router.web.server.error_responses import OWN_HEADERS
 log = structlog.get_logger(__name__)
 
 _LATE, _LEAST_S = 3.0, 2.0  # a save may take so many times what it was to take, and so long
+_SILENT_S = 10.0  # a host that reads nothing for so long is gone
 _PARTS_AT_ONCE = 4  # in memory
 _WRITTEN_AT_ONCE = 256 * 1024  # bytes: with TLS the event loop encrypts them, in 0.3 ms
 
@@ -46,6 +49,7 @@ class HandingOut:
         self._now = now
         self._room = asyncio.Semaphore(_PARTS_AT_ONCE)
         self._cutting = asyncio.Lock()
+        self._n_asked = self._n_parts = 0
 
     async def manifest_of(self, snapshot: str) -> bytes:
         """Return the manifest of one snapshot. Raises NotFoundError."""
@@ -55,22 +59,58 @@ class HandingOut:
         except KvError as error:
             raise NotFoundError("the state cannot be read") from error
 
-    async def manifest(
+    def offers(
         self, hashes: Sequence[bytes], namespace: Namespace, tenant: Tenant, n_prompt: int
-    ) -> bytes:
-        """Return the manifest of what spares most of a prompt. Raises NotFoundError."""
+    ) -> list[Offered]:
+        """Return what this host would hand out for a prompt, the best first."""
+        found = self._held.handouts(hashes, namespace, tenant, n_prompt, self._now())
+        return [replace(one.offered, sharers=self._n_served) for one in found]
 
+    async def manifest(
+        self,
+        hashes: Sequence[bytes],
+        namespace: Namespace,
+        tenant: Tenant,
+        n_prompt: int,
+        digest: bytes,
+    ) -> bytes:
+        """Return the manifest of what was offered with this digest. Raises NotFoundError."""
+        self._n_asked += 1
+        try:
+            return await self._manifest(hashes, namespace, tenant, n_prompt, digest)
+        finally:
+            self._n_asked -= 1
+
+    @property
+    def _n_served(self) -> int:
+        """Return how many other hosts wait for a state, or read one in two threads."""
+        return self._n_asked + (self._n_parts + 1) // 2
+
+    async def _manifest(
+        self,
+        hashes: Sequence[bytes],
+        namespace: Namespace,
+        tenant: Tenant,
+        n_prompt: int,
+        digest: bytes,
+    ) -> bytes:
         def look(*, saved: bool = False) -> Handout | None:
             self._held.refresh()
             now = self._now()
-            return self._held.handout(hashes, namespace, tenant, n_prompt, now, saved=saved)
+            found = self._held.handouts(hashes, namespace, tenant, n_prompt, now, saved=saved)
+            return next((one for one in found if one.offered.digest == digest), None)
 
         found = look()
         if found is not None and isinstance(found.content, SlotId):
+            slot, enough = found.content, found.offered.reused
             with suppress(TimeoutError):  # what it computes was broken off
                 async with asyncio.timeout(_LATE * found.offered.ready_s + _LEAST_S):
-                    await self._engine.save(found.content)
-            found = look(saved=True)
+                    while True:  # a prefill may be saved at boundaries before its end
+                        await self._engine.host_saves.save(slot)
+                        found = look(saved=True)
+                        is_there = found is not None and found.offered.reused >= enough
+                        if is_there or not self._engine.view.is_being_saved(slot):
+                            break
         if found is None or isinstance(found.content, SlotId):
             raise NotFoundError("nothing here is of use for this prompt any more")
         name = found.content
@@ -91,22 +131,38 @@ class HandingOut:
             if known is not None:
                 return known
             try:
-                staged = await self._store.cut(longer, n_tokens)
-                made: Snapshot = await self._store.commit(staged, longer.namespace)
+                made = await self._cut_off(longer, n_tokens)
             except KvError as error:
                 log.warning("cut_failed", snapshot=name, reason=str(error))
                 return name
-            await self._engine.snapshots_found([made], self._engine.view.kind_of(name))
+            kind = self._engine.view.kind_of(name)
+            self._engine.tell(ev.SnapshotsFound((made,), kind, made=True))
             return made.id
+
+    async def _cut_off(self, longer: Snapshot, n_tokens: int) -> Snapshot:
+        staged = await self._store.cut(longer, n_tokens)
+        try:
+            return await self._store.commit(staged, longer.namespace)
+        except KvError:
+            with suppress(KvError):
+                await self._store.discard(staged.kv_dir, staged.name)
+            raise
 
     async def part(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer with the bytes of one part. Raises NotFoundError."""
         name, index = request.query.get("snapshot", ""), request.query.get("index", "")
         if not (index.isascii() and index.isdecimal() and len(index) < 10):
             raise NotFoundError("parts are numbered from 0")
+        self._n_parts += 1
+        try:
+            return await self._part(request, name, int(index))
+        finally:
+            self._n_parts -= 1
+
+    async def _part(self, request: web.BaseRequest, name: str, index: int) -> web.StreamResponse:
         async with self._room:
             try:
-                raw = await self._store.exchange.part(SnapshotId(name), int(index))
+                raw = await self._store.exchange.part(SnapshotId(name), index)
             except KvError as error:
                 raise NotFoundError("the part cannot be read") from error
             response = web.StreamResponse(headers=OWN_HEADERS)
@@ -114,7 +170,19 @@ class HandingOut:
             response.content_length = len(raw)
             await response.prepare(request)
             for at in range(0, len(raw), _WRITTEN_AT_ONCE):
-                await response.write(bytes(raw[at : at + _WRITTEN_AT_ONCE]))
+                await self._write(request, response, bytes(raw[at : at + _WRITTEN_AT_ONCE]))
             await response.write_eof()
         self._metrics.handed_out(len(raw))
         return response
+
+    async def _write(
+        self, request: web.BaseRequest, response: web.StreamResponse, chunk: bytes
+    ) -> None:
+        """Write some bytes. Raises ConnectionError if the other host does not read."""
+        try:
+            async with asyncio.timeout(_SILENT_S):
+                await response.write(chunk)
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionError("the other host does not read") from None

@@ -26,7 +26,7 @@ from router.base.types import (
     RequestId,
     Tenant,
 )
-from router.core.model.plan import Quote
+from router.core.model.plan import Offered, Quote
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.messages import (
@@ -122,7 +122,8 @@ class PeerRoutes:
         if not 0 < ask.n_tokens <= _MAX_TOKENS or len(ask.hashes) % SIZE:
             raise BadRequestError("not a question for a state: impossible lengths")
         hashes, namespace = split(ask.hashes), Namespace(ask.namespace)
-        return await self._handing_out.manifest(hashes, namespace, Tenant(ask.tenant), ask.n_tokens)
+        tenant = Tenant(ask.tenant)
+        return await self._handing_out.manifest(hashes, namespace, tenant, ask.n_tokens, ask.digest)
 
     async def _take(self, raw: bytes) -> bytes:
         """Fetch a snapshot of a host that leaves."""
@@ -144,20 +145,19 @@ class PeerRoutes:
             model = self._selection.resolve(ask.model)
         except ModelNotFoundError:
             return QuoteReply(None)
-        quote, offered = self._price(ask, model, name), None
+        quote, offers = self._price(ask, model, name), list[Offered]()
         if ask.n_tokens:
             namespace, tenant = Namespace(ask.namespace), Tenant(ask.tenant)
-            offered = self._fetching.offered_here(
-                split(ask.hashes), namespace, tenant, ask.n_tokens
-            )
+            hashes = split(ask.hashes)
+            offers = self._handing_out.offers(hashes, namespace, tenant, ask.n_tokens)
         if quote is None:  # nothing here can serve it, or this host is stopping
-            return QuoteReply(None, offered=offered)
+            return QuoteReply(None, offers=tuple(offers))
         return QuoteReply(
             quote.price_s,
             quote.wait_s,
             quote.reused_tokens,
             quote.source,
-            offered,
+            tuple(offers),
             quote.fetched,
         )
 

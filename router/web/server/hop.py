@@ -93,14 +93,22 @@ def hop_of(request: web.BaseRequest) -> Hop:
 
 def _fetch_text(holder: str, offered: Offered) -> str:
     numbers = (offered.reused, offered.n_tokens, offered.size_bytes, int(offered.computing))
-    return " ".join((holder, *map(str, numbers), f"{offered.ready_s:.6f}"))
+    digest = offered.digest.hex() or "-"
+    return " ".join((holder, *map(str, numbers), f"{offered.ready_s:.6f}", digest))
 
 
 def _fetch_of(text: str) -> tuple[str, Offered]:
     """Return what `_fetch_text` wrote. Raises ValueError."""
-    holder, *whole, ready_s = text.split(" ")
+    holder, *whole, ready_s, digest = text.split(" ")
     reused, n_tokens, size_bytes, computing = map(int, whole)
-    offered = Offered(reused, n_tokens, size_bytes, float(ready_s), bool(computing))
+    offered = Offered(
+        reused,
+        n_tokens,
+        size_bytes,
+        float(ready_s),
+        bool(computing),
+        digest=b"" if digest == "-" else bytes.fromhex(digest),
+    )
     if not offered.is_sound:
         raise ValueError("impossible numbers")
     return holder, offered

@@ -16,7 +16,7 @@ from router.base.types import (
     SnapshotId,
     Tenant,
 )
-from router.core.hosts.handout import handout, once_fetched
+from router.core.hosts.handout import handouts, once_fetched
 from router.core.hosts.quote import quote
 from router.core.model import events as ev
 from router.core.model.effects import Dispatch, Prefill, Save, SaveReason
@@ -26,16 +26,18 @@ from router.core.model.slots import Content, Resident
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
     A0,
+    A1,
     NS,
     OTHER_NS,
     backend,
+    busy,
     inventory,
     request,
     run_of,
     scheduler,
     snapshot,
 )
-from tests.support.scheduler.drive import NOW, arrive, finish, names, prefilled, slot
+from tests.support.scheduler.drive import NOW, arrive, cancel, finish, names, prefilled, slot
 
 LONG = run_of(1000)
 SAVE = RequestId("save-1")
@@ -50,7 +52,8 @@ def offers(
     now: float = NOW,
     **options: Any,
 ) -> Handout | None:
-    return handout(s.state.inventory, [NS], tenant, tokens, N, now, **options)
+    found = handouts(s.state.inventory, [NS], tenant, tokens, N, now, **options)
+    return found[0] if found else None
 
 
 def keep(
@@ -125,6 +128,39 @@ def test_nothing_is_offered_that_must_not_be_saved() -> None:
     assert s.handle(ev.SaveAsked(SlotId(A0.backend, 5)), NOW) == []
 
 
+def test_no_idle_slot_is_saved_beside_a_request_at_the_gate() -> None:
+    """The server may have put the request there, and its answer would be another client's."""
+    s = scheduler(backend("a", 2), holding={A1: LONG}, idle_save_after_s=None)
+    arrive(s, ids=[1], pinnable=False)
+    assert s.state.inventory.gated
+    assert offers(s) is None
+    assert s.handle(ev.SaveAsked(A1), NOW) == []
+
+
+def test_a_host_that_no_longer_waits_costs_no_save() -> None:
+    s = scheduler(backend("a", 1))
+    arrive(s, ids=LONG)
+    s.handle(ev.SaveAsked(A0), NOW)
+    s.handle(ev.SaveUnasked(A0), NOW)
+    assert names(prefilled(s)) == ["Dispatch"]
+
+
+def test_nothing_is_computed_for_hosts_that_no_longer_wait() -> None:
+    s = scheduler(backend("a", 1))
+    arrive(s, ids=LONG)
+    s.handle(ev.SaveAsked(A0), NOW)
+    assert names(cancel(s)) == [], "another host waits for it"
+    assert names(s.handle(ev.SaveUnasked(A0), NOW)) == ["StopWork"]
+
+
+def test_a_state_that_must_fit_whole_is_told_with_its_tokens() -> None:
+    s = scheduler(backend("a", 1, memory_kind=MemoryKind.HYBRID))
+    keep(s, "s", LONG, MemoryKind.HYBRID)
+    found = offers(s)
+    assert found is not None
+    assert found.whole == LONG
+
+
 def test_what_is_being_computed_is_saved_before_its_answer() -> None:
     s = scheduler(backend("a", 1))
     (effect,) = arrive(s, ids=LONG)
@@ -180,6 +216,20 @@ def test_the_wait_for_a_slot_goes_on_during_a_fetch() -> None:
     found = priced(own=Quote(17.0, wait_s=5.0))
     assert found is not None
     assert found.price_s == pytest.approx(5.0 + 0.001 + 2.0)
+
+
+def test_other_fetches_share_the_link() -> None:
+    found = priced(replace(OFFERED, sharers=2))
+    assert found is not None
+    assert found.price_s == pytest.approx(3.0 + 0.001 + 2.0)
+
+
+def test_streams_on_a_backend_stop_for_the_restore_and_the_rest() -> None:
+    made = inventory()
+    busy(made, A1)
+    found = once_fetched(ASKED, made, Quote(24.0), OFFERED, LINK)
+    assert found is not None
+    assert found.price_s == pytest.approx(1.0 + 2 * (0.001 + 2.0))
 
 
 def test_only_missing_bytes_are_priced() -> None:

@@ -11,7 +11,7 @@ import pytest
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import spawn
 from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId
-from router.store.blobs import blob_files, manifests
+from router.store.blobs import blob_files, exchange, manifests
 from router.store.blobs.exchange import Exchange
 from router.store.store import KvStore
 from tests.support.files.blob_stores import KINDS, NAMESPACE, Place, state, until
@@ -209,3 +209,52 @@ async def test_a_store_without_blobs_takes_part(places: tuple[Place, Place]) -> 
     assert await here.read(source, back) == state(1600)
     assert wire.asked == [], "all of it was here"
     assert NAMESPACE != OTHER
+
+
+async def test_stores_that_fetch_from_each_other_do_not_wait_for_ever(
+    places: tuple[Place, Place],
+) -> None:
+    """As many at a time as there are threads, each way."""
+    stores = [(await one.store(write_after_s=LONG, whole_bytes=None))[0] for one in places]
+    held = [
+        [await place.put(store, state(600, salt)) for salt in range(8)]
+        for place, store in zip(places, stores, strict=True)
+    ]
+    async with asyncio.timeout(60):
+        await asyncio.gather(
+            *(move(stores[0], one, stores[1]) for one in held[0]),
+            *(move(stores[1], one, stores[0]) for one in held[1]),
+        )
+
+
+async def test_a_file_is_hashed_once_for_all_that_ask(
+    places: tuple[Place, Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, _, _ = await places[0].store(write_after_s=LONG, whole_bytes=None)
+    snapshot = await places[0].put(source, state(600))
+    hashed, n = exchange._hashed, []
+
+    def counted(*args: object) -> object:
+        n.append(args)
+        return hashed(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(exchange, "_hashed", counted)
+    await asyncio.gather(*(source.exchange.manifest(snapshot.id) for _ in range(5)))
+    assert len(n) == 1
+
+
+async def test_no_file_is_left_if_it_cannot_be_kept(
+    places: tuple[Place, Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = places
+    source, _, _ = await here.store(write_after_s=LONG, whole_bytes=None)
+    target, _, _ = await there.store(write_after_s=LONG, whole_bytes=None)
+    snapshot = await here.put(source, state(600))
+
+    async def fail(*_: object) -> Snapshot:
+        raise KvError("no room")
+
+    monkeypatch.setattr(KvStore, "commit", fail)
+    with pytest.raises(KvError, match="no room"):
+        await move(source, snapshot, target)
+    assert not [path for path in there.kv.iterdir() if "kvf-" in path.name]
