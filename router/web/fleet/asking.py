@@ -167,12 +167,18 @@ class Asking:
     def _is_dear(
         self, sought: Sought, usable: Usable, fetch: Way | None, answers: Mapping[str, Answered]
     ) -> bool:
-        """Return whether another question may pay: the best offer so far is dear."""
+        """Return whether another question may pay: the best offer so far is dear.
+
+        And this host would have to wait: else no other one fetches the state sooner.
+        """
+        dear_s = dear_above_s(self.cost_s(usable))
         prices = [one.quote.price_s for one in answers.values() if one.quote is not None]
         own = sought.own if fetch is None else fetch.quote
         if own is not None:
             prices.append(own.price_s)
-        return min(prices, default=0.0) > dear_above_s(self.cost_s(usable))
+            if own.wait_s <= dear_s:
+                return False
+        return min(prices, default=0.0) > dear_s
 
     def _mine(self, sought: Sought) -> Offered | None:
         """Return what this host would hand out for the request."""
