@@ -1,7 +1,7 @@
 """Random kills and cuts under load, for KVFERRY_CHAOS_S seconds (`make test-hosts`).
 
 kvferry, llama-server, Redis and whole hosts are killed as kill -9 does, and started again; links
-are cut and healed. Every answer has to be right, and no request may fail that had not begun to
+are cut and healed; hosts are drained, so that states travel. Every answer has to be right, and no request may fail that had not begun to
 answer on what was killed. KVFERRY_CHAOS_SEED=7 repeats the choices of seed 7, though not the times.
 """
 
@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 
 from router.base.clock import MonotonicClock
+from router.hosts.messages import FETCHED_FROM
 from tests.conftest import StartServer
 from tests.e2e.hosts.test_namespaces import clients, until_ready
 from tests.support.conversations.conversing import differs_in_earnest
@@ -64,6 +65,7 @@ class Load:
             if answer is None:
                 continue
             self.said[answer.headers[HOST]] += 1
+            self.said["fetched"] += FETCHED_FROM in answer.headers
             expected = await self.reference.post("/completion", ASKED | {"prompt": prompt})
             if told := differs_in_earnest(answer, expected, ROUNDING):
                 self.wrong.append(f"{answer.headers[HOST]}: {told}")
@@ -105,7 +107,9 @@ async def disturb(hosts: list[NetHost], redis: NetHost, chance: random.Random) -
     Two of three hosts are always there: more than one at a time is no fleet any more.
     """
     host = chance.choice(hosts)
-    what = chance.choice(["router", "router", "server", "host", "link", "redis", "redis stops"])
+    what = chance.choice(
+        ["router", "router", "server", "host", "link", "redis", "redis stops", "drain", "drain"]
+    )
     pause_s = chance.uniform(0.2, 4.0)
     match what:
         case "router" | "server":
@@ -120,6 +124,10 @@ async def disturb(hosts: list[NetHost], redis: NetHost, chance: random.Random) -
             host.cut()
             await asyncio.sleep(2 * pause_s)
             host.heal()
+        case "drain":  # its conversations go on at other hosts, which fetch them
+            await host.operate("fleet", "drain")
+            await asyncio.sleep(2 * pause_s)
+            await host.operate("fleet", "undrain")
         case "redis":
             await redis.kill("redis")
             await asyncio.sleep(pause_s)
