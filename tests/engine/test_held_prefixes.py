@@ -191,7 +191,7 @@ def test_another_content_that_ends_there_takes_over() -> None:
     assert longest(drained(index), PROMPT) == tokens
 
 
-def test_of_states_that_go_on_differently_the_asker_knows_which_is_its_own() -> None:
+def test_the_asker_knows_which_state_its_prompt_begins_with() -> None:
     """Both end before the next hash: a state that cannot go back is of use only if it fits."""
     system = head(PROMPT, 4 * BLOCK)
     other, own = (join([system, pack([token] * 20)]) for token in (-5, -6))
