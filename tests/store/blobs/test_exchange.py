@@ -258,3 +258,21 @@ async def test_no_file_is_left_if_it_cannot_be_kept(
     with pytest.raises(KvError, match="no room"):
         await move(source, snapshot, target)
     assert not [path for path in there.kv.iterdir() if "kvf-" in path.name]
+
+
+async def test_a_file_here_that_changed_is_asked_for(places: tuple[Place, Place]) -> None:
+    """Its parts were hashed before: what is read must be hashed again."""
+    here, there = places
+    source, _, _ = await here.store(write_after_s=LONG, whole_bytes=None)
+    target, _, _ = await there.store(write_after_s=LONG, whole_bytes=None)
+    longer = await here.put(source, state(1600))
+    known = await there.put(target, state(600))
+    await target.exchange.manifest(known.id)
+    (name,) = there.whole()
+    raw = bytearray((there.kv / name).read_bytes())
+    flipped = len(raw) - 600 * 8  # a row of the last section, in one of its first blobs
+    raw[flipped] ^= 1
+    (there.kv / name).write_bytes(raw)
+    moved, wire = await move(source, longer, target, known)
+    assert await there.read(target, moved) == state(1600)
+    assert {0, 1} & set(wire.asked), "the part that changed, too"
