@@ -1,8 +1,9 @@
 """Random kills and cuts under load, for KVFERRY_CHAOS_S seconds (`make test-hosts`).
 
 kvferry, llama-server, Redis and whole hosts are killed as kill -9 does, and started again; links
-are cut and healed; hosts are drained, so that states travel. Every answer has to be right, and no request may fail that had not begun to
-answer on what was killed. KVFERRY_CHAOS_SEED=7 repeats the choices of seed 7, though not the times.
+are cut and healed; hosts are drained, so that states travel. Every answer has to be right, and no
+request may fail that had not begun to answer on what was killed. KVFERRY_CHAOS_SEED=7 repeats the
+choices of seed 7, though not the times.
 """
 
 import asyncio
