@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 
+from router.base.prefix_hash import BLOCK
 from router.base.tokens import Tokens, count, head
 from router.base.types import (
     BackendId,
@@ -392,9 +393,9 @@ class SchedulerView:
         return self._state.inventory.catalog.kind_of(snapshot)
 
     def alike(self, namespace: Namespace, tokens: Tokens) -> list[SnapshotId]:
-        """Return the snapshots that share most with `tokens`, the best first."""
+        """Return the snapshots that share most with `tokens`, a block at least, the best first."""
         found = self._state.inventory.catalog.match(namespace, tokens, limit=2)
-        return [match.item for match in found]
+        return [match.item for match in found if match.common >= BLOCK]
 
     def known_namespaces(self) -> set[Namespace]:
         """Return all namespaces that a backend could belong to."""

