@@ -365,10 +365,6 @@ class SchedulerView:
         """Return whether a snapshot could be added without the eviction of another one."""
         return self._state.inventory.catalog.has_room(n_tokens, size_bytes)
 
-    def covered(self, namespace: Namespace, tokens: Tokens) -> int:
-        """Return the most leading tokens of `tokens` that a snapshot holds."""
-        return self._state.inventory.catalog.covered(namespace, tokens)
-
     def is_being_saved(self, slot: SlotId) -> bool:
         """Return whether a slot is being saved, or will be when its prefill is over."""
         slots = self._state.inventory.slots.of(slot.backend)
