@@ -43,6 +43,7 @@ from router.llama.server_client import Connections, Timeouts
 from router.telemetry.backend_metrics import BackendMetrics
 from router.telemetry.blob_metrics import BlobCollector
 from router.telemetry.engine_collector import EngineCollector, UsageCollector
+from router.telemetry.fetch_metrics import FetchMetrics
 from router.telemetry.gpus import Gpu, Gpus
 from router.telemetry.hosts_metrics import (
     DirectoryStats,
@@ -161,6 +162,9 @@ def exercise(telemetry: PrometheusTelemetry) -> None:
 
 def exercise_hosts(registry: CollectorRegistry) -> None:
     """Report everything of other hosts once."""
+    fetches = FetchMetrics(registry)
+    fetches.fetched("b", 100, "ok", 0.1)
+    fetches.handed_out(100)
     hosts = HostsMetrics(registry)
     hosts.quoted("b", 0.001, offered=True)
     hosts.forwarded("b", Outcome.OK)
