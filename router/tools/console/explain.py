@@ -87,7 +87,7 @@ def _hosts(hosts: Json, console: Console) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("", "host", "seconds", "of it waiting", "reused", ""):
         table.add_column(heading, justify="left" if heading in ("", "host") else "right")
-    fetched = hosts["fetched_from"]
+    fetched = hosts.get("fetched_from")
     why_here = f"fetched what the prompt begins with from {fetched}" if fetched else ""
     rows = [("this host", hosts["own"], served_by is None, why_here)]
     rows += [
