@@ -75,7 +75,9 @@ async def test_every_query_finds_something(
             await prom.until(f'kvferry_requests_total{{outcome="ok"}} >= {done}')
         # Of other hosts and tenants there is nothing to see here: tests/e2e/hosts has several, and
         # tests/e2e/test_usage.py has keys.
-        absent = re.compile(r"kvferry_(peer|forwarded|received|directory|tenant|gpu)_")
+        absent = re.compile(
+            r"kvferry_(peer|forwarded|received|directory|fetch(es|ed)?|handed|tenant|gpu)_"
+        )
         asked = {
             expr for panel in PANELS.values() for expr in queries(panel) if not absent.search(expr)
         }
