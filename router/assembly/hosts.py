@@ -131,7 +131,7 @@ async def hosts_of(
 
     def hello() -> Hello:
         view = engine.view
-        slots = view.slots()
+        slots = [slot for slot in view.slots() if slot.phase is not Phase.LOST]
         return Hello(
             name=name,
             incarnation=incarnation,

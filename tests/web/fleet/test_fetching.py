@@ -72,7 +72,8 @@ async def drained(tmp_path: Path) -> AsyncIterator[Drained]:
         holder, other = both[at], both[1 - at]
         await holder.operate(f"h{at}-0", "drain")
         await holder.until_is(f"h{at}-0", "drained", "gone")
-        await other.until(lambda state: not state["hosts"]["peers"][0]["models"])
+        told = await other.until(lambda state: not state["hosts"]["peers"][0]["models"])
+        assert told["hosts"]["peers"][0]["slots"] == 0, "it has none that could serve"
         fake = [one, two][1 - at]
         yield Drained(holder, f"h{at}", other, fake, fake.computed_tokens)
 
