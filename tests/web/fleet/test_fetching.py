@@ -10,8 +10,14 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
+from router.base.errors import BackendRefusedError
+from router.base.tokens import pack
+from router.base.types import NO_TENANT, KvDir, Namespace
 from router.hosts import link
+from router.hosts.messages import ExportAsk
+from router.store.blobs import manifests
 from router.store.blobs.exchange import Exchange
 from router.telemetry.fetch_metrics import FetchMetrics
 from router.web.fleet.fetching import Fetching
@@ -196,3 +202,28 @@ async def test_a_fetch_ends_with_its_last_client(
         for one in staying:
             assert (await one).headers[FROM] == both.name
             assert await both.fetches() == {"ok": 1}
+
+
+async def test_what_only_a_slot_holds_is_saved_for_a_host(tmp_path: Path) -> None:
+    async with (
+        FakeLlama(kv_dir=tmp_path / "a") as one,
+        FakeLlama(kv_dir=tmp_path / "b") as two,
+        hosts([one], [two], yaml="store: {idle_save_after: 1h}") as both,
+    ):
+        first = await both[0].post("/completion", {"prompt": LONG, "n_predict": 2})
+        at = int(first.headers[HOST][1])
+        await both[at].until_quiet()
+        assert (await both[at].state())["snapshots"]["count"] == 0
+        held, asking = both[at].router.hosts, both[1 - at].router.hosts
+        assert held is not None
+        assert asking is not None
+        namespace = Namespace(asking.peers.all()[0].models[0].namespace)
+        hashes = held.held.hashes(namespace, NO_TENANT, pack(LONG))
+        ask = ExportAsk(namespace, "", len(LONG) + 1, b"".join(hashes))
+        raw = await asking.peers.all()[0].export(ask, 10.0)
+        found = manifests.decode(raw, "manifest").snapshot(KvDir(""))
+
+        assert found.tokens.startswith(pack(LONG))
+        assert one.violations == two.violations == []
+        with pytest.raises(BackendRefusedError, match="nothing here"):
+            await asking.peers.all()[0].export(replace(ask, tenant="another"), 10.0)
