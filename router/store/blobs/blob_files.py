@@ -9,7 +9,7 @@ import errno
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -192,6 +192,23 @@ def scan(root: Path) -> Found:
     return found
 
 
+def parts_of(
+    source: Path, expected: Identity, spans: Iterable[list[Span]]
+) -> Iterator[tuple[Blob, memoryview]]:
+    """Yield the blobs of a state file with their bytes, each valid until the next.
+
+    Raises KvFileError at the end if `source` is no longer `expected`.
+    """
+    buffer = Buffer()
+    with files.open_regular(source) as file:
+        for parts in spans:
+            raw = buffer.of(sum(part.size for part in parts))
+            copies.gather(file.fileno(), parts, raw)
+            yield blob_of(raw), raw
+        if files.identity_of(file) != expected:
+            raise KvFileError(f"{source.name} changed while it was split")
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """The blobs of a file that was split, and those that were new."""
@@ -215,19 +232,12 @@ def write_blobs(
     """
     blobs: list[Blob] = []
     new: list[Blob] = []
-    buffer = Buffer()
     try:
-        with files.open_regular(source) as file:
-            for parts in spans:
-                raw = buffer.of(sum(part.size for part in parts))
-                copies.gather(file.fileno(), parts, raw)
-                blob = blob_of(raw)
-                blobs.append(blob)
-                if not is_there(root, blob):
-                    new.append(blob)
-                    wrote(write(root, blob, raw, fsync=fsync))
-            if files.identity_of(file) != expected:
-                raise KvFileError(f"{source.name} changed while it was split")
+        for blob, raw in parts_of(source, expected, spans):
+            blobs.append(blob)
+            if not is_there(root, blob):
+                new.append(blob)
+                wrote(write(root, blob, raw, fsync=fsync))
     except BaseException:
         for blob in new:
             with suppress(OSError):

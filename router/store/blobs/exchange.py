@@ -36,6 +36,7 @@ from router.store.blobs.blob_files import Buffer
 from router.store.blobs.manifests import Manifest
 from router.store.blobs.split_snapshots import BlobSettings
 from router.store.blobs.tier import plan_of
+from router.store.format.head import tokens_of
 from router.store.format.split import LEAST_BYTES
 from router.store.records import KvDirectory, StoredSnapshot
 from router.store.shapes import Inspected
@@ -241,7 +242,7 @@ class Exchange:
                 read,
             )
             found = shapes.inspect(target, manifest.split.size_bytes, kind)
-            tokens = manifest.snapshot(KvDir("")).tokens
+            tokens = tokens_of(found.head, manifest.media)
             return dataclasses.replace(found, padded=manifest.extendable), tokens
         except BaseException:
             remote.stop()
@@ -273,12 +274,5 @@ class Exchange:
 def _hashed(held: StoredSnapshot, least_bytes: int) -> Manifest:
     """Return the manifest of a whole file. Raises KvFileError if it is not as committed."""
     head, plan = plan_of(held.path, held.identity, least_bytes)
-    found, buffer = list[Blob](), Buffer()
-    with files.open_regular(held.path) as file:
-        for spans in plan.spans():
-            raw = buffer.of(sum(span.size for span in spans))
-            copies.gather(file.fileno(), spans, raw)
-            found.append(blob_files.blob_of(raw))
-        if files.identity_of(file) != held.identity:
-            raise KvFileError(f"{held.path.name} changed after it was committed")
-    return manifests.manifest_of(held.snapshot, head, plan, found)
+    parts = blob_files.parts_of(held.path, held.identity, plan.spans())
+    return manifests.manifest_of(held.snapshot, head, plan, [blob for blob, _ in parts])

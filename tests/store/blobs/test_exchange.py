@@ -62,6 +62,11 @@ async def places(tmp_path: Path) -> AsyncIterator[tuple[Place, Place]]:
             await store.aclose()
 
 
+async def opened(*places: Place) -> list[KvStore]:
+    """Open stores that keep whole files, and split them when they are told to."""
+    return [(await one.store(write_after_s=LONG, whole_bytes=None))[0] for one in places]
+
+
 async def move(
     source: KvStore, snapshot: Snapshot, target: KvStore, *alike: Snapshot, **options: object
 ) -> tuple[Snapshot, Wire]:
@@ -141,8 +146,7 @@ async def test_a_part_here_that_is_damaged_is_asked_for(places: tuple[Place, Pla
 
 async def test_a_part_with_other_content_is_never_used(places: tuple[Place, Place]) -> None:
     here, there = places
-    source, _, _ = await here.store(write_after_s=LONG, whole_bytes=None)
-    target, _, _ = await there.store(write_after_s=LONG, whole_bytes=None)
+    source, target = await opened(here, there)
     snapshot = await here.put(source, state(600))
 
     def lie(index: int, raw: memoryview) -> None:
@@ -157,8 +161,7 @@ async def test_a_part_with_other_content_is_never_used(places: tuple[Place, Plac
 
 async def test_a_snapshot_that_is_deleted_meanwhile(places: tuple[Place, Place]) -> None:
     here, there = places
-    source, _, _ = await here.store(write_after_s=LONG, whole_bytes=None)
-    target, _, _ = await there.store(write_after_s=LONG, whole_bytes=None)
+    source, target = await opened(here, there)
     snapshot = await here.put(source, state(600))
     manifest = await source.exchange.manifest(snapshot.id)
     await source.delete(snapshot)
@@ -171,8 +174,7 @@ async def test_a_snapshot_that_is_deleted_meanwhile(places: tuple[Place, Place])
 
 async def test_cancelled_it_leaves_no_file(places: tuple[Place, Place]) -> None:
     here, there = places
-    source, _, _ = await here.store(write_after_s=LONG, whole_bytes=None)
-    target, _, _ = await there.store(write_after_s=LONG, whole_bytes=None)
+    source, target = await opened(here, there)
     snapshot = await here.put(source, state(600))
     manifest = await source.exchange.manifest(snapshot.id)
     begun, go_on = threading.Event(), threading.Event()
@@ -215,7 +217,7 @@ async def test_stores_that_fetch_from_each_other_do_not_wait_for_ever(
     places: tuple[Place, Place],
 ) -> None:
     """As many at a time as there are threads, each way."""
-    stores = [(await one.store(write_after_s=LONG, whole_bytes=None))[0] for one in places]
+    stores = await opened(*places)
     held = [
         [await place.put(store, state(600, salt)) for salt in range(8)]
         for place, store in zip(places, stores, strict=True)
@@ -247,8 +249,7 @@ async def test_no_file_is_left_if_it_cannot_be_kept(
     places: tuple[Place, Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = places
-    source, _, _ = await here.store(write_after_s=LONG, whole_bytes=None)
-    target, _, _ = await there.store(write_after_s=LONG, whole_bytes=None)
+    source, target = await opened(here, there)
     snapshot = await here.put(source, state(600))
 
     async def fail(*_: object) -> Snapshot:
@@ -263,8 +264,7 @@ async def test_no_file_is_left_if_it_cannot_be_kept(
 async def test_a_file_here_that_changed_is_asked_for(places: tuple[Place, Place]) -> None:
     """Its parts were hashed before: what is read must be hashed again."""
     here, there = places
-    source, _, _ = await here.store(write_after_s=LONG, whole_bytes=None)
-    target, _, _ = await there.store(write_after_s=LONG, whole_bytes=None)
+    source, target = await opened(here, there)
     longer = await here.put(source, state(1600))
     known = await there.put(target, state(600))
     await target.exchange.manifest(known.id)
