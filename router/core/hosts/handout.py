@@ -4,6 +4,7 @@ Pure. What one host names here, `web/fleet` moves.
 """
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 from router.base.tokens import EMPTY, Tokens, common_prefix, count
 from router.base.types import (
@@ -27,6 +28,18 @@ _HASHED_PER_S = 2e9
 MOST = 3  # offers
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A prompt of another host, put to the inventory; the arguments of `handouts`."""
+
+    inventory: Inventory
+    models: Collection[Namespace]
+    tenant: Tenant
+    tokens: Tokens
+    n_prompt: int
+    now: float
+
+
 def handouts(
     inventory: Inventory,
     models: Collection[Namespace],
@@ -43,11 +56,10 @@ def handouts(
     what slots have, which is saved first. Several, because the last tokens may not be the prompt's:
     then a state that cannot go back is of no use.
     """
-    found = [
-        one for model in models for one in _snapshots(inventory, model, tenant, tokens, n_prompt)
-    ]
+    asked = _Asked(inventory, models, tenant, tokens, n_prompt, now)
+    found = [one for model in models for one in _snapshots(asked, model)]
     if not saved:
-        found += _slots(inventory, models, tenant, tokens, n_prompt, now)
+        found += _slots(asked)
     worth = [one for one in found if one.offered.reused >= inventory.catalog.limits.min_tokens]
     return sorted(worth, key=_rank)[:MOST]
 
@@ -56,13 +68,13 @@ def _rank(one: Handout) -> tuple[int, float, int]:
     return -one.offered.reused, one.offered.ready_s, one.offered.size_bytes
 
 
-def _snapshots(
-    inventory: Inventory, model: Namespace, tenant: Tenant, tokens: Tokens, n_prompt: int
-) -> Iterator[Handout]:
-    namespace, catalog = tenanted(model, tenant), inventory.catalog
-    up = next((one for one in inventory.up.values() if one.info.namespace == model), None)
+def _snapshots(asked: _Asked, model: Namespace) -> Iterator[Handout]:
+    namespace, catalog = tenanted(model, asked.tenant), asked.inventory.catalog
+    up = next((one for one in asked.inventory.up.values() if one.info.namespace == model), None)
     kind = None if up is None else up.info.memory_kind
-    for match, reused in catalog.useful(kind, namespace, tokens, n_prompt, TUNING.snapshots_priced):
+    for match, reused in catalog.useful(
+        kind, namespace, asked.tokens, asked.n_prompt, TUNING.snapshots_priced
+    ):
         snapshot = catalog[match.item]
         if up is not None and _is_divisible(up, snapshot) and match.common < match.length:
             share = match.common * snapshot.size_bytes // match.length
@@ -82,43 +94,29 @@ def _is_divisible(backend: Backend, snapshot: Snapshot) -> bool:
     return info.cuts and goes_back(info.memory_kind) and not snapshot.shape.media
 
 
-def _slots(
-    inventory: Inventory,
-    models: Collection[Namespace],
-    tenant: Tenant,
-    tokens: Tokens,
-    n_prompt: int,
-    now: float,
-) -> Iterator[Handout]:
+def _slots(asked: _Asked) -> Iterator[Handout]:
     """Yield what idle slots hold, and busy ones save or compute for others. It is saved first."""
-    shared = inventory.holdings.shared(inventory.slots, tokens, tenant)
+    inventory = asked.inventory
+    shared = inventory.holdings.shared(inventory.slots, asked.tokens, asked.tenant)
     for backend in inventory.up.values():
-        if backend.info.namespace in models:
+        if backend.info.namespace in asked.models:
             for slot in backend.slots:
                 if slot.id in shared or slot.work.saving:
-                    common = shared.get(slot.id, 0)
-                    yield from _of_slot(inventory, slot, tenant, tokens, common, n_prompt, now)
+                    yield from _of_slot(asked, slot, shared.get(slot.id, 0))
 
 
-def _of_slot(
-    inventory: Inventory,
-    slot: Slot,
-    tenant: Tenant,
-    tokens: Tokens,
-    common: int,
-    n_prompt: int,
-    now: float,
-) -> Iterator[Handout]:
+def _of_slot(asked: _Asked, slot: Slot, common: int) -> Iterator[Handout]:
+    inventory, n_prompt = asked.inventory, asked.n_prompt
     backend, work = inventory.backend_of(slot.id), slot.work
     wait_s = 0.0
     if slot.phase is Phase.IDLE and slot.content.savable and not backend.gate.is_closed:
         held = slot.content.resident.tokens
         reused = inventory.reusable(slot, n_prompt, common)
-    elif work.saving and slot.content.tenant == tenant:
-        held, common = work.saving, common_prefix(work.saving, tokens)
+    elif work.saving and slot.content.tenant == asked.tenant:
+        held, common = work.saving, common_prefix(work.saving, asked.tokens)
         reused = reusable_tokens(backend.info.memory_kind, n_prompt, common, count(held))
-    elif work.sharing and now < work.busy_until + TUNING.shared_prefill_late_s:
-        held, wait_s = work.pending, max(work.busy_until - now, 0.0)
+    elif work.sharing and asked.now < work.busy_until + TUNING.shared_prefill_late_s:
+        held, wait_s = work.pending, max(work.busy_until - asked.now, 0.0)
         reused = reusable_tokens(backend.info.memory_kind, n_prompt, common, count(held))
     else:
         return
