@@ -22,6 +22,7 @@ from router.base.types import (
     BackendId,
     BackendInfo,
     Lease,
+    MemoryKind,
     Outcome,
     OwnPrefill,
     PrefillProgress,
@@ -294,6 +295,12 @@ class Engine:
         for start in range(0, len(snapshots), _FOUND_AT_ONCE):
             self._feed(ev.SnapshotsFound(tuple(snapshots[start : start + _FOUND_AT_ONCE])))
             await asyncio.sleep(0)
+
+    async def cut(self, snapshot: Snapshot, n_tokens: int, kind: MemoryKind) -> Snapshot:
+        """Return a new snapshot of the first tokens of one of this kind. Raises KvError."""
+        made = await self._transfers.cut_off(snapshot, n_tokens)
+        self._feed(ev.SnapshotsFound((made,), kind, made=True))
+        return made
 
     def keeps(self, snapshot: SnapshotId) -> bool:
         """Return whether a snapshot is not to be deleted, nor the next one to be evicted."""

@@ -129,7 +129,7 @@ class HeldPrefixes:
 
     def handouts(
         self,
-        hashes: Sequence[bytes],
+        tokens: Tokens,
         namespace: Namespace,
         tenant: Tenant,
         n_prompt: int,
@@ -137,11 +137,12 @@ class HeldPrefixes:
         *,
         saved: bool = False,
     ) -> list[Handout]:
-        """Return what another host would get of a prompt with these hashes; see `handout.py`.
+        """Return what another host would get of a prompt that begins with `tokens`.
+
+        See `handout.py`.
 
         `namespace`: of its model there. `saved`: only what is a snapshot.
         """
-        tokens = self.longest(hashes)
         if not tokens:
             return []
         here = {info.namespace for info in self._inventory.infos()}

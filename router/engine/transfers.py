@@ -129,7 +129,7 @@ class Transfers:
         """Make a snapshot of the first tokens of another one. No backend takes part."""
         start = self.clock.now()
         try:
-            made = await self._cut(effect)
+            made = await self.cut_off(effect.snapshot, effect.n_tokens)
         except KvError as error:
             self.telemetry.rewritten("cut", 0, 0.0, str(error))
             return ev.CutFailed(effect.request, str(error))
@@ -137,12 +137,13 @@ class Transfers:
         self.telemetry.rewritten("cut", made.size_bytes, seconds, "")
         return ev.WasCut(effect.request, made, seconds)
 
-    async def _cut(self, effect: ef.Cut) -> Snapshot:
+    async def cut_off(self, snapshot: Snapshot, n_tokens: int) -> Snapshot:
+        """Return a new snapshot of the first tokens of another one. Raises KvError."""
         if self.store is None:
             raise KvError(_NO_STORE)
-        staged = await self.store.cut(effect.snapshot, effect.n_tokens)
+        staged = await self.store.cut(snapshot, n_tokens)
         try:
-            return await self.store.commit(staged, effect.snapshot.namespace)
+            return await self.store.commit(staged, snapshot.namespace)
         except KvError:
             with suppress(KvError):
                 await self.store.discard(staged.kv_dir, staged.name)

@@ -153,8 +153,11 @@ def _equal(ways: Mapping[str, tuple[float, Quote]]) -> list[str]:
 def twice_s(quote: Quote, computing: int, n_prompt: int) -> float:
     """Return what others lose if a host computes what another one is computing at this moment.
 
-    `computing`: tokens of a prompt of `n_prompt`. On one host the planner counts the same.
+    `computing`: tokens of a prompt of `n_prompt`; what is fetched is not computed. On one host the
+    planner counts the same.
     """
+    if quote.fetched:
+        return 0.0
     again = max(computing - quote.reused_tokens, 0)
     takes_s = max(quote.price_s - quote.wait_s, 0.0)
     rest = max(n_prompt - quote.reused_tokens, 1)

@@ -201,8 +201,7 @@ def test_the_asker_knows_which_state_its_prompt_begins_with() -> None:
         inventory.catalog.add(snapshot(name, tokens, ns=NS), MemoryKind.HYBRID, 1.0)
     index = drained(held_by(inventory))
     asked = join([own, pack([7] * 9)])
-    hashes = index.hashes(NAMESPACE, NO_TENANT, asked)
-    found = index.handouts(hashes, NAMESPACE, NO_TENANT, count(asked), 0.0)
+    found = index.handouts(longest(index, asked), NAMESPACE, NO_TENANT, count(asked), 0.0)
 
     assert [one.content for one in found] == ["other", "system"]
     of_use = [index.is_of_use(one.offered, NAMESPACE, NO_TENANT, asked) for one in found]

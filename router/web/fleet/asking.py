@@ -139,7 +139,7 @@ class Asking:
         asked = [key for key in answers if key in by_key]
         n_tokens = sought.n_tokens
         compared = own
-        if own is not None and not own.fetched:
+        if own is not None:
             loss_s = twice_s(own, computing, n_tokens)
             compared = replace(own, price_s=own.price_s + loss_s)
         offers = [
@@ -147,7 +147,7 @@ class Asking:
                 key,
                 one.quote,
                 by_key[key].trust.price_s(one.quote.price_s)
-                + twice_s(one.quote, computing, n_tokens) * (not one.quote.fetched),
+                + twice_s(one.quote, computing, n_tokens),
             )
             for key, one in answers.items()
             if one.quote is not None and key in by_key
@@ -184,8 +184,9 @@ class Asking:
         """Return what this host would hand out for the request."""
         if not sought.hashes:
             return None
+        tokens = sought.request.prompt.tokens or self._held.longest(sought.hashes)
         found = self._handing_out.offers(
-            sought.hashes, sought.namespace, sought.request.tenant, sought.n_tokens
+            tokens, sought.namespace, sought.request.tenant, sought.n_tokens
         )
         return self._first_of_use(sought, found)
 

@@ -152,12 +152,13 @@ class Fetching:
             ),
             None,
         )
-        if peer is None or info is None or not 0 < ask.n_tokens <= info.n_ctx:
+        offered = Offered(ask.n_tokens, ask.n_tokens, ask.size_bytes)
+        if peer is None or info is None or not offered.is_sound or ask.n_tokens > info.n_ctx:
             return False
         if not self._engine.view.has_room(ask.n_tokens, ask.size_bytes):
             return False
         wanted = ExportAsk(ask.namespace, ask.tenant, ask.n_tokens, b"", b"", ask.snapshot)
-        return await self._received(peer, info, tenant, wanted, ask.size_bytes) is not None
+        return await self._received(peer, info, tenant, wanted, offered) is not None
 
     async def _fetched(
         self,
@@ -183,13 +184,13 @@ class Fetching:
                 checkpoints=snapshot.shape.checkpoints,
                 extendable=snapshot.shape.extendable,
             )
-            if reused < offered.reused - STEP or snapshot.size_bytes > _MOST_MORE * size_bytes:
+            if (
+                reused < offered.reused - STEP
+                or snapshot.size_bytes > _MOST_MORE * offered.size_bytes
+            ):
                 raise _OtherError(f"{reused} of {offered.reused} tokens are of use")
 
-        size_bytes, ready_s = offered.size_bytes, offered.ready_s
-        return await self._received(
-            peer, info, request.tenant, ask, size_bytes, ready_s, offered.sharers, check
-        )
+        return await self._received(peer, info, request.tenant, ask, offered, check)
 
     async def _received(
         self,
@@ -197,17 +198,15 @@ class Fetching:
         info: BackendInfo,
         tenant: Tenant,
         ask: ExportAsk,
-        size_bytes: int,
-        ready_s: float = 0.0,
-        sharers: int = 0,
+        offered: Offered,
         check: Callable[[Snapshot], None] = lambda _: None,
     ) -> Snapshot | None:
         """Return the snapshot made of what a peer hands out. None: it did not come.
 
-        `ready_s`: until the peer can read it. `check` raises KvError for another state.
+        `check` raises KvError for another state than what was offered.
         """
         begun, link = self._now(), peer.link
-        expected_s = ready_s + link.seconds(size_bytes) * (1 + sharers)
+        expected_s = offered.ready_s + link.seconds(offered.size_bytes) * (1 + offered.sharers)
         limit_s = link.limit_s(expected_s)
         parts: PeerParts | None = None
         snapshot, problem = None, ""
@@ -229,7 +228,7 @@ class Fetching:
                     parts,
                 )
                 reading_s = parts.reading_s
-                else_s = self._now() - begun - ready_s - reading_s
+                else_s = self._now() - begun - offered.ready_s - reading_s
                 link.fetched(parts.read_bytes, reading_s, else_s)
         except (_OtherError, BackendRefusedError) as error:  # no fault of the link
             log.info("fetch_not_of_use", peer=peer.name, reason=str(error))

@@ -5,7 +5,7 @@ can use.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 import structlog
@@ -13,11 +13,13 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from router.base.errors import KvError, NotFoundError
-from router.base.types import Namespace, SlotId, Snapshot, SnapshotId, Tenant
-from router.core.model import events as ev
+from router.base.prefix_hash import split
+from router.base.tokens import Tokens
+from router.base.types import Namespace, SlotId, SnapshotId, Tenant
 from router.core.model.plan import Handout, Offered
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
+from router.hosts.messages import ExportAsk
 from router.store.blobs import manifests
 from router.store.store import KvStore
 from router.telemetry.fetch_metrics import FetchMetrics
@@ -51,54 +53,48 @@ class HandingOut:
         self._cutting = asyncio.Lock()
         self._n_asked = self._n_parts = 0
 
-    async def manifest_of(self, snapshot: str) -> bytes:
+    async def _manifest_of(self, snapshot: SnapshotId) -> bytes:
         """Return the manifest of one snapshot. Raises NotFoundError."""
         try:
-            manifest = await self._store.exchange.manifest(SnapshotId(snapshot))
+            manifest = await self._store.exchange.manifest(snapshot)
             return await asyncio.to_thread(manifests.encode, manifest)
         except KvError as error:
             raise NotFoundError("the state cannot be read") from error
 
     def offers(
-        self, hashes: Sequence[bytes], namespace: Namespace, tenant: Tenant, n_prompt: int
+        self, tokens: Tokens, namespace: Namespace, tenant: Tenant, n_prompt: int
     ) -> list[Offered]:
-        """Return what this host would hand out for a prompt, the best first."""
-        found = self._held.handouts(hashes, namespace, tenant, n_prompt, self._now())
-        return [replace(one.offered, sharers=self._n_served) for one in found]
+        """Return what this host would hand out for a prompt that begins with `tokens`.
 
-    async def manifest(
-        self,
-        hashes: Sequence[bytes],
-        namespace: Namespace,
-        tenant: Tenant,
-        n_prompt: int,
-        digest: bytes,
-    ) -> bytes:
-        """Return the manifest of what was offered with this digest. Raises NotFoundError."""
-        self._n_asked += 1
-        try:
-            return await self._manifest(hashes, namespace, tenant, n_prompt, digest)
-        finally:
-            self._n_asked -= 1
+        The best comes first.
+        """
+        found = self._held.handouts(tokens, namespace, tenant, n_prompt, self._now())
+        return [replace(one.offered, sharers=self._n_served) for one in found]
 
     @property
     def _n_served(self) -> int:
         """Return how many other hosts wait for a state, or read one in two threads."""
         return self._n_asked + (self._n_parts + 1) // 2
 
-    async def _manifest(
-        self,
-        hashes: Sequence[bytes],
-        namespace: Namespace,
-        tenant: Tenant,
-        n_prompt: int,
-        digest: bytes,
-    ) -> bytes:
+    async def manifest(self, ask: ExportAsk) -> bytes:
+        """Return the manifest of what another host asks for. Raises NotFoundError."""
+        if ask.snapshot:
+            return await self._manifest_of(SnapshotId(ask.snapshot))
+        self._n_asked += 1
+        try:
+            return await self._manifest(ask)
+        finally:
+            self._n_asked -= 1
+
+    async def _manifest(self, ask: ExportAsk) -> bytes:
+        """Return the manifest of what was offered with the digest of `ask`."""
+        namespace, tenant = Namespace(ask.namespace), Tenant(ask.tenant)
+
         def look(*, saved: bool = False) -> Handout | None:
             self._held.refresh()
-            now = self._now()
-            found = self._held.handouts(hashes, namespace, tenant, n_prompt, now, saved=saved)
-            return next((one for one in found if one.offered.digest == digest), None)
+            tokens, now = self._held.longest(split(ask.hashes)), self._now()
+            found = self._held.handouts(tokens, namespace, tenant, ask.n_tokens, now, saved=saved)
+            return next((one for one in found if one.offered.digest == ask.digest), None)
 
         found = look()
         if found is not None and isinstance(found.content, SlotId):
@@ -119,7 +115,7 @@ class HandingOut:
                 name = await self._cut(name, found.cut)
         except KvError as error:
             raise NotFoundError("the state cannot be read") from error
-        return await self.manifest_of(name)
+        return await self._manifest_of(name)
 
     async def _cut(self, name: SnapshotId, n_tokens: int) -> SnapshotId:
         """Return a snapshot of the first tokens of another one, or that one if it must be."""
@@ -131,22 +127,11 @@ class HandingOut:
             if known is not None:
                 return known
             try:
-                made = await self._cut_off(longer, n_tokens)
+                kind = self._engine.view.kind_of(name)
+                return (await self._engine.cut(longer, n_tokens, kind)).id
             except KvError as error:
                 log.warning("cut_failed", snapshot=name, reason=str(error))
                 return name
-            kind = self._engine.view.kind_of(name)
-            self._engine.tell(ev.SnapshotsFound((made,), kind, made=True))
-            return made.id
-
-    async def _cut_off(self, longer: Snapshot, n_tokens: int) -> Snapshot:
-        staged = await self._store.cut(longer, n_tokens)
-        try:
-            return await self._store.commit(staged, longer.namespace)
-        except KvError:
-            with suppress(KvError):
-                await self._store.discard(staged.kv_dir, staged.name)
-            raise
 
     async def part(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer with the bytes of one part. Raises NotFoundError."""

@@ -17,7 +17,7 @@ from router.base.errors import (
     NotFoundError,
 )
 from router.base.prefix_hash import SIZE, split
-from router.base.tokens import WIDTH, Tokens, count
+from router.base.tokens import EMPTY, WIDTH, Tokens, count
 from router.base.types import (
     BackendId,
     Namespace,
@@ -26,7 +26,7 @@ from router.base.types import (
     RequestId,
     Tenant,
 )
-from router.core.model.plan import Offered, Quote
+from router.core.model.plan import Quote
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.messages import (
@@ -117,13 +117,10 @@ class PeerRoutes:
             ask = _export_of(raw)
         except UndecodableError as error:
             raise BadRequestError(f"not a question for a state: {error}") from error
-        if ask.snapshot:
-            return await self._handing_out.manifest_of(ask.snapshot)
-        if not 0 < ask.n_tokens <= _MAX_TOKENS or len(ask.hashes) % SIZE:
+        sound = 0 < ask.n_tokens <= _MAX_TOKENS and not len(ask.hashes) % SIZE
+        if not sound and not ask.snapshot:
             raise BadRequestError("not a question for a state: impossible lengths")
-        hashes, namespace = split(ask.hashes), Namespace(ask.namespace)
-        tenant = Tenant(ask.tenant)
-        return await self._handing_out.manifest(hashes, namespace, tenant, ask.n_tokens, ask.digest)
+        return await self._handing_out.manifest(ask)
 
     async def _take(self, raw: bytes) -> bytes:
         """Fetch a snapshot of a host that leaves."""
@@ -145,11 +142,10 @@ class PeerRoutes:
             model = self._selection.resolve(ask.model)
         except ModelNotFoundError:
             return QuoteReply(None)
-        quote, offers = self._price(ask, model, name), list[Offered]()
-        if ask.n_tokens:
-            namespace, tenant = Namespace(ask.namespace), Tenant(ask.tenant)
-            hashes = split(ask.hashes)
-            offers = self._handing_out.offers(hashes, namespace, tenant, ask.n_tokens)
+        held = self._beginning(ask) if ask.n_tokens else EMPTY
+        quote = self._price(ask, model, name, held)
+        namespace, tenant = Namespace(ask.namespace), Tenant(ask.tenant)
+        offers = self._handing_out.offers(held, namespace, tenant, ask.n_tokens)
         if quote is None:  # nothing here can serve it, or this host is stopping
             return QuoteReply(None, offers=tuple(offers))
         return QuoteReply(
@@ -161,7 +157,9 @@ class PeerRoutes:
             quote.fetched,
         )
 
-    def _price(self, ask: QuoteAsk, model: str | None, name: RequestId) -> Quote | None:
+    def _price(
+        self, ask: QuoteAsk, model: str | None, name: RequestId, held: Tokens
+    ) -> Quote | None:
         request = Request(
             id=name,
             prompt=Prompt(unknown="its host has not read it"),
@@ -174,7 +172,6 @@ class PeerRoutes:
         )
         if ask.n_tokens:
             others = self._of_another_model(ask, model)
-            held = self._beginning(ask)
             rest = _OTHER * max(ask.n_tokens - count(held), 0)
             tokens = Tokens(held[: ask.n_tokens * WIDTH] + rest)
             request = msgspec.structs.replace(request, prompt=Prompt(tokens=tokens), avoid=others)
