@@ -4,7 +4,7 @@ Each hash is keyed with the fleet's secret and chained to the one before it, so 
 mean equal prefixes. Hosts send each other these instead of tokens (docs/hosts.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 from router.base.tokens import WIDTH, Tokens
@@ -42,6 +42,14 @@ class PrefixHasher:
     def digest(self, tokens: Tokens) -> bytes:
         """Return one hash of all tokens. 0.2 ms for 32,000."""
         return blake2b(self._start + tokens, key=self._key, digest_size=SIZE).digest()
+
+    def digests(self, tokens: Tokens, lengths: Sequence[int]) -> Iterator[bytes]:
+        """Yield the digest of each prefix of so many tokens; `lengths` ascend. One pass for all."""
+        running, done = blake2b(self._start, key=self._key, digest_size=SIZE), 0
+        for length in lengths:
+            running.update(tokens[done * WIDTH : length * WIDTH])
+            done = length
+            yield running.copy().digest()
 
 
 def split(joined: bytes) -> list[bytes]:

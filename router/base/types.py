@@ -476,6 +476,22 @@ class TierStatus(Struct, frozen=True):
     budget_left_bytes: float  # that may be written in these 24 hours; inf: no limit
 
 
+class ColdStatus(Struct, frozen=True):
+    """The cold tier now; counts are since the router's start. `problem` is empty while it works."""
+
+    url: str
+    problem: str
+    states: int
+    state_bytes: int  # of their state files, as if each was one of its own
+    waiting: int  # snapshots that are due and not copied yet
+    copied: int
+    written_bytes: int
+    skipped_bytes: int  # of blobs that were there already
+    fetched_bytes: int
+    damaged: int  # objects that had other bytes
+    missing: int
+
+
 class SlotStatus(Struct, frozen=True):
     """One entry of `GET /slots`."""
 

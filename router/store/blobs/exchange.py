@@ -142,16 +142,16 @@ class Exchange:
         while len(self._manifests) > _MANIFESTS:
             self._manifests.popitem(last=False)
 
-    async def part(self, snapshot: SnapshotId, index: int) -> memoryview:
-        """Return the bytes of one part of a snapshot."""
+    async def part(self, snapshot: SnapshotId, index: int, *, hurried: bool = True) -> memoryview:
+        """Return the bytes of one part of a snapshot. Not `hurried`: no request waits for it."""
         manifest = await self.manifest(snapshot)
         if not 0 <= index < len(manifest.blobs):
             raise KvFileError(f"snapshot {snapshot} has {len(manifest.blobs)} parts")
         held = self._held.get(snapshot)
         if held is None:
             raise KvFileError(f"snapshot {snapshot} does not exist")
-        work = partial(self._read, manifest, index, Buffer())
-        return await held.directory.threads.bulk(work)
+        work, threads = partial(self._read, manifest, index, Buffer()), held.directory.threads
+        return await (threads.bulk(work) if hurried else threads.unhurried(work))
 
     async def receive(
         self,
