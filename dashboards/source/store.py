@@ -99,6 +99,42 @@ STORE = Dashboard(
                 "ops",
             ),
         ],
+        "Cold tier": [
+            Panel(
+                "States there",
+                "States of all hosts in the cold tier, and snapshots that wait to be copied.",
+                [
+                    ("max(kvferry_cold_states)", "states"),
+                    ("sum(kvferry_cold_waiting)", "waiting"),
+                    ("sum(kvferry_cold_copied_total)", "copied by these hosts"),
+                ],
+            ),
+            Panel(
+                "Bytes there",
+                "State files of all states there, as if each was one of its own.",
+                [("max(kvferry_cold_state_bytes)", "state files")],
+                "bytes",
+            ),
+            Panel(
+                "Written and fetched",
+                "Blobs that were there already are not written again.",
+                [
+                    (rate("kvferry_cold_written_bytes_total"), "written"),
+                    (rate("kvferry_cold_skipped_bytes_total"), "there already"),
+                    (rate("kvferry_cold_fetched_bytes_total"), "fetched"),
+                ],
+                "Bps",
+            ),
+            Panel(
+                "Answers, and objects that were not good",
+                "up: the tier answers. Damaged and missing objects are misses.",
+                [
+                    ("min(kvferry_cold_up)", "up"),
+                    (rate("kvferry_cold_damaged_total"), "damaged"),
+                    (rate("kvferry_cold_missing_total"), "missing"),
+                ],
+            ),
+        ],
         "Saves and restores": [
             Panel(
                 "Saves, by reason",

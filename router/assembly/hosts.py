@@ -1,24 +1,30 @@
-"""Joins this host to its fleet: peers, directory, what is held, and the routes for other hosts."""
+"""Joins this host to its fleet, with peers and directory, and to the cold tier."""
 
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from ipaddress import ip_address
+from pathlib import Path
 
 import structlog
 from prometheus_client import CollectorRegistry
 
 from router import __version__
 from router.assembly.backends import StartError, timeouts_of
-from router.base.clock import MonotonicClock
+from router.base.clock import MonotonicClock, wall_now
+from router.base.errors import KvError
 from router.base.tasks import Tasks
+from router.base.types import Snapshot, SnapshotId
 from router.base.urls import authority
+from router.config.cold import ColdConfig
 from router.config.schema import Config
 from router.core.model.slots import Phase
+from router.core.model.tenancy import model_of, tenant_of
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.credentials import Credentials, CredentialsError, load_credentials
@@ -28,6 +34,11 @@ from router.hosts.twins import compare, processes_of
 from router.llama.attach.drivers import Drivers
 from router.llama.attach.namespace import facts_of, is_same
 from router.llama.server_client import Connections
+from router.store.cold.names import Names
+from router.store.cold.objects import ColdPlace, Objects
+from router.store.cold.seals import Sealed, Unsealed
+from router.store.cold.tier import ColdSettings, ColdTier, Owned
+from router.store.store import KvStore
 from router.telemetry.hosts_metrics import DirectoryStats, HostsCollector, HostsMetrics, PeerStats
 from router.web.admin.hosts import HostsView
 from router.web.api.backend_selection import BackendSelection
@@ -38,6 +49,10 @@ log = structlog.get_logger(__name__)
 # What is held is hashed in the background, for the first quote after a start; a quote takes in the
 # rest by itself, and the directory is told ten times a second.
 _REFRESH_S, _REFRESH_FOR_DIRECTORY_S = 1.0, 0.1
+
+
+_NO_KEY = b"kvferry cold tier"  # of names where nothing is encrypted
+_LEAST_KEY_BYTES, _MOST_KEY_BYTES = 32, 1024
 
 
 @dataclass(slots=True)
@@ -203,6 +218,61 @@ async def hosts_of(
             await tasks.aclose()
             if directory is not None:
                 await directory.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The snapshots of this host. Implements `cold.tier.KeptSnapshots`."""
+
+    engine: Engine
+
+    def snapshots(self) -> Iterator[Snapshot]:
+        """Yield all that are whole and in use, the most valuable first."""
+        view = self.engine.view
+        for name in view.most_valuable():
+            if (snapshot := view.snapshot(name)) is not None:
+                yield snapshot
+
+    def owned(self, snapshot: Snapshot) -> Owned:
+        """Return whose a snapshot is."""
+        namespace = snapshot.namespace
+        return Owned(facts_of(model_of(namespace)), tenant_of(namespace))
+
+    async def purged(self, snapshots: list[SnapshotId]) -> None:
+        """Delete snapshots of a tenant that another host has purged."""
+        await self.engine.purge(snapshots)
+
+
+async def cold_of(config: ColdConfig, engine: Engine, store: KvStore) -> ColdTier | None:
+    """Return the cold tier; None: there is none. Raises StartError."""
+    if config.url is None:
+        return None
+    place = ColdPlace(config.url, config.endpoint, config.region)
+    try:
+        secret = None if config.key_file is None else await asyncio.to_thread(_key, config.key_file)
+        objects = await asyncio.to_thread(Objects, place)
+        seal = Unsealed() if secret is None else Sealed(secret)
+    except ModuleNotFoundError as error:
+        raise StartError("cold.url needs `pip install 'kvferry[cold]'`") from error
+    except KvError as error:
+        raise StartError(f"cold.url: {error}") from error
+    names = Names(_NO_KEY if secret is None else blake2b(secret, digest_size=32).digest())
+    settings = ColdSettings(config.after_s, config.keep_s)
+    return ColdTier(objects, names, seal, store.exchange, _Kept(engine), settings, wall_now)
+
+
+def _key(path: Path) -> bytes:
+    """Return the key in a file. Blocks. Raises StartError."""
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise StartError(f"cold.key_file: {path}: {error.strerror}") from error
+    if not _LEAST_KEY_BYTES <= len(key) <= _MOST_KEY_BYTES:
+        raise StartError(
+            f"cold.key_file: {path}: must have 32 to 1024 bytes, not {len(key)}:"
+            " `openssl rand -base64 48` makes some"
+        )
+    return key
 
 
 async def _refresh(held: HeldPrefixes, period_s: float) -> None:

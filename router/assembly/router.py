@@ -21,7 +21,7 @@ from router.assembly.backends import (
     StartError,
 )
 from router.assembly.certificates import Certificates
-from router.assembly.hosts import Hosts, hosts_of
+from router.assembly.hosts import Hosts, cold_of, hosts_of
 from router.assembly.in_force import InForce
 from router.assembly.learned_rates import RatesKeeper
 from router.assembly.part_settings import (
@@ -42,7 +42,9 @@ from router.config.schema import Address, Config, StoreConfig
 from router.core.model import events as ev
 from router.engine.engine import Engine
 from router.store import room
+from router.store.cold.tier import ColdTier
 from router.store.store import KvStore
+from router.telemetry.cold_metrics import ColdCollector
 from router.telemetry.engine_collector import EngineCollector, UsageCollector
 from router.telemetry.process_metrics import Vitals
 from router.web.admin.live import Live
@@ -73,6 +75,7 @@ class Router:
     rates: RatesKeeper
     certificates: Certificates
     hosts: Hosts | None = None
+    cold: ColdTier | None = None
     admin_url: str | None = None
 
     @property
@@ -146,7 +149,12 @@ async def build(
         hosts = await stack.enter_async_context(joined)
         if hosts is not None:
             parts.certificates.credentials = hosts.credentials
-        made = Stages(config, parts, watched, in_force, reload, hosts, tracing)
+        cold = await cold_of(config.cold, engine, parts.store)
+        if cold is not None:
+            stack.push_async_callback(cold.aclose)
+            ColdCollector(parts.registry, cold.status)
+            cold.start()
+        made = Stages(config, parts, watched, in_force, reload, hosts, cold, tracing)
         live = live_of(made)
         app = await app_of(made, live)
         vitals = Vitals(
@@ -173,6 +181,7 @@ async def build(
             in_force.rates,
             parts.certificates,
             hosts,
+            cold,
         )
 
 
@@ -310,8 +319,8 @@ async def serve(config: Config, path: Path | None = None) -> None:
         log.info("stopping", grace_s=router.config.shutdown_grace_s)
         rereading.cancel()
         await router.stop()
-    if router.store.works:
-        log.warning("stopped_with_a_hanging_kv_dir")
+    if router.store.works or (router.cold is not None and router.cold.works):
+        log.warning("stopped_with_a_hanging_directory")
         os._exit(0)  # the interpreter would wait for the thread
 
 

@@ -9,7 +9,9 @@ from router.assembly.parts import Parts, Watched
 from router.assembly.reload import Reload
 from router.base.clock import wall_now
 from router.base.ports import Tracing
+from router.base.types import ColdStatus
 from router.config.schema import Config
+from router.store.cold.tier import ColdTier
 from router.telemetry.backend_metrics import BackendMetrics
 from router.telemetry.fetch_metrics import FetchMetrics
 from router.web.admin.actions import OperatorActions
@@ -32,11 +34,13 @@ from router.web.api.slicing import Slicing
 from router.web.api.suspects import Suspects
 from router.web.app import App, OtherHosts
 from router.web.fleet.asking import Asking
+from router.web.fleet.cold import ColdHolder, FromCold, NoPeers
 from router.web.fleet.fetching import Fetching
 from router.web.fleet.forwarding import Forwarding
 from router.web.fleet.handing_out import HandingOut
 from router.web.fleet.leaving import Leaving
 from router.web.fleet.peer_routes import PeerRoutes
+from router.web.fleet.purging import Purging
 from router.web.server.bodies import Bodies
 from router.web.server.settings import Settings
 
@@ -51,7 +55,23 @@ class Stages:
     in_force: InForce
     reload: Reload
     hosts: Hosts | None
+    cold: ColdTier | None
     tracing: Tracing | None
+
+    def cold_status(self) -> ColdStatus | None:
+        """Return the state of the cold tier; None: there is none."""
+        return None if self.cold is None else self.cold.status()
+
+    @property
+    def purging(self) -> Purging:
+        """Return what deletes all of a tenant."""
+        hosts = self.hosts
+        return Purging(
+            self.parts.engine,
+            self.cold,
+            lambda: () if hosts is None else hosts.peers.all(),
+            self.watched.journal.erase,
+        )
 
 
 def live_of(made: Stages) -> Live:
@@ -59,7 +79,9 @@ def live_of(made: Stages) -> Live:
     parts, selection, hosts = made.parts, made.watched.selection, made.hosts
     engine, view = parts.engine, None if hosts is None else hosts.view
     subject = Subject(
-        picture=lambda: picture_of(engine, selection, parts.clock.now(), view, parts.gpus.found),
+        picture=lambda: picture_of(
+            engine, selection, parts.clock.now(), view, parts.gpus.found, made.cold_status()
+        ),
         n_snapshots=lambda: engine.view.store.n_snapshots,
         survey=lambda: survey(engine.view.snapshots()),
         decisions=parts.decision_log.recent,
@@ -74,18 +96,13 @@ async def app_of(made: Stages, live: Live) -> App:
     suspects, bodies = Suspects(parts.clock.now), Bodies(settings)
     others: OtherHosts | None = None
     elsewhere: Elsewhere = Nowhere(engine)
-    if hosts is not None:
-        store, fetch_metrics = parts.store, FetchMetrics(parts.registry)
-        fetching = Fetching(
-            hosts.peers,
-            engine,
-            store,
-            hosts.held,
-            hosts.credentials.client,
-            fetch_metrics,
-            parts.clock.now,
-        )
-        handing_out = HandingOut(engine, store, hosts.held, fetch_metrics, parts.clock.now)
+    cold = None if made.cold is None else ColdHolder(made.cold, parts.clock.now)
+    store, now = parts.store, parts.clock.now
+    fetch_metrics = FetchMetrics(parts.registry) if cold is not None or hosts is not None else None
+    if hosts is not None and fetch_metrics is not None:
+        client = hosts.credentials.client
+        fetching = Fetching(hosts.peers, cold, engine, store, client, fetch_metrics, now)
+        handing_out = HandingOut(engine, store, hosts.held, fetch_metrics, now)
         elsewhere = Forwarding(
             hosts.name,
             hosts.peers,
@@ -101,8 +118,13 @@ async def app_of(made: Stages, live: Live) -> App:
             hosts.metrics,
             suspects,
         )
-        routes = PeerRoutes(hosts.hello, engine, selection, hosts.held, fetching, handing_out)
+        routes = PeerRoutes(
+            hosts.hello, engine, selection, hosts.held, fetching, handing_out, made.purging
+        )
         others = OtherHosts(hosts.name, routes, hosts.metrics)
+    elif fetch_metrics is not None:
+        fetching = Fetching(NoPeers(), cold, engine, store, None, fetch_metrics, now)
+        elsewhere = FromCold(engine, fetching, parts.decision_log)
     reports = Reports(engine, parts.decision_log, parts.tasks.spawn)
     slicing = Slicing(engine, selection)
     sender = Sender(engine, selection, suspects, settings, parts.throttle, reports, slicing)
@@ -137,6 +159,7 @@ async def _own_routes(
         now,
         parts.gpus,
         None if made.hosts is None else made.hosts.view,
+        made.cold_status,
     )
     shows = made.config.diagnostics.show_content
     return own_routes(
@@ -155,7 +178,7 @@ async def _own_routes(
             guard,
             now,
             wall_now,
-            made.watched.journal.erase,
+            made.purging,
             bodies,
             parts.store.verify_all,
         ),

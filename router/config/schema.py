@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from router.base.api_keys import read_hash
 from router.base.types import BackendId
 from router.config import values
+from router.config.cold import ColdConfig
 from router.config.filters import FilterConfig
 from router.config.fleet import FleetConfig
 from router.config.loader import ConfigError as ConfigError
@@ -344,6 +345,7 @@ class Config(ConfigSection):
     servers: ServersConfig = ServersConfig()
     fleet: FleetConfig = FleetConfig()
     store: StoreConfig = StoreConfig()
+    cold: ColdConfig = ColdConfig()
     policy: PolicyConfig = PolicyConfig()
     queue: QueueConfig = QueueConfig()
     answers: AnswersConfig = AnswersConfig()

@@ -312,6 +312,24 @@ def redis_url(value: object) -> str:
     return value
 
 
+def place_url(value: object) -> str:
+    """Return the place of the cold tier: a bucket with a prefix, or the path of a directory.
+
+    A URL with keys is refused, and the message does not repeat it.
+    """
+    want = "must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or /DIRECTORY"
+    if isinstance(value, str) and value.startswith("/"):
+        return str(absolute_path(value))
+    parts = urlsplit(value) if isinstance(value, str) else None
+    if parts is None or parts.scheme not in ("s3", "gs", "az") or not parts.netloc:
+        raise ValueError(want)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError(
+            f"{want}, and nothing else: keys come from the environment (AWS_ACCESS_KEY_ID, ...)"
+        )
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+
+
 def default_name(url: str) -> str:
     """Return `host-port` of a URL that `server_url` returned, as a valid backend name.
 

@@ -134,6 +134,8 @@ class Scheduler:
                 state.inventory.catalog.found_room(event.spare_bytes)
             case ev.SnapshotStored():
                 state.inventory.catalog.stored(event.snapshot)
+            case ev.TenantPurged():
+                idle_saves.never_save(state, event.tenant)
             case ev.Purged():
                 for snapshot in event.snapshots:
                     state.delete(state.inventory.catalog.remove(snapshot))

@@ -20,9 +20,12 @@ class Link:
     says nothing of the rate unless bytes came: it makes the link dearer for a minute or two.
     """
 
-    def __init__(self, breaker: Breaker, now: Callable[[], float]) -> None:
+    def __init__(
+        self, breaker: Breaker, now: Callable[[], float], asking_s: float = _ASKING_S
+    ) -> None:
+        """`asking_s`: what a fetch takes besides its bytes, until that is learned."""
         self.breaker = breaker
-        self._asking_s = _ASKING_S
+        self._asking_s = asking_s
         self._s_per_byte = _S_PER_BYTE
         self._trust = Trust(now)
 

@@ -14,6 +14,7 @@ READ = "/peer/read"
 EXPORT = "/peer/export"
 PART = "/peer/part"
 TAKE = "/peer/take"
+PURGE = "/peer/purge"
 # Headers of a forwarded request: the host that forwards it, the request's id there, the caller as
 # that host knows it, and the price that was quoted.
 HOP = "x-kvferry-hop"
@@ -149,6 +150,18 @@ class TakeAsk(Struct, frozen=True, array_like=True):
     tenant: str
     n_tokens: int
     size_bytes: int
+
+
+class PurgeAsk(Struct, frozen=True, array_like=True):
+    """A tenant of which all snapshots are to go, those with a salt too."""
+
+    tenant: str
+
+
+class PurgeReply(Struct, frozen=True, array_like=True):
+    """How many snapshots go."""
+
+    count: int
 
 
 class TakeReply(Struct, frozen=True, array_like=True):

@@ -17,6 +17,7 @@ from router.hosts.messages import (
     HELLO,
     HOP_MODEL,
     PROTOCOL,
+    PURGE,
     QUOTE,
     READ,
     READ_PATH,
@@ -25,6 +26,8 @@ from router.hosts.messages import (
     ExportAsk,
     Hello,
     PromptRead,
+    PurgeAsk,
+    PurgeReply,
     QuoteAsk,
     QuoteReply,
     Served,
@@ -40,6 +43,7 @@ _reply_of = msgpack_decoder(QuoteReply)
 _hello_of = json_decoder(Hello)
 _read_of = json_decoder(PromptRead)
 _taken_of = msgpack_decoder(TakeReply)
+_purged_of = msgpack_decoder(PurgeReply)
 _MAX_BYTES = 1024 * 1024
 _MAX_MANIFEST_BYTES = 64 * 1024 * 1024  # with the tokens
 _LONGEST_BREAK_S = 30.0
@@ -221,6 +225,14 @@ class Peer(ServerClient):
         payload = await self._post(TAKE, _ENCODER.encode(ask), limit_s)
         try:
             return _taken_of(payload).taken
+        except UndecodableError as error:
+            raise BackendError("it does not answer as a kvferry does") from error
+
+    async def purge(self, tenant: str, limit_s: float) -> int:
+        """Let the host delete what it has of a tenant; return how much. Raises BackendError."""
+        payload = await self._post(PURGE, _ENCODER.encode(PurgeAsk(tenant)), limit_s)
+        try:
+            return _purged_of(payload).count
         except UndecodableError as error:
             raise BackendError("it does not answer as a kvferry does") from error
 

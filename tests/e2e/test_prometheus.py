@@ -76,7 +76,7 @@ async def test_every_query_finds_something(
         # Of other hosts and tenants there is nothing to see here: tests/e2e/hosts has several, and
         # tests/e2e/test_usage.py has keys.
         absent = re.compile(
-            r"kvferry_(peer|forwarded|received|directory|fetch(es|ed)?|handed|tenant|gpu)_"
+            r"kvferry_(peer|forwarded|received|directory|fetch(es|ed)?|handed|tenant|gpu|cold)_"
         )
         asked = {
             expr for panel in PANELS.values() for expr in queries(panel) if not absent.search(expr)

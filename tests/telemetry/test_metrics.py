@@ -19,6 +19,7 @@ from router.base.types import (
     BackendId,
     BackendInfo,
     BackendStats,
+    ColdStatus,
     KvDir,
     MemoryKind,
     Namespace,
@@ -42,6 +43,7 @@ from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.telemetry.backend_metrics import BackendMetrics
 from router.telemetry.blob_metrics import BlobCollector
+from router.telemetry.cold_metrics import ColdCollector
 from router.telemetry.engine_collector import EngineCollector, UsageCollector
 from router.telemetry.fetch_metrics import FetchMetrics
 from router.telemetry.gpus import Gpu, Gpus
@@ -180,6 +182,7 @@ async def test_every_metric_is_described(
     exercise(telemetry)
     exercise_hosts(registry)
     Gpus(registry).found = [Gpu("0", "H100", 1, 2)]
+    ColdCollector(registry, lambda: ColdStatus("/c", "", 1, 2, 3, 4, 5, 6, 7, 8, 9))
     BlobCollector(registry, lambda: TierStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, inf))
     await Vitals(
         registry, MonotonicClock(), lambda: [str(tmp_path)], "1", lambda: {"fleet": 1.0}

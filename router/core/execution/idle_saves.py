@@ -4,12 +4,13 @@ from math import inf
 
 from msgspec.structs import replace
 
-from router.base.types import BackendId, RequestId, SlotId
+from router.base.types import BackendId, RequestId, SlotId, Tenant
 from router.core.execution.job_steps import save
 from router.core.execution.state import State
 from router.core.model.effects import SaveReason
 from router.core.model.jobs import SaveJob
 from router.core.model.slots import Phase, Slot, Work
+from router.core.model.tenancy import is_of_tenant
 from router.core.planning.displacement import can_save, saving_pays
 
 
@@ -66,6 +67,14 @@ def save_for_host(state: State, slot_id: SlotId, now: float) -> None:
     n_tokens = len(slot.content.resident)
     if n_tokens and slot.content.savable and can_save(state.inventory, backend, n_tokens):
         _save(state, slot, now, SaveReason.HOST)
+
+
+def never_save(state: State, tenant: Tenant) -> None:
+    """Save nothing that idle slots have of a tenant, with whatever salt."""
+    for backend in state.inventory.backends.values():
+        for slot in backend.slots:
+            if slot.phase is Phase.IDLE and is_of_tenant(slot.content.tenant, tenant):
+                slot.hold(replace(slot.content, savable=False))
 
 
 def not_for_host(state: State, slot_id: SlotId) -> None:

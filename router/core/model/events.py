@@ -199,6 +199,12 @@ class Purged(Struct, frozen=True):
     snapshots: tuple[SnapshotId, ...]
 
 
+class TenantPurged(Struct, frozen=True):
+    """An operator wants all of a tenant deleted: what idle slots have of it is never saved."""
+
+    tenant: Tenant
+
+
 class Arrived(Struct, frozen=True):
     """A client wants a completion."""
 
@@ -402,6 +408,7 @@ Event = (
     | SnapshotStored
     | RoomFound
     | Purged
+    | TenantPurged
     | Arrived
     | Cancelled
     | Saved

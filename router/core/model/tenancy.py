@@ -41,6 +41,11 @@ def is_of(namespace: str, named: str) -> bool:
     return namespace == named or namespace.startswith(f"{named}{_SALT}")
 
 
+def is_of_tenant(owner: str, tenant: str) -> bool:
+    """Return whether prompts of `owner` are a tenant's: its own, or those with a salt."""
+    return owner == tenant or owner.startswith(f"{tenant}{_SALT}")
+
+
 def tenant_of(namespace: Namespace) -> Tenant:
     """Return the tenant of a namespace."""
     return Tenant(namespace.partition(_MARK)[2])

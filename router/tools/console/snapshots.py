@@ -42,6 +42,11 @@ def add_options(
     purging = actions.add_parser("purge", help="delete snapshots; asks first")
     _filter_options(purging)
     purging.add_argument("--all", action="store_true", help="all snapshots, instead of a condition")
+    purging.add_argument(
+        "--everywhere",
+        action="store_true",
+        help="with --tenant: also on all other hosts and in the cold tier",
+    )
     purging.add_argument("--yes", action="store_true", help="do not ask")
     purging.add_argument("--dry-run", action="store_true", help="print the totals, purge nothing")
     checking = actions.add_parser(
@@ -61,6 +66,7 @@ def _filter_options(command: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="in namespaces that begin with NAME; NAME@TENANT: in this one only",
     )
+    add("--tenant", metavar="NAME", help="of this tenant, in all namespaces")
     add("--older-than", metavar="TIME", help="saved longer ago than this: 30m, 12h, 48h")
     add("--min-tokens", type=int, metavar="N", help="with at least N tokens")
     add("--larger-than", type=_size, metavar="SIZE", help="larger than this: 500MB, 2GiB")
@@ -94,7 +100,7 @@ def _asked(ask: _Ask, options: argparse.Namespace) -> Json:
 
 def _wanted(options: argparse.Namespace) -> Json:
     """Return the given conditions as JSON."""
-    named = ("namespace", "older_than", "min_tokens", "larger_than", "unused", "id")
+    named = ("namespace", "tenant", "older_than", "min_tokens", "larger_than", "unused", "id")
     given = {name: getattr(options, name) for name in named}
     return {name: value for name, value in given.items() if value not in (None, False)}
 
@@ -102,8 +108,7 @@ def _wanted(options: argparse.Namespace) -> Json:
 async def _find(client: RouterClient, options: argparse.Namespace) -> Json:
     """Return as many snapshots as `--limit` allows, fetched page by page."""
     query = {name: str(value).lower() for name, value in _wanted(options).items() if name != "id"}
-    if options.namespace:
-        query["namespace"] = options.namespace
+    query |= {name: _wanted(options)[name] for name in ("namespace", "tenant") if name in query}
     if options.id:
         query["id"] = ",".join(options.id)
     found: Json = {}
@@ -201,7 +206,9 @@ def _purge(options: argparse.Namespace) -> int:
     The question is asked outside the event loop. Inside, the loop would wait for the thread that
     reads, and Ctrl-C for the loop.
     """
-    wanted = _wanted(options) | ({"all": True} if options.all else {})
+    wanted = _wanted(options) | {
+        name: True for name in ("all", "everywhere") if getattr(options, name)
+    }
 
     async def try_it(client: RouterClient, _: argparse.Namespace) -> Json:
         return await client.call("POST", f"{PATH}/purge", body=wanted | {"dry_run": True})
@@ -210,22 +217,24 @@ def _purge(options: argparse.Namespace) -> int:
         return await client.call("POST", f"{PATH}/purge", body=wanted)
 
     would = _asked(try_it, options)
-    if options.dry_run or not would["count"]:
+    if options.dry_run or not (would["count"] or options.everywhere):
         _report(options, would, "would be purged" if options.dry_run else "purged")
         return 0
-    if not options.yes and not _agreed(would):
+    if not options.yes and not _agreed(would, options):
         return 1
-    _report(options, _asked(do_it, options), "purged")
-    return 0
+    done = _asked(do_it, options)
+    _report(options, done, "purged")
+    return 1 if any(one["problem"] for one in done["elsewhere"]) else 0
 
 
-def _agreed(would: Json) -> bool:
+def _agreed(would: Json, options: argparse.Namespace) -> bool:
     """Return True if the operator agrees; False without a terminal to ask on."""
     if not sys.stdin.isatty():
         sys.stderr.write(f"{_amount(would)}: no terminal to ask on; use --yes\n")
         return False
     try:
-        sys.stderr.write(f"Purge {_amount(would)}? [y/N] ")
+        there = " here, and all on other hosts and in the cold tier" * options.everywhere
+        sys.stderr.write(f"Purge {_amount(would)}{there}? [y/N] ")
         sys.stderr.flush()
         return sys.stdin.readline().strip().lower() in ("y", "yes")
     except KeyboardInterrupt:
@@ -268,6 +277,10 @@ def _report(options: argparse.Namespace, sums: Json, done: str) -> None:
         return
     later = f"; {sums['in_use']:,} in use, to be deleted after use" * bool(sums["in_use"])
     console.print(f"{_amount(sums)} {done}{later}", soft_wrap=True)
+    for one in sums["elsewhere"]:
+        told = f"{one['count']:,} deleted" if one["problem"] is None else "not reached: "
+        problem = Text(one["problem"] or "", "red")
+        console.print(Text.assemble(f"{one['holder']}: {told}", problem), soft_wrap=True)
 
 
 def _print_json(console: Console, value: Json) -> None:

@@ -99,6 +99,8 @@ def _sums(view: View) -> Table:
     made.add_row("snapshots", _store(state["snapshots"]))
     if blobs := state["snapshots"].get("blobs"):
         made.add_row("blobs", _blobs(blobs))
+    if cold := state["snapshots"].get("cold"):
+        made.add_row("cold tier", _cold(cold))
     if gpus := state.get("gpus"):
         made.add_row("GPU memory", _gpus(gpus))
     if servers := state.get("servers"):
@@ -170,6 +172,19 @@ def _store(store: Json) -> str:
         of = "" if store[limit] == _UNLIMITED else f" of {shown(store[limit])}"
         said.append(f"{shown(store[used])}{of}{unit}")
     return "; ".join([*said, f"{store['evicted']:,} evicted"])
+
+
+def _cold(cold: Json) -> str | Text:
+    """Return what the cold tier has, or what is wrong with it."""
+    if cold["problem"]:
+        return Text(cold["problem"], "red")
+    said = [f"{number_of(cold['states'], 'state')}, {size(cold['state_bytes'])} of files"]
+    said.append(f"{size(cold['written_bytes'])} written, {size(cold['fetched_bytes'])} read")
+    if cold["waiting"]:
+        said.append(f"{cold['waiting']:,} not copied yet")
+    if bad := cold["damaged"] + cold["missing"]:
+        said.append(f"{bad:,} damaged or missing")
+    return ", ".join(said)
 
 
 def _blobs(blobs: Json) -> str:

@@ -90,6 +90,10 @@ def summary(config: Config) -> str:
             a_day = store.max_written_per_day
             at_most = "" if a_day == NO_LIMIT else f", at most {format_size(a_day)} a day"
             said.append(f"They are written as blobs to {store.blobs}{at_most}.")
+        if (cold := config.cold).url is not None:
+            how = "as they are" if cold.key_file is None else "encrypted"
+            after = format_duration(cold.after_s)
+            said.append(f"They are copied to {cold.url} when {after} old, {how}.")
     if keys := config.auth.keys:
         n_tenants = len({key.tenant for key in keys})
         said.append(

@@ -26,10 +26,10 @@ from router.base.errors import (
     UnsupportedMediaTypeError,
 )
 from router.base.tokens import head, unpack
-from router.base.types import Snapshot, SnapshotId
+from router.base.types import Snapshot, SnapshotId, Tenant
 from router.config import values as values
 from router.config.loader import ConfigSection, path_text, problems_of
-from router.core.model.tenancy import is_of
+from router.core.model.tenancy import is_of, is_of_tenant, tenant_of
 from router.engine.engine import Engine
 from router.llama.wire import parse_body
 from router.store.blobs import manifests
@@ -37,6 +37,7 @@ from router.store.files import final_name
 from router.store.verify import Verified
 from router.web.admin.guard import Guard
 from router.web.admin.state_json import snapshot_row
+from router.web.fleet.purging import Purging, Reached
 from router.web.server.bodies import Bodies
 from router.web.server.call import Call
 from router.web.server.error_responses import json_response
@@ -66,14 +67,21 @@ class Filter(ConfigSection):
     """A selection of snapshots; all given conditions must hold.
 
     `namespace` is a prefix of the snapshot's namespace, or with a tenant (`NAME@TENANT`) all of it.
+    `tenant`: all namespaces of this one, those of prompts with a `cache_salt` too.
     """
 
     namespace: values.Text = ""
+    tenant: values.Text = ""
     older_than_s: values.PositiveSeconds | None = Field(default=None, alias="older_than")
     min_tokens: values.Count = 0
     larger_than_bytes: values.Size | None = Field(default=None, alias="larger_than")
     unused: bool = False
     id: tuple[values.Text, ...] = Field(default=(), strict=False)
+
+    @property
+    def is_of_one_tenant(self) -> bool:
+        """Return True if all of a tenant is selected."""
+        return bool(self.tenant) and self.model_copy(update={"tenant": ""}).takes_all
 
     @property
     def takes_all(self) -> bool:
@@ -91,9 +99,13 @@ class Listing(Filter):
 
 
 class Purge(Filter):
-    """A purge. `all` is required if there is no condition."""
+    """A purge. `all` is required if there is no condition.
+
+    `everywhere`: also on the other hosts, and all in the cold tier. Needs `tenant` alone.
+    """
 
     all: bool = False
+    everywhere: bool = False
     dry_run: bool = False
 
 
@@ -122,6 +134,7 @@ class Item:
         return (
             (not ids or snapshot.id in ids)
             and _in_namespace(snapshot.namespace, wanted.namespace)
+            and (not wanted.tenant or is_of_tenant(tenant_of(snapshot.namespace), wanted.tenant))
             and (wanted.older_than_s is None or self.age_s > wanted.older_than_s)
             and len(snapshot) >= wanted.min_tokens
             and (wanted.larger_than_bytes is None or snapshot.size_bytes > wanted.larger_than_bytes)
@@ -176,19 +189,16 @@ class Snapshots:
         guard: Guard,
         now: Callable[[], float],
         wall_now: Callable[[], float],
-        erase_journal: Callable[[], Awaitable[None]],
+        purging: Purging,
         bodies: Bodies,
         verify: Callable[[str], Awaitable[Verified]],
     ) -> None:
-        """`erase_journal` removes what the slot journal holds of prompts.
-
-        `verify` checks the part of all files after another one, as `KvStore.verify_all` does.
-        """
+        """`verify` checks the part of all files after another one, as `KvStore.verify_all` does."""
         self._engine = engine
         self._guard = guard
         self._now = now
         self._wall_now = wall_now
-        self._erase_journal = erase_journal
+        self._purging = purging
         self._bodies = bodies
         self._verify = verify
 
@@ -222,29 +232,41 @@ class Snapshots:
             sums = asdict(Sums().add([item]))
             log.info("purged", by=call.http.remote, **sums)
             await self._engine.purge([wanted])
-            return json_response(sums)
+            reached = await self._purging.in_cold([item.snapshot])
+            return json_response(sums | {"elsewhere": to_builtins(reached)})
         prefix = unpack(head(item.snapshot.tokens, _SHOWN_IDS))
         return json_response(item.row() | {"prefix_ids": prefix})
 
     async def purge(self, call: Call) -> web.Response:
         """Purge all snapshots that match the body; those in use go after their last use.
 
-        Raises ForbiddenError, BadRequestError, UnsupportedMediaTypeError. The content type must be
-        JSON, which no HTML form can send.
+        Their copies in the cold tier go too. Raises ForbiddenError, BadRequestError,
+        UnsupportedMediaTypeError. The content type must be JSON, which no HTML form can send.
         """
         wanted = _parsed(Purge, await self._body(call))
         if wanted.all != wanted.takes_all:
             raise BadRequestError("give at least one filter, or `all` and no filter")
-        sums, doomed = Sums(), list[SnapshotId]()
+        if wanted.everywhere and (not wanted.tenant or not wanted.is_of_one_tenant):
+            raise BadRequestError("everywhere: needs `tenant`, and no other filter")
+        sums, doomed = Sums(), list[Snapshot]()
         async for found in self._fitting(wanted):
             sums.add(found)
-            doomed += [item.snapshot.id for item in found]
+            doomed += [item.snapshot for item in found]
+        reached: list[Reached] = []
         if not wanted.dry_run:
             log.info("purged", by=call.http.remote, **asdict(sums))
-            await self._engine.purge(doomed)
-            if wanted.all:
-                await self._erase_journal()
-        return json_response(asdict(sums) | {"dry_run": wanted.dry_run})
+            await self._engine.purge([one.id for one in doomed])
+            if wanted.is_of_one_tenant:
+                await self._purging.here(Tenant(wanted.tenant))
+            elif wanted.all:
+                await self._purging.erase_journal()
+            if wanted.everywhere:
+                reached = await self._purging.elsewhere(Tenant(wanted.tenant))
+            else:
+                reached = await self._purging.in_cold(doomed)
+        return json_response(
+            asdict(sums) | {"dry_run": wanted.dry_run, "elsewhere": to_builtins(reached)}
+        )
 
     async def verify(self, call: Call) -> web.Response:
         """Check the next part of all files against what was written.
@@ -313,7 +335,7 @@ def _of_query(query: Mapping[str, str]) -> dict[str, object]:
     for key, text in query.items():
         if key == "id":
             made["id"] = text.split(",")
-        elif key not in ("namespace", "after") and text.isascii() and text.isdigit():
+        elif key not in ("namespace", "tenant", "after") and text.isascii() and text.isdigit():
             made[key] = int(text[:20])
         elif key == "unused" and text in ("true", "false"):
             made[key] = text == "true"

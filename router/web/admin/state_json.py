@@ -8,7 +8,9 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
-from router.base.types import BackendId, Snapshot, TierStatus
+from msgspec import to_builtins
+
+from router.base.types import BackendId, ColdStatus, Snapshot, TierStatus
 from router.core.model.tenancy import tenant_of
 from router.engine.engine import Engine
 from router.engine.scheduler_view import SlotView, StoreView, WaitingView
@@ -103,8 +105,12 @@ def gpu_rows(gpus: Sequence[Gpu]) -> list[Row]:
     ]
 
 
-def store_row(store: StoreView, tier: TierStatus | None) -> Row:
-    """Return the totals of all snapshots, and their limits (-1: none); `blobs`: those of a tier."""
+def store_row(store: StoreView, tier: TierStatus | None, cold: ColdStatus | None) -> Row:
+    """Return the totals of all snapshots, and their limits (-1: none).
+
+    `blobs`: of the tier of blobs; `cold`: of the cold tier, with all that other hosts have put
+    there.
+    """
     return {
         "count": store.n_snapshots,
         "size_bytes": store.total_bytes,
@@ -113,6 +119,7 @@ def store_row(store: StoreView, tier: TierStatus | None) -> Row:
         "max_bytes": store.max_bytes,
         "max_tokens": store.max_tokens,
         "blobs": None if tier is None else _tier_row(tier),
+        "cold": None if cold is None else to_builtins(cold),
     }
 
 
@@ -156,6 +163,7 @@ def picture_of(
     now: float,
     hosts: HostsView | None = None,
     gpus: Sequence[Gpu] = (),
+    cold: ColdStatus | None = None,
 ) -> Picture:
     """Return all but the snapshots, which `survey` sums up. `now` is the engine's clock."""
     view = engine.view
@@ -163,7 +171,7 @@ def picture_of(
         "host": {
             "router": {"policy": view.policy, "stopping": view.is_stopping},
             "queue": _queue_row(view.queue(), selection.waiting, now),
-            "store": store_row(view.store, engine.tier_status()),
+            "store": store_row(view.store, engine.tier_status(), cold),
             "servers": {
                 "items": [
                     {"name": one.name, "phase": one.phase, "waiting": one.waiting}

@@ -8,7 +8,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
-from router.base.types import Standing
+from router.base.types import ColdStatus, Standing
 from router.engine.engine import Engine
 from router.telemetry.backend_metrics import BackendMetrics
 from router.telemetry.gpus import Gpus
@@ -53,8 +53,10 @@ class StatusRoutes:
         now: Callable[[], float],
         gpus: Gpus,
         hosts: HostsView | None = None,
+        cold: Callable[[], ColdStatus | None] = lambda: None,
     ) -> None:
-        """Set up the handlers. `hosts` None: there are no other hosts."""
+        """Set up the handlers. `hosts` None: there are no other hosts; `cold`: the cold tier."""
+        self._cold = cold
         self._gpus = gpus
         self._hosts = hosts
         self._engine = engine
@@ -129,7 +131,7 @@ class StatusRoutes:
                     for slot in view.slots()
                 ],
                 "snapshots": {
-                    **store_row(view.store, self._engine.tier_status()),
+                    **store_row(view.store, self._engine.tier_status(), self._cold()),
                     "items": [snapshot_row(*one) for one in view.snapshots()[:1000]],
                 },
                 "servers": [server_row(server, now) for server in view.servers()],

@@ -1,7 +1,6 @@
 """Other hosts, as places where a call can be served. Each answers None where it is not served."""
 
 import asyncio
-from dataclasses import dataclass
 from typing import Protocol
 
 from aiohttp import web
@@ -36,17 +35,21 @@ class Elsewhere(Protocol):
         """Return the lists of models of peers that have one which is not here."""
 
 
-@dataclass(frozen=True, slots=True)
 class Nowhere:
     """The other hosts of a host that has none."""
 
-    engine: Engine
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
 
     async def if_only_there(self, _: Call) -> web.StreamResponse | None:
         """Return None."""
         return None
 
-    rather_than_load = if_sooner = control = if_only_there
+    async def if_sooner(self, _: Call) -> web.StreamResponse | None:
+        """Return None."""
+        return None
+
+    rather_than_load = control = if_only_there
 
     async def until_sooner(self, _: Call) -> None:
         """Wait for ever."""

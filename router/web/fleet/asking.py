@@ -20,7 +20,7 @@ from router.hosts.peer import Answered, Peer
 from router.hosts.peers import KnownHosts, Peers, Usable
 from router.telemetry.decision_log import HostOffer, HostsAsked
 from router.telemetry.hosts_metrics import HostsMetrics
-from router.web.fleet.fetching import Fetching, Way
+from router.web.fleet.fetching import COLD, Fetching, Way
 from router.web.fleet.handing_out import HandingOut
 from router.web.server.call import Call
 
@@ -109,6 +109,9 @@ class Asking:
             held[own_key] = mine
         computing = max((one.reused for one in held.values() if one.computing), default=0)
         best = _best_held(held)
+        cold = self._fetching.in_cold(sought.request)
+        if cold is not None and (best is None or cold.reused > best[1].reused):
+            best = COLD, cold
         if best is not None and best[0] != own_key:
             holder, offered = best
             fetch = self._fetching.way(sought.request, sought.own, holder, offered)
@@ -192,8 +195,14 @@ class Asking:
 
     def _first_of_use(self, sought: Sought, offers: Sequence[Offered]) -> Offered | None:
         request, namespace = sought.request, sought.namespace
-        good = (one for one in offers if self._fetching.is_of_use(request, namespace, one))
-        return next(good, None)
+        return next((one for one in offers if self._is_of_use(request, namespace, one)), None)
+
+    def _is_of_use(self, request: Request, namespace: Namespace, offered: Offered) -> bool:
+        """Return whether a prompt begins with what is offered, as far as its tokens are known."""
+        if request.prompt.unknown:
+            return True
+        tokens = request.prompt.tokens
+        return self._held.is_of_use(offered, namespace, request.tenant, tokens)
 
     async def _to_ask(self, sought: Sought, usable: Usable) -> list[str]:
         holders: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Fetch from another host what a prompt begins with, instead of computing it.
+"""Fetch from another host, or the cold tier, what a prompt begins with, instead of computing it.
 
 What came is a snapshot like any other, so the planner decides what becomes of it. Whatever goes
 wrong, the prompt is computed.
@@ -8,6 +8,7 @@ import asyncio
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 from msgspec import Struct
@@ -22,19 +23,21 @@ from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Offered, Quote
 from router.core.model.tenancy import model_of, namespace_of, tenant_of
 from router.engine.engine import Engine
-from router.engine.held_prefixes import HeldPrefixes
+from router.hosts.link import Link
 from router.hosts.messages import ExportAsk, TakeAsk
 from router.hosts.parts import PeerParts
 from router.hosts.peer import Peer
-from router.hosts.peers import Peers
 from router.llama.attach.namespace import is_same
 from router.store.blobs import manifests
+from router.store.blobs.exchange import Remote
 from router.store.blobs.manifests import Manifest
+from router.store.cold.names import StateName
 from router.store.store import KvStore
 from router.telemetry.fetch_metrics import FetchMetrics
 
 log = structlog.get_logger(__name__)
 
+COLD = "cold"  # the key of the cold tier, among those of hosts: random digits or URLs
 _MOST_MORE = 1.5  # times the size that was told
 
 
@@ -43,11 +46,92 @@ class _OtherError(KvError):
 
 
 class Way(Struct, frozen=True):
-    """A state to fetch: the host that has it, what it is, and the quote with the state fetched."""
+    """A state to fetch: the host that has it, what it is, and the quote with the state fetched.
+
+    `state`: its name in the cold tier, if it is there.
+    """
 
     holder: str
     offered: Offered
     quote: Quote
+    state: StateName | None = None
+
+
+class ReadParts(Remote, Protocol):
+    """The parts of a state, and what was read of them. Call `close` last."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Return the bytes read so far."""
+
+    @property
+    def reading_s(self) -> float:
+        """Return the seconds from the first question to the last byte."""
+
+    def close(self) -> None:
+        """End what is open; no read may be under way."""
+
+
+class KnownPeers(Protocol):
+    """The other hosts."""
+
+    def by_key(self, key: str) -> Peer | None:
+        """Return a peer by its incarnation or URL. None: it is not known."""
+
+
+class Holder(Protocol):
+    """Who hands out one state, and the link to it."""
+
+    @property
+    def name(self) -> str:
+        """Return its name, for people."""
+
+    @property
+    def link(self) -> Link:
+        """Return the link, which learns from the fetch."""
+
+    async def manifest(self, limit_s: float) -> bytes:
+        """Return the manifest of the state. Raises BackendError, KvError."""
+
+    def parts(self, manifest: Manifest, ends_at: float) -> ReadParts:
+        """Return what reads its parts, until `ends_at` in clock seconds."""
+
+
+class Cold(Protocol):
+    """The cold tier (`cold.py`)."""
+
+    name: str
+    link: Link
+
+    def found(self, request: Request, info: BackendInfo) -> tuple[StateName, Offered] | None:
+        """Return the state that spares most of a request on a backend. None: there is none."""
+
+    def of(self, state: StateName) -> Holder:
+        """Return what hands out one state."""
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldByPeer:
+    """What a peer hands out for one question. Implements `Holder`."""
+
+    peer: Peer
+    ask: ExportAsk
+    tls: ssl.SSLContext | None
+    now: Callable[[], float]
+
+    @property
+    def name(self) -> str:
+        return self.peer.name
+
+    @property
+    def link(self) -> Link:
+        return self.peer.link
+
+    async def manifest(self, limit_s: float) -> bytes:
+        return await self.peer.export(self.ask, limit_s)
+
+    def parts(self, manifest: Manifest, ends_at: float) -> PeerParts:
+        return PeerParts(self.peer.url, manifest.id, self.tls, ends_at, self.now)
 
 
 @dataclass(slots=True)
@@ -60,38 +144,36 @@ class _UnderWay:
 
 
 class Fetching:
-    """Fetches for this host. `tls`: of the connections to peers."""
+    """Fetches for this host. `tls`: of the connections to peers; `cold`: the cold tier, if any."""
 
     def __init__(
         self,
-        peers: Peers,
+        peers: KnownPeers,
+        cold: Cold | None,
         engine: Engine,
         store: KvStore,
-        held: HeldPrefixes,
         tls: ssl.SSLContext | None,
         metrics: FetchMetrics,
         now: Callable[[], float],
     ) -> None:
         self._peers = peers
+        self._cold = cold
         self._engine = engine
         self._store = store
-        self._held = held
         self._tls = tls
         self._metrics = metrics
         self._now = now
         self._under_way: dict[tuple[str, str, str, bytes], _UnderWay] = {}
 
-    def is_of_use(self, request: Request, namespace: Namespace, offered: Offered) -> bool:
-        """Return whether a prompt begins with what is offered, as far as its tokens are known."""
-        if request.prompt.unknown:
-            return True
-        tokens = request.prompt.tokens
-        return self._held.is_of_use(offered, namespace, request.tenant, tokens)
-
     def way(
         self, request: Request, own: Quote | None, holder: str, offered: Offered | None
     ) -> Way | None:
-        """Return the way to fetch `offered`, if that pays against the `own` quote."""
+        """Return the way to fetch `offered`, if that pays against the `own` quote.
+
+        Of the cold tier, which is the same for all hosts, this host finds the state itself.
+        """
+        if holder == COLD:
+            return self.from_cold(request, own)
         peer = self._peers.by_key(holder) if own is not None and offered is not None else None
         if own is None or offered is None or peer is None or not peer.hands_out:
             return None
@@ -99,15 +181,50 @@ class Fetching:
         quote = self._engine.view.once_fetched(request, own, offered, link.seconds)
         return None if quote is None else Way(holder, offered, quote)
 
+    @property
+    def has_cold(self) -> bool:
+        """Return whether there is a cold tier."""
+        return self._cold is not None
+
+    def in_cold(self, request: Request) -> Offered | None:
+        """Return what the cold tier has for a request."""
+        found = self._found_in_cold(request)
+        return None if found is None else found[1]
+
+    def from_cold(self, request: Request, own: Quote | None) -> Way | None:
+        """Return the way to fetch from the cold tier, if that pays against the `own` quote."""
+        found = None if own is None else self._found_in_cold(request)
+        if own is None or found is None or self._cold is None:
+            return None
+        state, offered = found
+        seconds = self._cold.link.seconds
+        quote = self._engine.view.once_fetched(request, own, offered, seconds)
+        return None if quote is None else Way(COLD, offered, quote, state)
+
+    def _found_in_cold(self, request: Request) -> tuple[StateName, Offered] | None:
+        info = self._reader(request)
+        return None if self._cold is None or info is None else self._cold.found(request, info)
+
+    def name_of(self, way: Way) -> str | None:
+        """Return the name of who has a state. None: it is gone."""
+        if way.state is not None:
+            return None if self._cold is None else self._cold.name
+        peer = self._peers.by_key(way.holder)
+        return None if peer is None else peer.name
+
     async def fetch(self, request: Request, hashes: Sequence[bytes], way: Way) -> bool:
         """Fetch a state, together with others that want it; return whether it is here now.
 
         Cancelled, the fetch ends with the last request that waits for it.
         """
-        peer, info = self._peers.by_key(way.holder), self._reader(request)
-        if peer is None or info is None:
+        info = self._reader(request)
+        holder = None if info is None else self._holder(request, hashes, info, way)
+        if info is None or holder is None:
             return False
-        last = hashes[min(max(way.offered.reused // STEP, 1), len(hashes)) - 1]
+        if way.state is not None:
+            last = way.state.path.encode()
+        else:
+            last = hashes[min(max(way.offered.reused // STEP, 1), len(hashes)) - 1]
         key = way.holder, info.namespace, request.tenant, last
         fetch = self._under_way.get(key)
         if fetch is None:
@@ -115,11 +232,11 @@ class Fetching:
 
             async def work() -> None:
                 try:
-                    fetch.snapshot = await self._fetched(peer, request, hashes, info, way)
+                    fetch.snapshot = await self._fetched(holder, request, info, way)
                 finally:
                     del self._under_way[key]
 
-            fetch.task = spawn(work(), name=f"fetch from {peer.name}")
+            fetch.task = spawn(work(), name=f"fetch from {holder.name}")
         assert fetch.task is not None
         fetch.n_waiting += 1
         try:
@@ -129,6 +246,19 @@ class Fetching:
             if not fetch.n_waiting:
                 fetch.task.cancel()
         return fetch.snapshot is not None
+
+    def _holder(
+        self, request: Request, hashes: Sequence[bytes], info: BackendInfo, way: Way
+    ) -> Holder | None:
+        """Return who hands out a state for a request. None: it is gone."""
+        if way.state is not None:
+            return None if self._cold is None else self._cold.of(way.state)
+        peer = self._peers.by_key(way.holder)
+        if peer is None:
+            return None
+        n_tokens, digest = count(request.prompt.tokens), way.offered.digest
+        ask = ExportAsk(info.namespace, request.tenant, n_tokens, b"".join(hashes), digest)
+        return _HeldByPeer(peer, ask, self._tls, self._now)
 
     def _reader(self, request: Request) -> BackendInfo | None:
         """Return a backend that could read the state."""
@@ -158,21 +288,13 @@ class Fetching:
         if not self._engine.view.has_room(ask.n_tokens, ask.size_bytes):
             return False
         wanted = ExportAsk(ask.namespace, ask.tenant, ask.n_tokens, b"", b"", ask.snapshot)
-        return await self._received(peer, info, tenant, wanted, offered) is not None
+        holder = _HeldByPeer(peer, wanted, self._tls, self._now)
+        return await self._received(holder, info, tenant, offered) is not None
 
     async def _fetched(
-        self,
-        peer: Peer,
-        request: Request,
-        hashes: Sequence[bytes],
-        info: BackendInfo,
-        way: Way,
+        self, holder: Holder, request: Request, info: BackendInfo, way: Way
     ) -> Snapshot | None:
-        prompt = request.prompt.tokens
-        offered = way.offered
-        ask = ExportAsk(
-            info.namespace, request.tenant, count(prompt), b"".join(hashes), offered.digest
-        )
+        prompt, offered = request.prompt.tokens, way.offered
 
         def check(snapshot: Snapshot) -> None:
             """Check what is handed out, before any of it is read."""
@@ -190,36 +312,35 @@ class Fetching:
             ):
                 raise _OtherError(f"{reused} of {offered.reused} tokens are of use")
 
-        return await self._received(peer, info, request.tenant, ask, offered, check)
+        return await self._received(holder, info, request.tenant, offered, check)
 
     async def _received(
         self,
-        peer: Peer,
+        holder: Holder,
         info: BackendInfo,
         tenant: Tenant,
-        ask: ExportAsk,
         offered: Offered,
         check: Callable[[Snapshot], None] = lambda _: None,
     ) -> Snapshot | None:
-        """Return the snapshot made of what a peer hands out. None: it did not come.
+        """Return the snapshot made of what a holder hands out. None: it did not come.
 
         `check` raises KvError for another state than what was offered.
         """
-        begun, link = self._now(), peer.link
+        begun, link = self._now(), holder.link
         expected_s = offered.ready_s + link.seconds(offered.size_bytes) * (1 + offered.sharers)
         limit_s = link.limit_s(expected_s)
-        parts: PeerParts | None = None
+        parts: ReadParts | None = None
         snapshot, problem = None, ""
         try:
             async with asyncio.timeout(limit_s):
-                raw = await peer.export(ask, limit_s)
+                raw = await holder.manifest(limit_s)
                 manifest, told = await asyncio.to_thread(_read, raw)
                 check(told)
                 is_ours = is_same(model_of(told.namespace), info.namespace)
                 if not is_ours or tenant_of(told.namespace) != tenant:
                     raise _OtherError("it is of another model or tenant")
                 namespace = namespace_of(info, tenant)
-                parts = PeerParts(peer.url, manifest.id, self._tls, begun + limit_s, self._now)
+                parts = holder.parts(manifest, begun + limit_s)
                 snapshot = await self._store.exchange.receive(
                     manifest,
                     namespace,
@@ -231,15 +352,17 @@ class Fetching:
                 else_s = self._now() - begun - offered.ready_s - reading_s
                 link.fetched(parts.read_bytes, reading_s, else_s)
         except (_OtherError, BackendRefusedError) as error:  # no fault of the link
-            log.info("fetch_not_of_use", peer=peer.name, reason=str(error))
-            self._metrics.fetched(peer.name, 0, "failed")
+            log.info("fetch_not_of_use", peer=holder.name, reason=str(error))
+            self._metrics.fetched(holder.name, 0, "failed")
             return None
         except TimeoutError:
             problem = f"not within {limit_s:.1f} s"
         except (BackendError, KvError) as error:
             problem = str(error)
         except asyncio.CancelledError:
-            self._metrics.fetched(peer.name, 0 if parts is None else parts.read_bytes, "cancelled")
+            self._metrics.fetched(
+                holder.name, 0 if parts is None else parts.read_bytes, "cancelled"
+            )
             raise
         finally:
             if parts is not None:
@@ -247,13 +370,13 @@ class Fetching:
         took_s, n_bytes = self._now() - begun, 0 if parts is None else parts.read_bytes
         if snapshot is None:
             link.gave_up(n_bytes, 0.0 if parts is None else parts.reading_s, took_s)
-            log.warning("fetch_failed", peer=peer.name, reason=problem, read_bytes=n_bytes)
-            self._metrics.fetched(peer.name, n_bytes, "failed")
+            log.warning("fetch_failed", peer=holder.name, reason=problem, read_bytes=n_bytes)
+            self._metrics.fetched(holder.name, n_bytes, "failed")
             return None
-        self._metrics.fetched(peer.name, n_bytes, "ok", took_s)
+        self._metrics.fetched(holder.name, n_bytes, "ok", took_s)
         log.info(
             "fetched",
-            peer=peer.name,
+            peer=holder.name,
             tokens=len(snapshot),
             size_bytes=snapshot.size_bytes,
             read_bytes=n_bytes,

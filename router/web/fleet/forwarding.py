@@ -156,7 +156,8 @@ class Forwarding:
         for _ in range(2):
             name = self._name(call.scheduled.model)
             peers = self.peers.usable(name)
-            sought = self._sought(call, name, peers) if peers or self.peers.holders() else None
+            others = peers or self.peers.holders() or self._fetching.has_cold
+            sought = self._sought(call, name, peers) if others else None
             if sought is None:
                 return None
             takes_s = 0.0 if sought.own is None else sought.own.price_s - sought.own.wait_s
@@ -201,23 +202,31 @@ class Forwarding:
         return own if way is None else way.quote
 
     async def _fetch_for_hop(self, call: Call) -> None:
-        """Fetch what the host before has found for a forwarded call, if that still pays."""
+        """Fetch what the host before has found for a forwarded call, if that still pays.
+
+        A host that could not read the prompt has not looked into the cold tier.
+        """
         request, hop = call.scheduled, call.hop
         namespace = self._namespace(request)
-        if hop is None or hop.fetch is None or namespace is None:
+        looks = hop is not None and (hop.fetch is not None or self._fetching.has_cold)
+        if hop is None or namespace is None or not looks:
             return
-        way = self._fetching.way(request, self._engine.quote(request), *hop.fetch)
+        own = self._engine.quote(request)
+        if hop.fetch is not None:
+            way = self._fetching.way(request, own, *hop.fetch)
+        else:
+            way = self._fetching.from_cold(request, own)
         if way is not None:
             hashes = self._held.hashes(namespace, request.tenant, request.prompt.tokens)
             await self._fetch(call, hashes, way)
 
     async def _fetch(self, call: Call, hashes: Sequence[bytes], way: Way) -> str | None:
         """Fetch a state for a call; return the host that had it. None: it did not come."""
-        holder = self.peers.by_key(way.holder)
-        if holder is None or not await self._fetching.fetch(call.scheduled, hashes, way):
+        name = self._fetching.name_of(way)
+        if name is None or not await self._fetching.fetch(call.scheduled, hashes, way):
             return None
-        call.fetched_from = holder.name
-        return holder.name
+        call.fetched_from = name
+        return name
 
     def _n_servers(self, model: str | None) -> int:
         return max(sum(info.answers_to(model) for info in self._engine.view.up()), 1)

@@ -6,6 +6,7 @@ Found on the peers' address only, where a certificate of the fleet has admitted 
 from collections.abc import Callable
 
 import msgspec
+import structlog
 from aiohttp import web
 
 from router.base.decoding import UndecodableError, msgpack_decoder
@@ -34,6 +35,7 @@ from router.hosts.messages import (
     HELLO,
     HOP_MODEL,
     PART,
+    PURGE,
     QUOTE,
     READ,
     READ_PATH,
@@ -42,6 +44,8 @@ from router.hosts.messages import (
     ExportAsk,
     Hello,
     PromptRead,
+    PurgeAsk,
+    PurgeReply,
     QuoteAsk,
     QuoteReply,
     TakeAsk,
@@ -54,12 +58,16 @@ from router.llama.wire import parse_completion
 from router.web.api.backend_selection import BackendSelection
 from router.web.fleet.fetching import Fetching
 from router.web.fleet.handing_out import HandingOut
+from router.web.fleet.purging import Purging
 from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS
+
+log = structlog.get_logger(__name__)
 
 _ask_of = msgpack_decoder(QuoteAsk)
 _export_of = msgpack_decoder(ExportAsk)
 _take_of = msgpack_decoder(TakeAsk)
+_purge_of = msgpack_decoder(PurgeAsk)
 # A token that is in no prompt: what follows the known beginning of a quoted one.
 _OTHER = b"\0\0\0\x80"
 _MAX_TOKENS = 16 * 1024 * 1024
@@ -76,6 +84,7 @@ class PeerRoutes:
         held: HeldPrefixes,
         fetching: Fetching,
         handing_out: HandingOut,
+        purging: Purging,
     ) -> None:
         self._hello = hello
         self._engine = engine
@@ -83,6 +92,7 @@ class PeerRoutes:
         self._held = held
         self._fetching = fetching
         self._handing_out = handing_out
+        self._purging = purging
 
     async def answer(self, call: Call) -> web.StreamResponse:
         """Answer a call of a peer. Raises RouterError."""
@@ -93,6 +103,7 @@ class PeerRoutes:
             READ: "POST",
             EXPORT: "POST",
             TAKE: "POST",
+            PURGE: "POST",
             PART: "GET",
         }.get(path)
         if wanted is None:
@@ -107,6 +118,8 @@ class PeerRoutes:
             return _packed(await self._export(raw))
         if path == TAKE:
             return _packed(await self._take(raw))
+        if path == PURGE:
+            return _packed(await self._purge(raw))
         if path == PART:
             return await self._handing_out.part(call.http)
         return _packed(msgspec.json.encode(await self._read(call.http, raw)))
@@ -129,6 +142,18 @@ class PeerRoutes:
         except UndecodableError as error:
             raise BadRequestError(f"not a state to take: {error}") from error
         return msgspec.msgpack.encode(TakeReply(await self._fetching.take(ask)))
+
+    async def _purge(self, raw: bytes) -> bytes:
+        """Delete what this host has of a tenant."""
+        try:
+            ask = _purge_of(raw)
+        except UndecodableError as error:
+            raise BadRequestError(f"not a tenant to purge: {error}") from error
+        if not ask.tenant:
+            raise BadRequestError("not a tenant to purge: it has no name")
+        count = await self._purging.here(Tenant(ask.tenant))
+        log.info("purged_for_another_host", snapshots=count)
+        return msgspec.msgpack.encode(PurgeReply(count))
 
     def quote(self, raw: bytes, name: RequestId) -> QuoteReply:
         """Return the offer for a request of which only hashes are known. Reserves nothing."""

@@ -59,7 +59,7 @@ class Call:
     request: Request | None = None
     reader: PromptReader | None = None
     trace: Trace | None = None
-    fetched_from: str | None = None  # the host that had computed what the prompt begins with
+    fetched_from: str | None = None  # the host, or tier, that had what the prompt begins with
     # -- of the last attempt
     asked: float = 0.0  # when a slot was requested
     granted: float = 0.0
@@ -123,8 +123,8 @@ class Call:
         headers = id_headers(ours, self.clients_id)
         if here and self.host is not None:
             headers[HOST] = self.host
-            if self.fetched_from is not None:
-                headers[FETCHED_FROM] = self.fetched_from
+        if here and self.fetched_from is not None:
+            headers[FETCHED_FROM] = self.fetched_from
         return headers
 
     def forwarded_headers(self, *, resumable: bool = False) -> list[Header]:

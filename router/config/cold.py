@@ -1,0 +1,43 @@
+"""The `cold` section: the object store, or directory, that has copies of snapshots."""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from router.config import values
+from router.config.loader import ConfigSection, MisfitError
+
+
+class ColdConfig(ConfigSection):
+    """The cold tier; in YAML also just its `url`. Without `url` there is none."""
+
+    url: Annotated[str, BeforeValidator(values.place_url)] | None = None
+    endpoint: values.BaseUrl | None = None  # None: that of the provider
+    region: values.Name | None = None
+    key_file: values.AbsolutePath | None = None  # None: nothing is encrypted
+    after_s: values.Seconds = Field(default=3600.0, alias="after")
+    keep_s: values.PositiveSeconds = Field(default=15 * 24 * 3600.0, alias="keep")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _just_a_url(cls, value: object) -> object:
+        return {"url": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ColdConfig":
+        if self.url is None:
+            return self
+        if self.endpoint is not None and not self.url.startswith("s3:"):
+            message = "is for `url: s3://...` only"
+            raise MisfitError([(("endpoint",), message)])
+        if (
+            self.endpoint is not None
+            and self.endpoint.startswith("http:")
+            and self.key_file is None
+            and not values.is_local(values.url_address(self.endpoint).host)
+        ):
+            message = (
+                "is http, which can be read on the way: use https, or encrypt with a `key_file`"
+            )
+            raise MisfitError([(("endpoint",), message)])
+        return self

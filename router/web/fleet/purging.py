@@ -1,0 +1,80 @@
+"""Delete all that hosts and the cold tier keep of one tenant, and say who could not be reached."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+from router.base.errors import BackendError, KvError
+from router.base.types import Snapshot, Tenant
+from router.core.model import events as ev
+from router.core.model.tenancy import is_of_tenant, tenant_of
+from router.engine.engine import Engine
+from router.hosts.peer import Peer
+from router.store.cold.tier import ColdTier
+from router.web.fleet.cold import NAME
+
+_LIMIT_S = 60.0  # for one host
+
+
+class Reached(Struct, frozen=True):
+    """One holder that was told: how much it deletes, or the problem. Objects in the cold tier."""
+
+    holder: str
+    count: int = 0
+    problem: str | None = None
+
+
+@dataclass(slots=True)
+class Purging:
+    """Purges of this host. `erase_journal`: removes what the slot journal holds of prompts."""
+
+    engine: Engine
+    cold: ColdTier | None
+    peers: Callable[[], Iterable[Peer]]
+    erase_journal: Callable[[], Awaitable[None]]
+
+    async def here(self, tenant: Tenant) -> int:
+        """Delete the snapshots of a tenant on this host; return their number.
+
+        Those in use are deleted after their last use. What idle slots have of it is not saved.
+        """
+        self.engine.tell(ev.TenantPurged(tenant))
+        doomed = [
+            one.id
+            for one, _, _ in self.engine.view.snapshots()
+            if is_of_tenant(tenant_of(one.namespace), tenant)
+        ]
+        await self.engine.purge(doomed)
+        await self.erase_journal()
+        return len(doomed)
+
+    async def elsewhere(self, tenant: Tenant) -> list[Reached]:
+        """Delete what the other hosts and the cold tier have of a tenant.
+
+        The cold tier comes last: a host copies no state any more that it has deleted.
+        """
+        told = [self._at(peer, tenant) for peer in self.peers()]
+        reached = list(await asyncio.gather(*told))
+        if self.cold is not None:
+            try:
+                reached.append(Reached(NAME, await self.cold.purge(tenant)))
+            except KvError as error:
+                reached.append(Reached(NAME, problem=str(error)))
+        return reached
+
+    async def _at(self, peer: Peer, tenant: Tenant) -> Reached:
+        try:
+            return Reached(peer.name, await peer.purge(tenant, _LIMIT_S))
+        except BackendError as error:
+            return Reached(peer.name, problem=str(error))
+
+    async def in_cold(self, snapshots: Iterable[Snapshot]) -> list[Reached]:
+        """Delete the copies of snapshots from the cold tier, if there is one."""
+        if self.cold is None:
+            return []
+        try:
+            return [Reached(NAME, await self.cold.forget(snapshots))]
+        except KvError as error:
+            return [Reached(NAME, problem=str(error))]
