@@ -10,6 +10,7 @@ from functools import partial
 from hashlib import blake2b
 from ipaddress import ip_address
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -36,7 +37,7 @@ from router.llama.attach.namespace import facts_of, is_same
 from router.llama.server_client import Connections
 from router.store.cold.names import Names
 from router.store.cold.objects import ColdPlace, Objects
-from router.store.cold.seals import Sealed, Unsealed
+from router.store.cold.seals import Seal, Sealed, Unsealed
 from router.store.cold.tier import ColdSettings, ColdTier, Owned
 from router.store.store import KvStore
 from router.telemetry.hosts_metrics import DirectoryStats, HostsCollector, HostsMetrics, PeerStats
@@ -243,10 +244,17 @@ class _Kept:
         await self.engine.purge(snapshots)
 
 
-async def cold_of(config: ColdConfig, engine: Engine, store: KvStore) -> ColdTier | None:
-    """Return the cold tier; None: there is none. Raises StartError."""
-    if config.url is None:
-        return None
+class ColdStore(NamedTuple):
+    """Where the cold tier is, and how its objects are named and sealed."""
+
+    objects: Objects
+    names: Names
+    seal: Seal
+
+
+async def cold_parts(config: ColdConfig) -> ColdStore:
+    """Return the parts of the cold tier at `config.url`. Raises StartError."""
+    assert config.url is not None
     place = ColdPlace(config.url, config.endpoint, config.region)
     try:
         secret = None if config.key_file is None else await asyncio.to_thread(_key, config.key_file)
@@ -257,8 +265,16 @@ async def cold_of(config: ColdConfig, engine: Engine, store: KvStore) -> ColdTie
     except KvError as error:
         raise StartError(f"cold.url: {error}") from error
     names = Names(_NO_KEY if secret is None else blake2b(secret, digest_size=32).digest())
+    return ColdStore(objects, names, seal)
+
+
+async def cold_of(config: ColdConfig, engine: Engine, store: KvStore) -> ColdTier | None:
+    """Return the cold tier; None: there is none. Raises StartError."""
+    if config.url is None:
+        return None
     settings = ColdSettings(config.after_s, config.keep_s)
-    return ColdTier(objects, names, seal, store.exchange, _Kept(engine), settings, wall_now)
+    parts = await cold_parts(config)
+    return ColdTier(*parts, store.exchange, _Kept(engine), settings, wall_now)
 
 
 def _key(path: Path) -> bytes:

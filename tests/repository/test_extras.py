@@ -12,6 +12,7 @@ from router.assembly.router import build
 from router.base.certificates import end_of
 from router.config.schema import parse
 from router.tools.cli import main
+from router.tools.doctor.cold import of_cold
 from router.tools.doctor.environment import unusable_parts
 from router.tools.doctor.hosts import of_hosts
 from tests.support.paths import ROOT
@@ -19,14 +20,14 @@ from tests.support.paths import ROOT
 FLEET = "fleet: {redis: 'redis://127.0.0.1:1', insecure: true, listen: '127.0.0.1:0'}\n"
 NEEDS = "pip install 'kvferry[fleet]'"
 # Packages of extras: nothing that every install starts may import them.
-OPTIONAL = ("redis", "cryptography", "opentelemetry", "matplotlib", "xllamacpp")
+OPTIONAL = ("redis", "cryptography", "obstore", "opentelemetry", "matplotlib", "xllamacpp")
 
 
 def test_packages_of_extras_are_no_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = " ".join(project["dependencies"])
     assert not [name for name in OPTIONAL if name in needed]
-    assert {"demo", "fleet", "otel", "plot"} <= project["optional-dependencies"].keys()
+    assert {"cold", "demo", "fleet", "otel", "plot"} <= project["optional-dependencies"].keys()
 
 
 def test_modules_of_a_router_load_without_extras() -> None:
@@ -38,7 +39,7 @@ def test_modules_of_a_router_load_without_extras() -> None:
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("redis", "redis.asyncio", "cryptography", "router.hosts.directory"):
+    for name in ("redis", "redis.asyncio", "cryptography", "obstore", "router.hosts.directory"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "router.tools.fleet.certificate", raising=False)
 
@@ -55,6 +56,17 @@ async def test_doctor_without_redis_says_what_to_install() -> None:
     config = parse(FLEET, "test")
     assert [lack.message for lack in unusable_parts(config)] == [f"needs `{NEEDS}`"]
     assert NEEDS in [finding.do for finding in await of_hosts(config, [])]
+
+
+@pytest.mark.usefixtures("without")
+async def test_a_cold_tier_without_its_package_is_refused(tmp_path: Path) -> None:
+    config = parse(f"backends: [{{url: 'http://127.0.0.1:9'}}]\ncold: '{tmp_path}'", "test")
+    with pytest.raises(StartError, match=r"kvferry\[cold\]"):
+        async with build(config):
+            pass
+    assert [finding.what for finding in await of_cold(config)] == [
+        "cold.url needs `pip install 'kvferry[cold]'`"
+    ]
 
 
 @pytest.mark.usefixtures("without")

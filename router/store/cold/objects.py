@@ -17,6 +17,7 @@ from router.store.sidecars import make_directory
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
 
+_CLOCK = "clock"
 _CHUNK = 1 << 20  # bytes; then it looks whether it is to stop
 _SILENT = timedelta(seconds=10)
 _LONGEST = timedelta(seconds=110)  # of one request: less than a thread may take (io_pool.py)
@@ -68,6 +69,14 @@ class Objects:
         """Write an object, whole or not at all."""
         with _told(path):
             self._obstore.put(self._store, path, content, use_multipart=False)
+
+    def clock(self) -> float:
+        """Write a small object, and return when that was by the clock of the store."""
+        self.put(_CLOCK, b"kvferry")
+        found = self.head(_CLOCK)
+        if found is None:
+            raise KvError("the store does not have what it was given")
+        return found.changed_at
 
     def head(self, path: str) -> ObjectMeta | None:
         """Return what is known of an object. None: it is not there."""

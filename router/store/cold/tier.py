@@ -40,7 +40,6 @@ from router.store.io_pool import Threads
 
 log = structlog.get_logger(__name__)
 
-_CLOCK = "clock"  # its time of writing is what the store takes for now
 _LISTED_S = 600.0  # seconds between two listings
 _AGAIN_S = 30.0  # after a failure
 _LOOK_S = (1.0, 60.0)  # the shortest and the longest time between two looks for what is due
@@ -294,11 +293,7 @@ class ColdTier:
             await self._threads.unhurried(partial(self._sweep, listed.now))
 
     def _listed(self) -> "_Listed":
-        self._objects.put(_CLOCK, b"kvferry")
-        clock = self._objects.head(_CLOCK)
-        if clock is None:
-            raise KvError("the store does not have what it was given")
-        now, keep_s = clock.changed_at, self._settings.keep_s
+        now, keep_s = self._objects.clock(), self._settings.keep_s
         found = [(read_state(meta.path), meta) for meta in self._objects.listing(STATES)]
         states = [
             (state, meta.changed_at)

@@ -14,6 +14,7 @@ from router.base.types import Namespace
 from router.config.schema import Config
 from router.llama.server_client import Connections
 from router.tools.doctor.certificates import of_certificates
+from router.tools.doctor.cold import of_cold
 from router.tools.doctor.facts import Facts, gather
 from router.tools.doctor.findings import Finding, Level, of_backend
 from router.tools.doctor.hosts import of_hosts
@@ -35,6 +36,8 @@ async def doctor(config: Config) -> int:
         _print(console, "together", together)
     if certificates := await of_certificates(config):
         _print(console, "certificates", certificates)
+    if cold := await of_cold(config):
+        _print(console, "cold tier", cold)
     if others := await of_hosts(config, all_facts):
         _print(console, "other hosts", others)
     code, text = verdict(all_facts, config)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from router.base.types import Prompt, RequestId, SlotStatus, SnapshotId
+from router.base.types import Prompt, RequestId, SlotId, SlotStatus, SnapshotId, Tenant
 from router.core.execution.idle_saves import wakeup
 from router.core.model import events as ev
 from router.core.model.effects import Save, SaveReason
@@ -17,6 +17,7 @@ from tests.support.scheduler.build import (
     B0,
     NS,
     OTHER_NS,
+    A,
     B,
     backend,
     run_of,
@@ -49,6 +50,20 @@ def test_one_after_the_other_on_a_backend_and_each_once() -> None:
     assert s.handle(ev.SaveFailed(SAVE_2, A1, "disk full"), NOW) == []
     assert s.handle(ev.Tick(), NOW + 1000) == []
     assert SnapshotId("s") in s.state.inventory.catalog
+
+
+def test_what_a_purged_tenant_has_in_idle_slots_is_not_saved() -> None:
+    """Also with a salt; what others have is saved as before."""
+    contents = {A0: LONG, A1: run_of(1000, 7), SlotId(A, 2): run_of(1000, 9)}
+    s = scheduler(backend("a", 3), holding=contents)
+    for at, owner in zip(contents, ("alice", "alice~salt", "alicia"), strict=True):
+        slot(s, at).hold(replace(slot(s, at).content, tenant=Tenant(owner)))
+
+    (save,) = s.handle(ev.TenantPurged(Tenant("alice")), NOW)
+    assert isinstance(save, Save)
+    assert save.slot == SlotId(A, 2)
+    assert s.handle(ev.SaveFailed(save.request, save.slot, "disk full"), NOW) == []
+    assert s.handle(ev.Tick(), NOW + 1000) == []
 
 
 def test_a_save_is_no_use_of_a_slot_and_a_request_is() -> None:

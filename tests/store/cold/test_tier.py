@@ -245,7 +245,7 @@ async def test_a_store_that_forgets_what_it_was_given_is_not_used(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = await hosts.start()
-    monkeypatch.setattr(Objects, "head", lambda self, path: None)
+    monkeypatch.setattr(Objects, "head", lambda _, __: None)
     with pytest.raises(KvError, match="does not have what it was given"):
         await here.tier.refresh()
     assert not here.tier.is_usable

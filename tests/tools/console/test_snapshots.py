@@ -10,12 +10,14 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.clock import wall_now
 from router.base.tokens import pack
-from router.base.types import KvDir, Namespace, Snapshot, SnapshotId, StateShape
+from router.base.types import KvDir, Namespace, Snapshot, SnapshotId, StateShape, Tenant
 from router.tools.cli import main
 from router.tools.console.client import TOKEN_ENV
+from router.web.fleet.purging import Purging, Reached
 from tests.support.files.state_files import full
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import RunningRouter, running
@@ -146,6 +148,13 @@ async def test_show_one_in_use(kvferry: RunningRouter, capsys: Capture) -> None:
         (["list", "--larger-than", "5 apples"], 2, "a size such as 500MB"),
         (["purge", "--yes"], 2, "give at least one filter, or `all`"),
         (["purge", "--yes", "--all", "--unused"], 2, "give at least one filter, or `all`"),
+        (["purge", "--yes", "--everywhere"], 2, "give at least one filter, or `all`"),
+        (["purge", "--yes", "--everywhere", "--all"], 2, "everywhere: needs `tenant`"),
+        (
+            ["purge", "--yes", "--everywhere", "--tenant", "a", "--unused"],
+            2,
+            "everywhere: needs `tenant`, and no other filter",
+        ),
         (["purge", "--yes", "--id", "999999"], 1, "there is no snapshot '999999'"),
     ],
 )
@@ -211,6 +220,40 @@ async def test_nobody_to_ask_is_a_no(
     assert await run(kvferry, "purge", "--all") == 1
     assert "no terminal to ask on; use --yes" in capsys.readouterr().err
     assert await count(kvferry) == N
+
+
+async def test_a_tenant_that_has_nothing_here_is_purged_elsewhere(
+    kvferry: RunningRouter, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not reached is named, and the exit code says so."""
+    asked: list[Tenant] = []
+
+    async def elsewhere(_: Purging, tenant: Tenant) -> list[Reached]:
+        asked.append(tenant)
+        return [Reached("box-b", 3), Reached("cold tier", problem="it does not answer")]
+
+    monkeypatch.setattr(Purging, "elsewhere", elsewhere)
+    monkeypatch.setattr(sys, "stdin", Person("y\n"))
+    capsys.readouterr()
+    assert await run(kvferry, "purge", "--tenant", "alice", "--everywhere") == 1
+
+    said = capsys.readouterr()
+    assert "Purge 0 snapshots here, and all on other hosts and in the cold tier? [y/N]" in said.err
+    assert "box-b: 3 deleted\ncold tier: not reached: it does not answer\n" in said.out
+    assert asked == ["alice"]
+    assert await count(kvferry) == N
+
+
+async def test_purge_of_a_tenant_takes_its_salts_and_no_other(kvferry: RunningRouter) -> None:
+    owned = [
+        replace(snapshot(100 + at), namespace=Namespace(f"space:1=2@{tenant}"))
+        for at, tenant in enumerate(("alice", "alice~salt", "alicia", "bob"))
+    ]
+    await kvferry.router.engine.snapshots_found(owned)
+    assert await run(kvferry, "purge", "--tenant", "alice", "--yes") == 0
+
+    left = (await kvferry.get("/kvferry/snapshots?limit=1000")).json["snapshots"]
+    assert {row["tenant"] for row in left} == {None, "alicia", "bob"}
 
 
 async def test_purge_dry_run(kvferry: RunningRouter, capsys: Capture) -> None:

@@ -1,0 +1,106 @@
+"""`kvferry doctor` and `serve` over a cold tier: what is wrong with it, in words and a remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from router.assembly.backends import StartError
+from router.assembly.router import build
+from router.config.loader import ConfigError
+from router.config.schema import parse
+from router.tools.doctor.cold import of_cold
+from router.tools.doctor.findings import Level
+from tests.support.servers.running_router import configuration
+from tests.support.servers.s3_server import S3_KEYS, S3Server
+
+BACKENDS = "backends: [{url: 'http://127.0.0.1:9'}]\n"
+
+
+async def found(cold: str) -> list[tuple[Level, str]]:
+    config = configuration([("x", "http://127.0.0.1:9")], None, yaml=f"cold: {cold}")
+    return [(one.level, one.what) for one in await of_cold(config)]
+
+
+async def test_without_a_cold_tier_nothing_is_said() -> None:
+    assert await found("{after: 1h}") == []
+
+
+async def test_a_directory_that_works(tmp_path: Path) -> None:
+    (first, second) = await found(f"'{tmp_path}/cold'")
+
+    assert first[0] is Level.OK
+    assert f"{tmp_path}/cold: 0 states" in first[1]
+    assert second == (Level.NOTE, "nothing there is encrypted: who reads it reads the prompts")
+
+
+async def test_a_bucket_that_works_and_one_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in S3_KEYS.items():
+        monkeypatch.setenv(name, value)
+    key = tmp_path / "key"
+    key.write_text("k" * 40)
+    async with S3Server.started() as server:
+        (fine, rules) = await found(f"{{{server.yaml}, key_file: '{key}'}}")
+        (gone,) = await found(f"{{url: 's3://others/kv', endpoint: '{server.endpoint}'}}")
+
+    assert fine[0] is Level.OK
+    assert (rules[0], "rules for" in rules[1]) == (Level.NOTE, True)
+    assert gone[0] is Level.ERROR
+    assert "\n" not in gone[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("short", "must have 32 to 1024 bytes, not 5: `openssl rand"),
+        (None, "No such file or directory"),
+    ],
+)
+async def test_a_key_file_that_cannot_be_used(tmp_path: Path, key: str | None, why: str) -> None:
+    path = tmp_path / "key"
+    if key is not None:
+        path.write_text(key)
+    cold = f"{{url: '{tmp_path}/cold', key_file: '{path}'}}"
+    ((level, what),) = await found(cold)
+    assert level is Level.ERROR
+    assert "cold.key_file" in what
+    assert why in what
+    with pytest.raises(StartError, match=r"cold\.key_file"):
+        async with build(parse(f"{BACKENDS}cold: {cold}", "test")):
+            pass
+
+
+async def test_a_directory_below_none_is_refused_at_the_start() -> None:
+    config = parse(f"{BACKENDS}cold: /dev/null/x", "test")
+    with pytest.raises(StartError, match=r"cold\.url"):
+        async with build(config):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("cold", "why"),
+    [
+        ("bucket/x", "cold.url: must be s3://BUCKET/PREFIX"),
+        ("'s3://'", "cold.url: must be s3://BUCKET/PREFIX"),
+        ("'s3://key:secret@bucket'", "keys come from the environment"),
+        ("'s3://bucket?x=1'", "keys come from the environment"),
+        ("{url: /c, endpoint: 'http://127.0.0.1:9'}", "cold.endpoint: is for `url: s3://"),
+        ("{url: 's3://b', endpoint: 'http://minio:9000'}", "cold.endpoint: is http, which can be"),
+        ("{url: /c, keep: 0}", "cold.keep: must be more than 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(cold: str, why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"{BACKENDS}cold: {cold}", "test")
+    assert why in str(caught.value)
+    assert "key:secret" not in str(caught.value)
+
+
+def test_http_is_allowed_where_everything_is_sealed_or_local() -> None:
+    for cold in (
+        "{url: 's3://b', endpoint: 'http://minio:9000', key_file: /k}",
+        "{url: 's3://b', endpoint: 'http://127.0.0.1:9000'}",
+        "{url: 's3://b', endpoint: 'https://minio:9000'}",
+    ):
+        assert parse(f"{BACKENDS}cold: {cold}", "test").cold.url == "s3://b"
