@@ -1,9 +1,10 @@
 """Random kills and cuts under load, for KVFERRY_CHAOS_S seconds (`make test-hosts`).
 
-kvferry, llama-server, Redis and whole hosts are killed as kill -9 does, and started again; links
-are cut and healed; hosts are drained, so that states travel. Every answer has to be right, and no
-request may fail that had not begun to answer on what was killed. KVFERRY_CHAOS_SEED=7 repeats the
-choices of seed 7, though not the times.
+kvferry, llama-server, Redis and whole hosts are killed as kill -9 does, and started again, some
+without their disks; links are cut and healed; hosts are drained, so that states travel. An S3
+server has copies of what the small stores evict; it is killed, hangs, loses and mixes up objects.
+Every answer has to be right, and no request may fail that had not begun to answer on what was
+killed. KVFERRY_CHAOS_SEED=7 repeats the choices of seed 7, though not the times.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ import pytest
 
 from router.base.clock import MonotonicClock
 from router.hosts.messages import FETCHED_FROM
+from router.servers.program import free_port
 from tests.conftest import StartServer
 from tests.e2e.hosts.test_namespaces import clients, until_ready
 from tests.support.conversations.conversing import differs_in_earnest
@@ -30,8 +32,9 @@ from tests.support.faults.chaos import ROUNDING
 from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.hosts import HOST
 from tests.support.servers.llama_server import LlamaServer
-from tests.support.servers.namespaces import NetHost, net_hosts, start_all
+from tests.support.servers.namespaces import OUTSIDE, NetHost, net_hosts, start_all
 from tests.support.servers.running_router import Answer, read_answer
+from tests.support.servers.s3_server import BUCKET, S3_KEYS, S3Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 
@@ -40,6 +43,7 @@ SEED = int(os.environ.get("KVFERRY_CHAOS_SEED", random.SystemRandom().randrange(
 N_HOSTS, N_CLIENTS, LONGEST = 3, 4, 2500
 ASKED: Json = {"n_predict": 4, "temperature": 0, "n_probs": 5, "return_tokens": True}
 BUGS = ("task_failed", "request_failed")
+_STORE_BYTES = 8 << 20  # three of the longest states
 # A client gives up a host whose link was cut.
 _CLIENT_S = 60.0
 
@@ -56,6 +60,7 @@ class Load:
     said: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    old: list[list[int]] = field(default_factory=list)  # prompts of conversations that are over
 
     async def client(self, number: int) -> None:
         """Take turns until the test is over; begin anew when the conversation is long."""
@@ -66,14 +71,19 @@ class Load:
             if answer is None:
                 continue
             self.said[answer.headers[HOST]] += 1
-            self.said["fetched"] += FETCHED_FROM in answer.headers
+            if (source := answer.headers.get(FETCHED_FROM)) is not None:
+                self.said["from the cold tier" if source == "cold tier" else "fetched"] += 1
             expected = await self.reference.post("/completion", ASKED | {"prompt": prompt})
             if told := differs_in_earnest(answer, expected, ROUNDING):
                 self.wrong.append(f"{answer.headers[HOST]}: {told}")
             seed += 1
             prompt = [*prompt, *answer.json["tokens"], *ids(seed, 60)]
-            if len(prompt) > LONGEST:
+            if len(prompt) > LONGEST:  # a new conversation, or an old one again
+                self.old.append(prompt[:LONGEST])
                 prompt = ids(seed, 400)
+                if self.chance.random() < 0.7:
+                    old = self.chance.choice(self.old)
+                    prompt = [*old[: self.chance.randint(1000, LONGEST - 100)], *ids(seed, 20)]
 
     async def _ask(self, prompt: Sequence[int]) -> Answer | None:
         """Send a turn to some door. None: that door was killed or cut meanwhile."""
@@ -102,14 +112,17 @@ class Load:
         return answer
 
 
-async def disturb(hosts: list[NetHost], redis: NetHost, chance: random.Random) -> str:
+async def disturb(hosts: list[NetHost], redis: NetHost, s3: S3Server, chance: random.Random) -> str:
     """Do one thing to one host, undo it after a while, and return what it was.
 
     Two of three hosts are always there: more than one at a time is no fleet any more.
     """
     host = chance.choice(hosts)
     what = chance.choice(
-        ["router", "router", "server", "host", "link", "redis", "redis stops", "drain", "drain"]
+        [
+            *("router", "router", "server", "host", "link", "redis", "redis stops"),
+            *("drain", "drain", "s3", "s3 stops", "s3 spoils", "s3 spoils"),
+        ]
     )
     pause_s = chance.uniform(0.2, 4.0)
     match what:
@@ -119,6 +132,8 @@ async def disturb(hosts: list[NetHost], redis: NetHost, chance: random.Random) -
             await start_all(host)
         case "host":
             await host.kill_all()
+            if chance.random() < 0.5:
+                host.lose_disk()
             await asyncio.sleep(pause_s)
             await start_all(host)
         case "link":
@@ -129,6 +144,16 @@ async def disturb(hosts: list[NetHost], redis: NetHost, chance: random.Random) -
             await host.operate("fleet", "drain")
             await asyncio.sleep(2 * pause_s)
             await host.operate("fleet", "undrain")
+        case "s3":
+            await s3.kill()
+            await asyncio.sleep(pause_s)
+            await s3.start()
+        case "s3 stops":
+            s3.pause()
+            await asyncio.sleep(4 * pause_s)
+            s3.go_on()
+        case "s3 spoils":
+            await s3.spoil(chance)
         case "redis":
             await redis.kill("redis")
             await asyncio.sleep(pause_s)
@@ -154,15 +179,29 @@ async def test_chaos_of_hosts(
     server_argv: list[str],
     reference: Direct,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     chance, clock = random.Random(SEED), MonotonicClock()
+    for name, value in S3_KEYS.items():
+        monkeypatch.setenv(name, value)
+    key = tmp_path / "cold.key"
+    key.write_text("k" * 40)
+    s3_port = free_port()
+    cold = f"url: 's3://{BUCKET}/kv', endpoint: 'http://{OUTSIDE}:{s3_port}', key_file: '{key}'"
     done: Counter[str] = Counter()
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with (
         aiohttp.ClientSession(connector=connector) as session,
-        net_hosts(tmp_path, server_argv, tiny_model("llama").path, N_HOSTS) as found,
+        S3Server.started("0.0.0.0", s3_port) as s3,
+        net_hosts(
+            tmp_path,
+            server_argv,
+            tiny_model("llama").path,
+            N_HOSTS,
+            yaml=f"cold: {{{cold}, after: 1s}}\nstore: {{max_bytes: {_STORE_BYTES}}}",
+        ) as found,
     ):
         hosts, redis = found[:N_HOSTS], found[-1]
         names = [host.name for host in hosts]
@@ -174,7 +213,7 @@ async def test_chaos_of_hosts(
             for number in range(N_CLIENTS):
                 group.create_task(load.client(number))
             while clock.now() < end and not load.failures and not load.wrong:
-                done[await disturb(hosts, redis, chance)] += 1
+                done[await disturb(hosts, redis, s3, chance)] += 1
             load.over = True
         told = f"seed {SEED}: {dict(done)}; answers {dict(load.said)}"
         record_property("chaos", told)

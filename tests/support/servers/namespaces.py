@@ -27,6 +27,7 @@ _NET = f"10.77.{_ID}"
 _BRIDGE = f"kvfbr{_ID}"
 _KVFERRY = "import sys; from router.tools.cli import main; sys.exit(main())"
 CLIENTS, PEERS, SERVER = 8080, 8089, 8081
+OUTSIDE = f"{_NET}.254"  # this machine, as all hosts see it
 _PATIENCE_S = 60.0
 
 
@@ -220,6 +221,10 @@ class NetHost:
         for what in ("router", "server", "redis"):
             await self.kill(what)
 
+    def lose_disk(self) -> None:
+        """Remove its state files, as when it comes back with another disk."""
+        shutil.rmtree(self._kv_dir())
+
 
 async def answers(session: aiohttp.ClientSession, url: str) -> bool:
     """Return whether a URL answers with 200."""
@@ -266,7 +271,7 @@ async def net_hosts(
     _remove(found)
     run("ip", "link", "add", _BRIDGE, "type", "bridge")
     try:
-        run("ip", "addr", "add", f"{_NET}.254/24", "dev", _BRIDGE)
+        run("ip", "addr", "add", f"{OUTSIDE}/24", "dev", _BRIDGE)
         run("ip", "link", "set", _BRIDGE, "up")
         for host in found:
             host.connect()

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import random
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -27,12 +29,13 @@ class S3Server:
     """One server with one bucket, in memory."""
 
     port: int
+    host: str = "127.0.0.1"
     _process: asyncio.subprocess.Process | None = None
 
     @property
     def endpoint(self) -> str:
         """Return its URL."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def yaml(self) -> str:
@@ -41,9 +44,9 @@ class S3Server:
 
     @classmethod
     @asynccontextmanager
-    async def started(cls) -> AsyncIterator["S3Server"]:
-        """Yield a running server."""
-        server = cls(free_port())
+    async def started(cls, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator["S3Server"]:
+        """Yield a running server at an address of this machine."""
+        server = cls(port or free_port(), host)
         await server.start()
         try:
             yield server
@@ -53,7 +56,7 @@ class S3Server:
     async def start(self) -> None:
         """Start it, empty; return when it has its bucket."""
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)),
+            *(sys.executable, "-m", "moto.server", "-H", self.host, "-p", str(self.port)),
             env=os.environ | S3_KEYS,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
@@ -73,6 +76,23 @@ class S3Server:
             self._process.kill()
             await self._process.wait()
             self._process = None
+
+    async def spoil(self, chance: random.Random) -> None:
+        """Lose some objects, and put others, or garbage, in the place of some."""
+        async with aiohttp.ClientSession(f"{self.endpoint}/{BUCKET}/") as session:
+            async with session.get("", params={"list-type": "2"}) as answer:
+                names = re.findall("<Key>([^<]+)</Key>", await answer.text())
+            names = [name for name in names if "/states/" in name or "/blobs/" in name]
+            for name in chance.sample(names, len(names) // 3):
+                match chance.choice(["lose", "garbage", "another"]):
+                    case "lose":
+                        await session.delete(name)
+                    case "garbage":
+                        await session.put(name, data=chance.randbytes(chance.randrange(5000)))
+                    case _:
+                        async with session.get(chance.choice(names)) as other:
+                            content = await other.read()
+                        await session.put(name, data=content)
 
     def pause(self) -> None:
         """Stop it from answering, its connections stay open."""
