@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,11 @@ from router.assembly.backends import StartError, timeouts_of
 from router.base.clock import MonotonicClock, wall_now
 from router.base.errors import KvError
 from router.base.tasks import Tasks
-from router.base.types import Snapshot, SnapshotId
+from router.base.types import Snapshot, SnapshotId, Tenant
 from router.base.urls import authority
 from router.config.cold import ColdConfig
 from router.config.schema import Config
+from router.core.model import events as ev
 from router.core.model.slots import Phase
 from router.core.model.tenancy import model_of, tenant_of
 from router.engine.engine import Engine
@@ -35,6 +36,8 @@ from router.hosts.twins import compare, processes_of
 from router.llama.attach.drivers import Drivers
 from router.llama.attach.namespace import facts_of, is_same
 from router.llama.server_client import Connections
+from router.store.cold.bucket import Bucket
+from router.store.cold.directory import SharedDirectory
 from router.store.cold.names import Names
 from router.store.cold.objects import ColdPlace, Objects
 from router.store.cold.seals import Seal, Sealed, Unsealed
@@ -226,6 +229,7 @@ class _Kept:
     """The snapshots of this host. Implements `cold.tier.KeptSnapshots`."""
 
     engine: Engine
+    erase_journal: Callable[[], Awaitable[None]]
 
     def snapshots(self) -> Iterator[Snapshot]:
         """Yield all that are whole and in use, the most valuable first."""
@@ -238,6 +242,17 @@ class _Kept:
         """Return whose a snapshot is."""
         namespace = snapshot.namespace
         return Owned(facts_of(model_of(namespace)), tenant_of(namespace))
+
+    def tenants(self) -> set[Tenant]:
+        """Return the tenants of snapshots and slots."""
+        view = self.engine.view
+        found = {tenant_of(one.namespace) for one, _, _ in view.snapshots()}
+        return found | view.slot_tenants()
+
+    async def forget(self, tenant: Tenant) -> None:
+        """Save nothing of what slots have of a tenant, and erase the journal."""
+        self.engine.tell(ev.TenantPurged(tenant))
+        await self.erase_journal()
 
     async def purged(self, snapshots: list[SnapshotId]) -> None:
         """Delete snapshots of a tenant that another host has purged."""
@@ -258,7 +273,11 @@ async def cold_parts(config: ColdConfig) -> ColdStore:
     place = ColdPlace(config.url, config.endpoint, config.region)
     try:
         secret = None if config.key_file is None else await asyncio.to_thread(_key, config.key_file)
-        objects = await asyncio.to_thread(Objects, place)
+        objects: Objects
+        if place.is_directory:
+            objects = SharedDirectory(place, is_sealed=secret is not None)
+        else:
+            objects = await asyncio.to_thread(Bucket, place)
         seal = Unsealed() if secret is None else Sealed(secret)
     except ModuleNotFoundError as error:
         raise StartError("cold.url needs `pip install 'kvferry[cold]'`") from error
@@ -268,13 +287,18 @@ async def cold_parts(config: ColdConfig) -> ColdStore:
     return ColdStore(objects, names, seal)
 
 
-async def cold_of(config: ColdConfig, engine: Engine, store: KvStore) -> ColdTier | None:
+async def cold_of(
+    config: ColdConfig,
+    engine: Engine,
+    store: KvStore,
+    erase_journal: Callable[[], Awaitable[None]],
+) -> ColdTier | None:
     """Return the cold tier; None: there is none. Raises StartError."""
     if config.url is None:
         return None
     settings = ColdSettings(config.after_s, config.keep_s)
     parts = await cold_parts(config)
-    return ColdTier(*parts, store.exchange, _Kept(engine), settings, wall_now)
+    return ColdTier(*parts, store.exchange, _Kept(engine, erase_journal), settings, wall_now)
 
 
 def _key(path: Path) -> bytes:

@@ -149,7 +149,7 @@ async def build(
         hosts = await stack.enter_async_context(joined)
         if hosts is not None:
             parts.certificates.credentials = hosts.credentials
-        cold = await cold_of(config.cold, engine, parts.store)
+        cold = await cold_of(config.cold, engine, parts.store, watched.journal.erase)
         if cold is not None:
             stack.push_async_callback(cold.aclose)
             ColdCollector(parts.registry, cold.status)

@@ -1,6 +1,7 @@
 """The last stage of a router: the handler of all requests."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.assembly.hosts import Hosts
@@ -9,7 +10,7 @@ from router.assembly.parts import Parts, Watched
 from router.assembly.reload import Reload
 from router.base.clock import wall_now
 from router.base.ports import Tracing
-from router.base.types import ColdStatus
+from router.base.types import ColdStatus, Tenant
 from router.config.schema import Config
 from router.store.cold.tier import ColdTier
 from router.telemetry.backend_metrics import BackendMetrics
@@ -62,14 +63,14 @@ class Stages:
         """Return the state of the cold tier; None: there is none."""
         return None if self.cold is None else self.cold.status()
 
-    @property
-    def purging(self) -> Purging:
+    def purging(self, stop_fetches: Callable[[Tenant], None]) -> Purging:
         """Return what deletes all of a tenant."""
         hosts = self.hosts
         return Purging(
             self.parts.engine,
             self.cold,
             lambda: () if hosts is None else hosts.peers.all(),
+            stop_fetches,
             self.watched.journal.erase,
         )
 
@@ -99,9 +100,11 @@ async def app_of(made: Stages, live: Live) -> App:
     cold = None if made.cold is None else ColdHolder(made.cold, parts.clock.now)
     store, now = parts.store, parts.clock.now
     fetch_metrics = FetchMetrics(parts.registry) if cold is not None or hosts is not None else None
+    purging = made.purging(lambda _: None)
     if hosts is not None and fetch_metrics is not None:
         client = hosts.credentials.client
         fetching = Fetching(hosts.peers, cold, engine, store, client, fetch_metrics, now)
+        purging = made.purging(fetching.stop)
         handing_out = HandingOut(engine, store, hosts.held, fetch_metrics, now)
         elsewhere = Forwarding(
             hosts.name,
@@ -119,11 +122,12 @@ async def app_of(made: Stages, live: Live) -> App:
             suspects,
         )
         routes = PeerRoutes(
-            hosts.hello, engine, selection, hosts.held, fetching, handing_out, made.purging
+            hosts.hello, engine, selection, hosts.held, fetching, handing_out, purging
         )
         others = OtherHosts(hosts.name, routes, hosts.metrics)
     elif fetch_metrics is not None:
         fetching = Fetching(NoPeers(), cold, engine, store, None, fetch_metrics, now)
+        purging = made.purging(fetching.stop)
         elsewhere = FromCold(engine, fetching, parts.decision_log)
     reports = Reports(engine, parts.decision_log, parts.tasks.spawn)
     slicing = Slicing(engine, selection)
@@ -135,7 +139,7 @@ async def app_of(made: Stages, live: Live) -> App:
         keys=keys,
         completions=completions,
         passing=Passing(selection, settings, parts.throttle, elsewhere),
-        own=await _own_routes(made, completions, live, bodies, settings),
+        own=await _own_routes(made, completions, live, bodies, settings, purging),
         decision_log=parts.decision_log,
         telemetry=parts.telemetry,
         settings=settings,
@@ -146,7 +150,12 @@ async def app_of(made: Stages, live: Live) -> App:
 
 
 async def _own_routes(
-    made: Stages, completions: Completions, live: Live, bodies: Bodies, settings: Settings
+    made: Stages,
+    completions: Completions,
+    live: Live,
+    bodies: Bodies,
+    settings: Settings,
+    purging: Purging,
 ) -> OwnRoutes:
     parts, selection, guard = made.parts, made.watched.selection, made.parts.guard
     engine, now = parts.engine, parts.clock.now
@@ -178,7 +187,7 @@ async def _own_routes(
             guard,
             now,
             wall_now,
-            made.purging,
+            purging,
             bodies,
             parts.store.verify_all,
         ),

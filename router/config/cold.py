@@ -1,11 +1,13 @@
 """The `cold` section: the object store, or directory, that has copies of snapshots."""
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from router.config import values
-from router.config.loader import ConfigSection, MisfitError
+from router.config.loader import ConfigSection, KeyPath, MisfitError
 
 
 class ColdConfig(ConfigSection):
@@ -17,6 +19,20 @@ class ColdConfig(ConfigSection):
     key_file: values.AbsolutePath | None = None  # None: nothing is encrypted
     after_s: values.Seconds = Field(default=3600.0, alias="after")
     keep_s: values.PositiveSeconds = Field(default=15 * 24 * 3600.0, alias="keep")
+
+    def overlaps(self, others: Iterable[Path | None]) -> list[tuple[KeyPath, str]]:
+        """Return the contradiction if the tier's directory is one of others, or in one, or has one.
+
+        In it what is old is removed.
+        """
+        if self.url is None or not self.url.startswith("/"):
+            return []
+        own = Path(self.url)
+        for other in others:
+            if other is not None and (own.is_relative_to(other) or other.is_relative_to(own)):
+                message = f"overlaps with {other}: the cold tier needs a directory of its own"
+                return [(("cold", "url"), message)]
+        return []
 
     @model_validator(mode="before")
     @classmethod

@@ -395,6 +395,7 @@ class Config(ConfigSection):
         if blobs is not None and blobs in kv_dirs:
             message = "is the kv_dir of a backend: blobs need a directory of their own"
             misfits.append((("store", "blobs"), message))
+        misfits += self.cold.overlaps([*kv_dirs, blobs])
         if self.policy.name is PolicyName.PASSTHROUGH and self.auth.keeps_apart:
             message = "passthrough cannot keep tenants apart: set auth.share_cache: all"
             misfits.append((("policy", "name"), message))

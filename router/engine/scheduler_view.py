@@ -295,6 +295,10 @@ class SchedulerView:
         """Return whether a server for the model can be started."""
         return bool(self._state.inventory.servers.of(model))
 
+    def slot_tenants(self) -> set[Tenant]:
+        """Return the tenants of what slots have."""
+        return {slot.content.tenant for slot in self._state.inventory.slots}
+
     def snapshots(self) -> list[tuple[Snapshot, int, int]]:
         """Return every usable snapshot with its uses and references."""
         return self._state.inventory.catalog.snapshots()

@@ -21,10 +21,18 @@ class Link:
     """
 
     def __init__(
-        self, breaker: Breaker, now: Callable[[], float], asking_s: float = _ASKING_S
+        self,
+        breaker: Breaker,
+        now: Callable[[], float],
+        asking_s: float = _ASKING_S,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`asking_s`: what a fetch takes besides its bytes, until that is learned."""
+        """`asking_s`: what a fetch takes besides its bytes, until that is learned.
+
+        `on_failure`: called when a fetch has failed.
+        """
         self.breaker = breaker
+        self._on_failure = on_failure
         self._asking_s = asking_s
         self._s_per_byte = _S_PER_BYTE
         self._trust = Trust(now)
@@ -48,6 +56,7 @@ class Link:
         self.breaker.failure()
         self._learn(size_bytes, reading_s)
         self._trust.note(0.0, took_s)
+        self._on_failure()
 
     def _learn(self, size_bytes: int, reading_s: float) -> None:
         if size_bytes >= _LEAST_BYTES:

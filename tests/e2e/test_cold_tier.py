@@ -27,6 +27,11 @@ KEYS = f"""
 PARTS = "store: {min_tokens: 64}\npolicy: {reuse_probability: 1.0}\n"
 
 
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path) -> None:
+    (tmp_path / "cold").mkdir(mode=0o700)
+
+
 @pytest.fixture
 async def s3(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[S3Server]:
     for name, value in S3_KEYS.items():
@@ -107,6 +112,7 @@ async def test_a_store_that_hangs_costs_one_request_a_deadline(
             assert FROM not in answer.headers
         failed = 'kvferry_fetches_total{peer="cold tier",result="failed"}'
         assert (await kvferry.metrics())[failed] == 1
+        assert (await kvferry.state())["snapshots"]["cold"]["problem"] != ""
         s3.go_on()
 
 

@@ -59,8 +59,8 @@ async def test_doctor_without_redis_says_what_to_install() -> None:
 
 
 @pytest.mark.usefixtures("without")
-async def test_a_cold_tier_without_its_package_is_refused(tmp_path: Path) -> None:
-    config = parse(f"backends: [{{url: 'http://127.0.0.1:9'}}]\ncold: '{tmp_path}'", "test")
+async def test_a_bucket_without_its_package_is_refused() -> None:
+    config = parse("backends: [{url: 'http://127.0.0.1:9'}]\ncold: 's3://b'", "test")
     with pytest.raises(StartError, match=r"kvferry\[cold\]"):
         async with build(config):
             pass

@@ -106,8 +106,8 @@ class Exchange:
         self._closed = True
         self._pool.shutdown(wait=wait, cancel_futures=True)
 
-    async def manifest(self, snapshot: SnapshotId) -> Manifest:
-        """Return what a snapshot consists of.
+    async def manifest(self, snapshot: SnapshotId, *, hurried: bool = True) -> Manifest:
+        """Return what a snapshot consists of. Not `hurried`: no request waits for it.
 
         The parts of a whole file are hashed, once for all that ask, also if these give up.
         """
@@ -116,7 +116,7 @@ class Exchange:
             raise KvFileError(f"snapshot {snapshot} does not exist")
         if snapshot not in self._manifests:
             if snapshot not in self._hashing:
-                work = self._look_up(snapshot)
+                work = self._look_up(snapshot, hurried=hurried)
                 self._hashing[snapshot] = spawn(work, name=f"kv_manifest {snapshot}")
             await asyncio.wait([self._hashing[snapshot]])
         if snapshot not in self._manifests:
@@ -124,7 +124,7 @@ class Exchange:
         self._manifests.move_to_end(snapshot)
         return self._manifests[snapshot]
 
-    async def _look_up(self, snapshot: SnapshotId) -> None:
+    async def _look_up(self, snapshot: SnapshotId, *, hurried: bool) -> None:
         held, blobs = self._held[snapshot], self._owner.tier_directory()
         try:
             if held.snapshot.blobs and blobs is not None:
@@ -132,7 +132,8 @@ class Exchange:
                 found = await blobs.threads.bulk(partial(manifests.read, path))
             else:
                 work = partial(_hashed, held, self._least_bytes)
-                found = await held.directory.threads.bulk(work)
+                threads = held.directory.threads
+                found = await (threads.bulk(work) if hurried else threads.unhurried(work))
         except KvError as error:
             log.warning("manifest_not_made", snapshot=snapshot, reason=str(error))
             return

@@ -16,7 +16,7 @@ import xxhash
 
 from router.base.decoding import UndecodableError, msgpack_decoder
 from router.base.errors import KvError, KvFileError
-from router.base.tokens import iterate
+from router.base.tokens import Tokens, iterate
 from router.base.types import Blob, KvDir, Namespace, Snapshot, SnapshotId, StateShape
 from router.store import files
 from router.store.format.head import Head, read_head, tokens_of
@@ -61,6 +61,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Return the blobs with their sizes."""
         return tuple(map(Blob, self.blobs, self.split.sizes()))
 
+    @property
+    def tokens(self) -> Tokens:
+        """Return the tokens of the snapshot. Raises KvFileError if the head is not one."""
+        return tokens_of(self._checked_head(), self.media)
+
     def snapshot(self, kv_dir: KvDir) -> Snapshot:
         """Return the snapshot, of which there is no file but its blobs in `kv_dir`.
 
@@ -84,9 +89,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise KvFileError for a manifest that contradicts itself."""
-        self.split.check()
-        if len(self.blobs) != len(self.split.sizes()) or any(len(id) != 32 for id in self.blobs):
+        split = self.split
+        if len(self.blobs) != split.n_rows + len(split.ends):  # first: a number may be any
             raise KvFileError(f"the manifest of {self.id} has other blobs than its split")
+        split.check()
+        if any(len(id) != 32 for id in self.blobs):
+            raise KvFileError(f"the manifest of {self.id} has ids that are none")
         self._checked_head()
 
     def _checked_head(self) -> Head:

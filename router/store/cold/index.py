@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from router.base.prefix_hash import PrefixHasher
 from router.base.tokens import Tokens, count
-from router.store.cold.names import StateKey, StateName, marks_of
+from router.store.cold.names import StateName, marks_of
 
 
 class ColdMatch(NamedTuple):
@@ -24,10 +24,13 @@ class ColdMatch(NamedTuple):
 
 @dataclass(slots=True)
 class _Bucket:
-    """States with one mark: the smallest, and those of which it is the last mark, by length."""
+    """States with one mark: the smallest, and those of which it is the last mark.
+
+    `ending`: by length and digest. Hosts that copy at once make several states of the same tokens.
+    """
 
     least: StateName | None = None
-    ending: dict[int, dict[bytes, StateName]] = field(default_factory=dict)
+    ending: dict[int, dict[bytes, list[StateName]]] = field(default_factory=dict)
 
 
 class ColdIndex:
@@ -35,7 +38,7 @@ class ColdIndex:
 
     def __init__(self, states: Iterable[StateName] = ()) -> None:
         self._buckets: dict[tuple[str, str], dict[bytes, _Bucket]] = defaultdict(dict)
-        self._states: dict[StateKey, StateName] = {}
+        self._states: dict[str, StateName] = {}
         self.total_bytes = 0  # of the state files
         for state in states:
             self.add(state)
@@ -44,36 +47,37 @@ class ColdIndex:
         return len(self._states)
 
     def add(self, state: StateName) -> None:
-        """Add a state; of two with the same tokens the last one counts."""
-        if not state.marks:
+        """Add a state, unless it is there, or too short to be found."""
+        if not state.marks or state.path in self._states:
             return
-        if (before := self._states.get(state.key)) is not None:
-            self.total_bytes -= before.size_bytes
-        self._states[state.key] = state
+        self._states[state.path] = state
         self.total_bytes += state.size_bytes
         buckets = self._buckets[state.tenant, state.model]
         for mark in state.marks:
             bucket = buckets.setdefault(mark, _Bucket())
-            if bucket.least is None or state.size_bytes <= bucket.least.size_bytes:
+            if bucket.least is None or state.size_bytes < bucket.least.size_bytes:
                 bucket.least = state
-        buckets[state.marks[-1]].ending.setdefault(state.n_tokens, {})[state.digest] = state
+        self._alike(state).append(state)
 
     def drop(self, state: StateName) -> None:
-        """Drop a state, if it is there. What is as long may be missed until the next listing."""
-        if self._states.get(state.key) != state:
+        """Drop a state, if it is there. Longer ones may be missed until the next listing."""
+        if self._states.pop(state.path, None) is None:
             return
-        del self._states[state.key]
         self.total_bytes -= state.size_bytes
         buckets = self._buckets[state.tenant, state.model]
         for mark in state.marks:
             if buckets[mark].least == state:
                 buckets[mark].least = None
-        alike = buckets[state.marks[-1]].ending[state.n_tokens]
-        del alike[state.digest]
+        self._alike(state).remove(state)
 
-    def equal(self, state: StateName) -> StateName | None:
-        """Return the state with the same tokens, whatever its id."""
-        return self._states.get(state.key)
+    def equal(self, state: StateName) -> list[StateName]:
+        """Return the states with the same tokens, whatever their ids."""
+        bucket = self._buckets[state.tenant, state.model].get(state.marks[-1])
+        return [] if bucket is None else list(self._alike(state))
+
+    def _alike(self, state: StateName) -> list[StateName]:
+        last = self._buckets[state.tenant, state.model][state.marks[-1]]
+        return last.ending.setdefault(state.n_tokens, {}).setdefault(state.digest, [])
 
     def find(
         self, tenant: str, model: str, hasher: PrefixHasher, tokens: Tokens, *, goes_back: bool
@@ -95,7 +99,7 @@ class ColdIndex:
         for n_tokens, bucket in reversed(shared):
             if goes_back and partial is None and bucket.least is not None:
                 partial = ColdMatch(bucket.least, n_tokens, whole=False)
-            whole = _whole(bucket, hasher, tokens)
+            whole = _whole(bucket, hasher, tokens, goes_back=goes_back)
             if whole is not None and (partial is None or whole.common >= partial.common):
                 return whole
         return partial
@@ -105,13 +109,19 @@ class ColdIndex:
         return list(self._states.values())
 
 
-def _whole(bucket: _Bucket, hasher: PrefixHasher, tokens: Tokens) -> ColdMatch | None:
-    """Return the longest state with all of which the prompt begins."""
-    lengths = sorted(n for n, alike in bucket.ending.items() if alike and n <= count(tokens))
+def _whole(
+    bucket: _Bucket, hasher: PrefixHasher, tokens: Tokens, *, goes_back: bool
+) -> ColdMatch | None:
+    """Return the longest state with all of which the prompt begins.
+
+    One that cannot go back has to be shorter than the prompt.
+    """
+    most = count(tokens) if goes_back else count(tokens) - 1
+    lengths = sorted(n for n in bucket.ending if n <= most)
     digests = hasher.digests(tokens, lengths)
     found = [
         state
         for n, digest in zip(lengths, digests, strict=True)
-        if (state := bucket.ending[n].get(digest)) is not None
+        for state in bucket.ending[n].get(digest, ())
     ]
     return ColdMatch(found[-1], found[-1].n_tokens, whole=True) if found else None

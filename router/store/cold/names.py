@@ -1,11 +1,12 @@
 """Names in the cold tier: what an object is called, and what the name of a state tells.
 
-    states/TENANT/MODEL/ID.TOKENS.BYTES.DIGEST.MARKS    a manifest
-    blobs/TENANT/AB/ABCD...                             the bytes of one blob
-    purged/TENANT.RANDOM                                all of this tenant before it is to go
+    states/TENANT/MODEL/ID.TOKENS.BYTES.DIGEST.MARKS.SIGN   a manifest
+    blobs/TENANT/AB/ABCD...                                 the bytes of one blob
+    purged/TENANT.TIME.SIGN                                 all of this tenant before it is to go
 
 TENANT and MODEL are keyed hashes. One listing of `states/` tells every host what there is: MARKS
 are hashes of the first 32, 64, 128, ... tokens, DIGEST is one of all tokens. No name tells a token.
+SIGN is a keyed hash of all before it: who has not the key can neither invent nor change a name.
 Each tenant has blobs of its own, so that all of a tenant can be deleted by its prefix. Pure.
 """
 
@@ -13,6 +14,7 @@ import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -27,14 +29,18 @@ _SALT = "~"  # behind it the salt of a tenant's prompts (core/model/tenancy.py)
 _FOLDER_BYTES = 8
 _STATE = re.compile(
     r"states/([0-9a-f]{16})/([0-9a-f]{16})/"
-    r"([0-9a-f]{32})\.([0-9]{1,9})\.([0-9]{1,15})\.([0-9a-f]{16})\.([A-Za-z0-9_-]{8,160})"
+    r"([0-9a-f]{32})\.([1-9][0-9]{0,8})\.([1-9][0-9]{0,14})\.([0-9a-f]{16})"
+    r"\.((?:[A-Za-z0-9_-]{8}){1,16})\.([0-9a-f]{16})"
 )
+_BLOB = re.compile(r"blobs/[0-9a-f]{16}/([0-9a-f]{2})/\1[0-9a-f]{62}")
+_PURGE = re.compile(r"purged/([0-9a-f]{16})\.([0-9]{1,12})\.([0-9a-f]{16})")
+_BROKEN = re.compile(r"\.[0-9a-f]{8}\.new")  # ends the name of a write that did not end
 
 StateKey = tuple[str, str, int, bytes]
 
 
 class StateName(Struct, frozen=True):
-    """What the name of a state tells of it. `tenant` and `model` are folders."""
+    """What the name of a state tells of it. `tenant` and `model` are folders; `path`: the name."""
 
     tenant: str
     model: str
@@ -43,41 +49,25 @@ class StateName(Struct, frozen=True):
     size_bytes: int
     digest: bytes
     marks: tuple[bytes, ...]
+    path: str
 
     @property
     def key(self) -> StateKey:
         """Return what is equal for states with the same tokens of one model and tenant."""
         return self.tenant, self.model, self.n_tokens, self.digest
 
-    @property
-    def path(self) -> str:
-        """Return the name of its object."""
-        marks = urlsafe_b64encode(b"".join(self.marks)).decode()
-        numbers = f"{self.n_tokens}.{self.size_bytes}.{self.digest.hex()}"
-        return f"{STATES}{self.tenant}/{self.model}/{self.id}.{numbers}.{marks}"
+
+class PurgeNote(NamedTuple):
+    """All that the tenant of a folder had before a time, by the place's clock, is to go."""
+
+    tenant: str
+    before: float
 
 
-def read_state(path: str) -> StateName | None:
-    """Return what the name of an object tells. None: it is none of a state."""
-    found = _STATE.fullmatch(path)
-    if found is None or len(found[7]) % 8:
-        return None
-    marks = urlsafe_b64decode(found[7])
-    return StateName(
-        tenant=found[1],
-        model=found[2],
-        id=found[3],
-        n_tokens=int(found[4]),
-        size_bytes=int(found[5]),
-        digest=bytes.fromhex(found[6]),
-        marks=tuple(marks[at : at + _MARK_BYTES] for at in range(0, len(marks), _MARK_BYTES)),
-    )
-
-
-def read_purge(path: str) -> str | None:
-    """Return the folder of the tenant that was purged. None: it is the name of something else."""
-    found = re.fullmatch(r"purged/([0-9a-f]{16})\.[0-9a-f]+", path)
-    return None if found is None else found[1]
+def is_ours(path: str) -> bool:
+    """Return whether an object is one of a cold tier, whoever has its key, or is a broken write."""
+    whole = _BROKEN.sub("", path)
+    return any(one.fullmatch(whole) is not None for one in (_STATE, _BLOB, _PURGE))
 
 
 class Names:
@@ -99,15 +89,34 @@ class Names:
     ) -> StateName:
         """Return the name of a state. Hashes all tokens: 1 ms for 32,000."""
         hasher = self.hasher(facts, tenant)
-        return StateName(
-            tenant=self.tenant(tenant),
-            model=self.model(facts),
-            id=id,
-            n_tokens=count(tokens),
-            size_bytes=size_bytes,
-            digest=hasher.digest(tokens),
-            marks=tuple(mark for _, mark in marks_of(hasher.hashes(tokens))),
-        )
+        marks = tuple(mark for _, mark in marks_of(hasher.hashes(tokens)))
+        folders, digest = (self.tenant(tenant), self.model(facts)), hasher.digest(tokens)
+        numbers = f"{count(tokens)}.{size_bytes}.{digest.hex()}"
+        told = f"{STATES}{'/'.join(folders)}/{id}.{numbers}.{_text(marks)}"
+        path = f"{told}.{self._sign(told)}"
+        return StateName(*folders, id, count(tokens), size_bytes, digest, marks, path)
+
+    def read_state(self, path: str) -> StateName | None:
+        """Return what the name of an object tells. None: it is none of a state, or not ours."""
+        found = _STATE.fullmatch(path)
+        if found is None or found[8] != self._sign(path.rpartition(".")[0]):
+            return None
+        raw, size = urlsafe_b64decode(found[7]), _MARK_BYTES
+        marks = tuple(raw[at : at + size] for at in range(0, len(raw), size))
+        numbers, digest = (int(found[4]), int(found[5])), bytes.fromhex(found[6])
+        return StateName(found[1], found[2], found[3], *numbers, digest, marks, path)
+
+    def purge(self, tenant: Tenant, at: float) -> str:
+        """Return the name that tells of a purge."""
+        told = f"{PURGED}{self.tenant(tenant)}.{int(at) + 1}"
+        return f"{told}.{self._sign(told)}"
+
+    def read_purge(self, path: str) -> PurgeNote | None:
+        """Return what the name of an object tells of a purge. None: it is none, or not ours."""
+        found = _PURGE.fullmatch(path)
+        if found is None or found[3] != self._sign(path.rpartition(".")[0]):
+            return None
+        return PurgeNote(found[1], float(found[2]))
 
     def hasher(self, facts: str, tenant: Tenant) -> PrefixHasher:
         """Return what hashes the prompts of a model and tenant; a salt is a part of the tenant."""
@@ -118,9 +127,16 @@ class Names:
         name = blake2b(blob.id, key=self._key, digest_size=32).hexdigest()
         return f"{BLOBS}{tenant}/{name[:2]}/{name}"
 
+    def _sign(self, told: str) -> str:
+        return blake2b(told.encode(), key=self._key, digest_size=8, person=b"name").hexdigest()
+
     def _folder(self, kind: bytes, name: str) -> str:
         text = kind + b"\0" + name.encode()
         return blake2b(text, key=self._key, digest_size=_FOLDER_BYTES).hexdigest()
+
+
+def _text(marks: Sequence[bytes]) -> str:
+    return urlsafe_b64encode(b"".join(marks)).decode()
 
 
 def marks_of(hashes: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:

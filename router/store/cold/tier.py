@@ -1,17 +1,16 @@
 """The cold tier: copies snapshots to it that are old enough, finds states there, and deletes them.
 
-The store of the tier holds nothing that a host depends on: what is missing, damaged or late is a
-miss. Blobs are written before the state that needs them. Ages are by the store's own clock: an
-object that this host has just written tells it.
+The tier holds nothing that a host depends on: what is missing, damaged or late is a miss. Blobs are
+written before the state that needs them. Ages are by the clock of the place: an object that this
+host has just written tells it.
 """
 
 import asyncio
-import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import structlog
 from msgspec import Struct
@@ -31,21 +30,28 @@ from router.store.cold.names import (
     Names,
     StateKey,
     StateName,
-    read_purge,
-    read_state,
+    is_ours,
 )
-from router.store.cold.objects import MissingError, ObjectMeta, Objects
+from router.store.cold.objects import MissingError, Objects
 from router.store.cold.seals import Seal
 from router.store.io_pool import Threads
 
+T = TypeVar("T")
+
 log = structlog.get_logger(__name__)
 
-_LISTED_S = 600.0  # seconds between two listings
+_LISTED_S = 300.0  # seconds between two listings
+_LISTING_S = 600.0  # that one may take, or a deletion
 _AGAIN_S = 30.0  # after a failure
 _LOOK_S = (1.0, 60.0)  # the shortest and the longest time between two looks for what is due
 _SWEPT_S = 24 * 3600.0
-_UNSEEN = "not looked at yet"
+_CLOCKS_AGREE_S = 24 * 3600.0  # else nothing is removed for its age
 _SEEN = 100_000  # blobs of which is known that they are there
+_MOST_STATES = 30_000  # in the index, the newest: 3 KiB of memory each
+_FAILED_S = 600.0  # until a snapshot is tried again that could not be copied
+_FAILURES = 3  # of copies in a row: then the tier cannot be written
+_ROUNDS = 3  # of a deletion: a listing may be late
+_UNSEEN = "not looked at yet"
 
 
 class Owned(NamedTuple):
@@ -56,13 +62,19 @@ class Owned(NamedTuple):
 
 
 class KeptSnapshots(Protocol):
-    """The snapshots of this host."""
+    """The snapshots of this host, and what else it has of tenants."""
 
     def snapshots(self) -> Iterable[Snapshot]:
-        """Return all that are whole and in use, the most valuable first."""
+        """Return all that are in use, the most valuable first."""
 
     def owned(self, snapshot: Snapshot) -> Owned:
         """Return whose a snapshot is."""
+
+    def tenants(self) -> set[Tenant]:
+        """Return the tenants of snapshots and slots."""
+
+    async def forget(self, tenant: Tenant) -> None:
+        """Save nothing of what slots have of a tenant, and erase its journal."""
 
     async def purged(self, snapshots: list[SnapshotId]) -> None:
         """Delete snapshots of a tenant that another host has purged."""
@@ -76,16 +88,6 @@ class ColdSettings(Struct, frozen=True):
 
     after_s: float = 3600.0
     keep_s: float = 15 * 24 * 3600.0
-
-
-@dataclass(slots=True)
-class _Counts:
-    states: int = 0  # copied
-    bytes: int = 0  # written
-    skipped_bytes: int = 0  # of blobs that were there
-    fetched_bytes: int = 0
-    damaged: int = 0
-    missing: int = 0
 
 
 class ColdTier:
@@ -110,29 +112,34 @@ class ColdTier:
         self._settings = settings
         self._wall_now = wall_now
         self._tasks = Tasks()
-        self._threads = Threads(objects.place.url, lambda: None, self._tasks.spawn)
+        # Apart: what a request waits for is not behind a listing or a copy.
+        self._reads = Threads(objects.place.url, lambda: None, self._tasks.spawn)
+        self._works = Threads(objects.place.url, lambda: None, self._tasks.spawn)
         self._index = ColdIndex()
-        self._named: dict[SnapshotId, StateName] = {}  # of snapshots here
+        self._named: dict[SnapshotId, tuple[StateName, Owned]] = {}  # of snapshots here
         self._young: set[StateKey] = set()  # states that need no writing again
+        self._lost: dict[str, float] = {}  # states that could not be read: when they were written
         self._seen: set[str] = set()  # blobs
-        self._lost: set[str] = set()  # names of states that could not be read
-        self._purging: set[str] = set()  # folders of tenants
-        self._purged: set[str] = set()  # names of purges that were carried out here
+        self._failed: dict[SnapshotId, float] = {}  # until when not to copy them
+        self._purging: Counter[str] = Counter()  # folders of tenants
+        self._purged: dict[str, float] = {}  # folder: what was saved before is to go, in wall time
+        self._obeyed: set[str] = set()  # names of purges
         self._doubted = asyncio.Event()
-        self._writing = asyncio.Lock()  # of one state: a purge waits for its end
+        self._putting = asyncio.Lock()  # of one object: a purge waits for its end
         self._store_now = 0.0
         self._listed_at: float | None = None
         self._swept_at: float | None = None
-        self._counts = _Counts()
+        self._counts: Counter[str] = Counter()
         self._waiting = 0
-        self.problem = _UNSEEN
+        self.problem = _UNSEEN  # why nothing is read
+        self._unwritable = ""  # why nothing is copied
 
     # -- what is there ---------------------------------------------------------------------------
 
     @property
     def is_usable(self) -> bool:
         """Return whether states can be read there, as far as is known."""
-        return not self.problem and not self._threads.hangs
+        return not self.problem and not self._reads.hangs
 
     @property
     def url(self) -> str:
@@ -141,20 +148,20 @@ class ColdTier:
 
     def status(self) -> ColdStatus:
         """Return the state of the tier."""
+        hangs = self._reads.hangs or self._works.hangs
         counts = self._counts
-        problem = "it does not answer" if self._threads.hangs else self.problem
         return ColdStatus(
             url=self.url,
-            problem=problem,
+            problem="it does not answer" if hangs else self.problem or self._unwritable,
             states=len(self._index),
             state_bytes=self._index.total_bytes,
             waiting=self._waiting,
-            copied=counts.states,
-            written_bytes=counts.bytes,
-            skipped_bytes=counts.skipped_bytes,
-            fetched_bytes=counts.fetched_bytes,
-            damaged=counts.damaged,
-            missing=counts.missing,
+            copied=counts["copied"],
+            written_bytes=counts["written"],
+            skipped_bytes=counts["skipped"],
+            fetched_bytes=counts["fetched"],
+            damaged=counts["damaged"],
+            missing=counts["missing"],
         )
 
     def find(self, owned: Owned, tokens: Tokens, *, goes_back: bool) -> ColdMatch | None:
@@ -170,21 +177,21 @@ class ColdTier:
             goes_back=goes_back,
         )
 
-    async def manifest(self, state: StateName) -> bytes:
+    async def manifest(self, state: StateName, owned: Owned) -> bytes:
         """Return the manifest of a state, as `manifests.encode` made it. Raises KvError."""
         try:
-            sealed = await self._threads.bulk(partial(self._objects.get, state.path))
-            return await asyncio.to_thread(self._opened, state, sealed)
+            sealed = await self._reads.bulk(partial(self._objects.get, state.path))
+            return await self._reads.bulk(partial(self._opened, state, owned, sealed))
         except KvFileError as error:
             await self._give_up(state, error)
             raise
 
-    def _opened(self, state: StateName, sealed: bytes) -> bytes:
-        size_bytes = len(sealed) - self._seal.sealed_bytes(0)
-        raw = bytearray(max(size_bytes, 0))
+    def _opened(self, state: StateName, owned: Owned, sealed: bytes) -> bytes:
+        raw = bytearray(max(len(sealed) - self._seal.sealed_bytes(0), 0))
         self._seal.open(state.path, memoryview(sealed), memoryview(raw))
         manifest = manifests.decode(bytes(raw), state.path)
-        if (manifest.id, manifest.split.size_bytes) != (state.id, state.size_bytes):
+        tokens, size_bytes = manifest.tokens, manifest.split.size_bytes
+        if self._names.state(*owned, manifest.id, tokens, size_bytes) != state:
             raise KvFileError(f"{state.path} is of another state")
         return bytes(raw)
 
@@ -205,28 +212,33 @@ class ColdTier:
                 raise KvFileError(f"{path} has other content than its name says")
 
         try:
-            await self._threads.bulk(read)
+            await self._reads.bulk(read)
         except KvFileError as error:
-            await self._damaged(state, path, error)
+            await self._give_up(state, error, path)
             raise
-        self._counts.fetched_bytes += len(into)
+        self._counts["fetched"] += len(into)
 
-    async def _give_up(self, state: StateName, error: KvFileError) -> None:
-        """Forget a state that cannot be read, until this host writes it again."""
+    async def _give_up(self, state: StateName, error: KvFileError, blob: str = "") -> None:
+        """Forget a state that cannot be read, and delete it with its blob that is at fault.
+
+        So a host that has it writes both again. Where nothing can be deleted, it is not used.
+        """
         kind = "missing" if isinstance(error, MissingError) else "damaged"
         log.warning("cold_state_given_up", kind=kind, reason=str(error))
-        setattr(self._counts, kind, getattr(self._counts, kind) + 1)
-        self._lost.add(state.path)
+        self._counts[kind] += 1
         self._index.drop(state)
         self._young.discard(state.key)
+        self._seen.discard(blob)
+        self._lost[state.path] = self._store_now
+        with suppress(KvError):
+            bad = [state.path, *([blob] if blob else [])]
+            await self._works.bulk(partial(self._objects.delete, bad))
 
-    async def _damaged(self, state: StateName, path: str, error: KvFileError) -> None:
-        """Give up a state, and remove its blob that cannot be read, so that it is written anew."""
-        self._seen.discard(path)
-        await self._give_up(state, error)
-        if not isinstance(error, MissingError):
-            with suppress(KvError):
-                await self._threads.bulk(partial(self._objects.delete, [path]))
+    def doubt(self) -> None:
+        """Use the tier no more until it was listed again: a fetch has failed."""
+        if not self.problem:
+            self.problem = "a fetch has failed"
+        self._doubted.set()
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -239,158 +251,191 @@ class ColdTier:
         shortest_s, longest_s = _LOOK_S
         pause_s = min(max(self._settings.after_s / 10, shortest_s), longest_s)
         while True:
+            self._doubted.clear()
             try:
-                again = self._doubted.is_set() and self._is_due(self._listed_at, _AGAIN_S)
-                if again or self._is_due(self._listed_at, _LISTED_S) or self.problem:
+                if self._is_due(self._listed_at, _LISTED_S) or self.problem:
                     await self.refresh()
-                self._doubted.clear()
-                await self._copy_all()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s):
-                        await self._doubted.wait()
             except KvError as error:
                 if self.problem in ("", _UNSEEN):
                     log.warning("cold_tier_fails", url=self.url, reason=str(error))
                 self.problem = str(error)
                 await asyncio.sleep(_AGAIN_S)
-
-    def doubt(self) -> None:
-        """Look soon whether the store answers: a fetch has failed."""
-        self._doubted.set()
+                continue
+            await self.copy_due()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._doubted.wait()
 
     async def aclose(self) -> None:
         """End what is under way; a thread that hangs goes on."""
         await self._tasks.aclose()
-        self._threads.close()
+        self._reads.close()
+        self._works.close()
 
     @property
     def works(self) -> bool:
         """Return whether a thread is at work, and may hang."""
-        return self._threads.works
+        return self._reads.works or self._works.works
 
     def _is_due(self, last: float | None, period_s: float) -> bool:
         return last is None or asyncio.get_running_loop().time() - last >= period_s
 
+    async def _slowly(self, function: Callable[[], T]) -> T:
+        """Do long work in a thread. Raises KvError, also when it takes too long."""
+        try:
+            async with asyncio.timeout(_LISTING_S):
+                return await self._works.unhurried(function)
+        except TimeoutError:
+            raise KvError(f"{self.url} does not answer") from None
+
     async def refresh(self) -> None:
-        """Read what is there, by names alone. Raises KvError."""
+        """Read what is there, by names alone; remove what is too old. Raises KvError.
+
+        Where nothing can be written, what is there can still be read.
+        """
         begun = asyncio.get_running_loop().time()
-        listed = await self._threads.bulk(self._listed)
-        self._store_now = listed.now
-        self._index = listed.there
-        self._young = listed.young
-        for path in self._lost:
-            state = read_state(path)
-            if state is not None:
-                self._index.drop(state)
-                self._young.discard(state.key)
+        try:
+            self._store_now, self._unwritable = await self._works.bulk(self._objects.clock), ""
+        except KvError as error:
+            if not self._unwritable:
+                log.warning("cold_tier_not_written", url=self.url, reason=str(error))
+            self._store_now, self._unwritable = self._wall_now(), str(error)
+        if self._objects.place.is_directory and self._is_due(self._swept_at, _SWEPT_S):
+            self._swept_at = begun
+            await self._slowly(self._sweep)
+        listed = await self._slowly(self._listed)
+        self._index, self._young = listed.there, listed.young
         self._seen.clear()
         await self._obey(listed.purges)
         if self.problem:
             log.info("cold_tier_answers", url=self.url, states=len(self._index))
         self.problem, self._listed_at = "", begun
-        if self._objects.place.is_directory and self._is_due(self._swept_at, _SWEPT_S):
-            self._swept_at = begun
-            await self._threads.unhurried(partial(self._sweep, listed.now))
 
     def _listed(self) -> "_Listed":
-        now, keep_s = self._objects.clock(), self._settings.keep_s
-        found = [(read_state(meta.path), meta) for meta in self._objects.listing(STATES)]
-        states = [
-            (state, meta.changed_at)
-            for state, meta in sorted(found, key=lambda one: one[1].changed_at)
-            if state is not None and now - meta.changed_at < keep_s
+        now, keep_s = self._store_now, self._settings.keep_s
+        found = [
+            (meta, state)
+            for meta in self._objects.listing(STATES)
+            if now - meta.changed_at < keep_s
+            and self._lost.get(meta.path, meta.changed_at - 1) < meta.changed_at
+            and (state := self._names.read_state(meta.path)) is not None
         ]
-        young = {state.key for state, at in states if now - at < keep_s / 2}
-        index = ColdIndex(state for state, _ in states)
-        return _Listed(now, index, young, self._objects.listing(PURGED))
+        found.sort(key=lambda one: one[0].changed_at)
+        if len(found) > _MOST_STATES:
+            log.warning("cold_states_left_out", states=len(found) - _MOST_STATES)
+            del found[:-_MOST_STATES]
+        young = {state.key for meta, state in found if now - meta.changed_at < keep_s / 2}
+        index = ColdIndex(state for _, state in found)
+        return _Listed(index, young, [one.path for one in self._objects.listing(PURGED)])
 
-    def _sweep(self, now: float) -> None:
-        """Remove what is too old: a directory has no rules for that, as object stores do."""
+    def _sweep(self) -> None:
+        """Remove what is too old: a directory has no rules for that, as buckets do.
+
+        Only what has a name of ours, and only if the clock of the place can be right.
+        """
+        if abs(self._store_now - self._wall_now()) > _CLOCKS_AGREE_S:
+            log.warning("cold_clock_differs", url=self.url, place=self._store_now)
+            return
         for prefix, keeps in ((STATES, 1), (BLOBS, 2), (PURGED, 2)):
-            old = [
-                one.path
-                for one in self._objects.listing(prefix)
-                if now - one.changed_at > keeps * self._settings.keep_s
-            ]
-            self._objects.delete(old)
+            oldest = self._store_now - keeps * self._settings.keep_s
+            found = self._objects.listing(prefix)
+            self._objects.delete(
+                [one.path for one in found if one.changed_at < oldest and is_ours(one.path)]
+            )
 
     # -- to the tier -----------------------------------------------------------------------------
 
-    async def _copy_all(self) -> None:
-        """Copy all snapshots that are due, one after the other. Raises KvError."""
-        while True:
-            due = await self._due()
-            self._waiting = len(due)
-            if not due:
-                return
-            for snapshot in due:
-                try:
-                    async with self._writing:
-                        await self._copy(snapshot)
-                except (
-                    KvFileError,
-                    _OwnError,
-                ) as error:  # deleted meanwhile, or damaged: not the tier's fault
-                    log.info("cold_copy_given_up", snapshot=snapshot.id, reason=str(error))
-                    self._young.add(self._named[snapshot.id].key)
-                self._waiting -= 1
-                if self._is_due(self._listed_at, _LISTED_S):
+    async def copy_due(self) -> None:
+        """Copy all snapshots that are due, one after the other, until the next listing is due."""
+        due, failures = await self._due(), 0
+        self._waiting = len(due)
+        if self._unwritable:
+            return
+        for snapshot in due:
+            try:
+                await self._copy(snapshot)
+                failures = 0
+            except _OwnError as error:  # deleted meanwhile, or damaged: not the tier's fault
+                self._put_off(snapshot, error)
+            except KvError as error:
+                self._put_off(snapshot, error)
+                failures += 1
+                if failures == _FAILURES:
+                    self._unwritable = str(error)
                     return
+            self._waiting -= 1
+            if self._is_due(self._listed_at, _LISTED_S) or self.problem:
+                return
+
+    def _put_off(self, snapshot: Snapshot, error: Exception) -> None:
+        log.warning("cold_copy_put_off", snapshot=snapshot.id, reason=str(error))
+        self._failed[snapshot.id] = asyncio.get_running_loop().time() + _FAILED_S
 
     async def _due(self) -> list[Snapshot]:
-        oldest = self._wall_now() - self._settings.after_s
+        """Return the snapshots to copy; delete those that another host has purged."""
+        oldest, now = self._wall_now() - self._settings.after_s, asyncio.get_running_loop().time()
         held = list(self._kept.snapshots())
         here = {snapshot.id for snapshot in held}
-        self._named = {name: state for name, state in self._named.items() if name in here}
-        old = [one for one in held if one.saved_at <= oldest]
-        new = [(one, self._kept.owned(one)) for one in old if one.id not in self._named]
-        self._named |= await asyncio.to_thread(self._names_of, new)
+        self._named = {name: one for name, one in self._named.items() if name in here}
+        self._failed = {name: at for name, at in self._failed.items() if at > now}
+        unnamed = [(one, self._kept.owned(one)) for one in held if one.id not in self._named]
+        self._named |= await asyncio.to_thread(self._names_of, unnamed)
+        purged = [
+            one.id
+            for one in held
+            if one.saved_at <= self._purged.get(self._named[one.id][0].tenant, 0.0)
+        ]
+        if purged:
+            log.info("purged_by_another_host", snapshots=len(purged))
+            await self._kept.purged(purged)
+        gone = {*purged, *self._failed}
         return [
             one
-            for one in old
-            if (state := self._named[one.id]).marks and state.key not in self._young
+            for one in held
+            if one.saved_at <= oldest and one.id not in gone and self._is_wanted(one)
         ]
+
+    def _is_wanted(self, one: Snapshot) -> bool:
+        """Return whether a snapshot can be found there, and is not there yet."""
+        state = self._named[one.id][0]
+        return bool(state.marks) and one.shape.extendable and state.key not in self._young
 
     def _names_of(
         self, snapshots: Iterable[tuple[Snapshot, Owned]]
-    ) -> Mapping[SnapshotId, StateName]:
-        return {one.id: self._name_of(one, owned) for one, owned in snapshots}
-
-    def _name_of(self, one: Snapshot, owned: Owned) -> StateName:
-        return self._names.state(owned.facts, owned.tenant, one.id, one.tokens, one.size_bytes)
+    ) -> Mapping[SnapshotId, tuple[StateName, Owned]]:
+        return {
+            one.id: (self._names.state(*owned, one.id, one.tokens, one.size_bytes), owned)
+            for one, owned in snapshots
+        }
 
     async def _copy(self, snapshot: Snapshot) -> None:
-        """Write the blobs of a snapshot that are not there, then its state. Raises KvError."""
-        state = self._named[snapshot.id]
-        if state.tenant in self._purging:
-            return
+        """Write the blobs of a snapshot that are not there, then its state.
+
+        Raises KvError; _OwnError if the snapshot cannot be read.
+        """
+        state = self._named[snapshot.id][0]
         with _own_fault():
-            manifest = await self._exchange.manifest(snapshot.id)
+            manifest = await self._exchange.manifest(snapshot.id, hurried=False)
         for index, blob in enumerate(manifest.sized):
             path = self._names.blob(state.tenant, blob)
             if await self._is_there(path, blob):
-                self._counts.skipped_bytes += blob.size_bytes
+                self._counts["skipped"] += blob.size_bytes
                 continue
             with _own_fault():
                 raw = await self._exchange.part(snapshot.id, index, hurried=False)
-            if state.tenant in self._purging:
-                return
-            await self._put(path, raw)
+            await self._put(state.tenant, path, raw)
             self._seen.add(path)
-        raw = memoryview(await asyncio.to_thread(manifests.encode, manifest))
-        if state.tenant in self._purging:
-            return
-        await self._put(state.path, raw)
-        self._lost.discard(state.path)
+        await self._put(state.tenant, state.path, memoryview(manifests.encode(manifest)))
+        self._lost.pop(state.path, None)
         self._index.add(state)
         self._young.add(state.key)
-        self._counts.states += 1
+        self._counts["copied"] += 1
 
     async def _is_there(self, path: str, blob: Blob) -> bool:
         """Return whether a blob is there, and will be for as long as a new state may stay."""
         if path in self._seen:
             return True
-        found = await self._threads.bulk(partial(self._objects.head, path))
+        found = await self._works.bulk(partial(self._objects.head, path))
         if found is None or found.size_bytes != self._seal.sealed_bytes(blob.size_bytes):
             return False
         if self._store_now - found.changed_at > self._settings.keep_s:
@@ -400,95 +445,115 @@ class ColdTier:
         self._seen.add(path)
         return True
 
-    async def _put(self, path: str, raw: memoryview) -> None:
+    async def _put(self, tenant: str, path: str, raw: memoryview) -> None:
+        """Write one object of a tenant. Raises KvError, also if the tenant is being purged."""
+
         def put() -> int:
             sealed = self._seal.seal(path, raw, Buffer())
             self._objects.put(path, sealed)
             return len(sealed)
 
-        self._counts.bytes += await self._threads.bulk(put)
+        async with self._putting:
+            if self._purging[tenant]:
+                raise _OwnError("its tenant is being purged")
+            self._counts["written"] += await self._works.bulk(put)
 
     # -- to delete -------------------------------------------------------------------------------
 
     async def forget(self, snapshots: Iterable[Snapshot]) -> int:
         """Delete the states with the tokens of snapshots here; return how many there were.
 
-        Their blobs stay until they are too old: other states may need them. Raises KvError.
+        Their blobs stay until they are too old: other states may need them. Raises KvError, also if
+        it is not known what is there.
         """
+        if self.problem:
+            raise KvError(self.problem)
         owned = [(one, self._kept.owned(one)) for one in snapshots]
-        names = await asyncio.to_thread(self._names_of, owned)
-        async with self._writing:
-            found = [one for name in names.values() if (one := self._index.equal(name))]
-            for state in found:
-                self._index.drop(state)
-            paths = [state.path for state in found]
-            return await self._threads.bulk(partial(self._objects.delete, paths))
+        named = await asyncio.to_thread(self._names_of, owned)
+        found = [
+            state for name, _ in named.values() if name.marks for state in self._index.equal(name)
+        ]
+        await self._works.bulk(partial(self._objects.delete, [one.path for one in found]))
+        for state in found:
+            self._index.drop(state)
+            self._young.discard(state.key)
+        return len(found)
 
     async def purge(self, tenant: Tenant) -> int:
         """Delete all that a tenant has in the tier; return the number of objects.
 
-        Hosts that are down are told by an object: they delete what they have before it, and copy
+        Hosts that are down are told by an object: they delete what they have of before, and copy
         nothing of it. Raises KvError.
         """
         folder = self._names.tenant(tenant)
-        self._purging.add(folder)
+        self._purging[folder] += 1
         try:
-            async with self._writing:
-                told = f"{PURGED}{folder}.{os.urandom(8).hex()}"
-                self._purged.add(told)
-                await self._threads.bulk(partial(self._objects.put, told, b"kvferry"))
-                return await self._clear(folder)
+            async with self._putting:
+                now = await self._works.bulk(self._objects.clock)
+                note = self._names.purge(tenant, now)
+                self._obeyed.add(note)
+                await self._works.bulk(partial(self._objects.put, note, b"kvferry"))
+            return await self._clear(folder)
         finally:
-            self._purging.discard(folder)
+            self._purging[folder] -= 1
 
-    async def _clear(self, folder: str) -> int:
-        """Delete all of a tenant; return the number of objects."""
-        deleted = await self._threads.bulk(partial(self._delete_of, folder))
-        for state in self._index.states():
-            if state.tenant == folder:
-                self._index.drop(state)
-                self._young.discard(state.key)
-        self._seen.clear()
+    async def _clear(self, folder: str, before: float | None = None) -> int:
+        """Delete what a tenant has there, or what was written `before`; return how much."""
+        deleted = await self._slowly(partial(self._delete_of, folder, before))
+        if deleted:
+            for state in self._index.states():
+                if state.tenant == folder:
+                    self._index.drop(state)
+                    self._young.discard(state.key)
+            self._seen.clear()
         return deleted
 
-    def _delete_of(self, folder: str) -> int:
-        """Delete the states of a tenant, then its blobs, as none is left; return their number."""
-        deleted = 0
+    def _delete_of(self, folder: str, before: float | None) -> int:
+        """Delete the states of a tenant, then its blobs; return their number. Raises KvError."""
+        deleted = set[str]()
         for prefix in (f"{STATES}{folder}/", f"{BLOBS}{folder}/"):
-            while found := self._objects.listing(prefix):
-                deleted += self._objects.delete([one.path for one in found])
-        return deleted
+            for _ in range(_ROUNDS):
+                found = self._objects.listing(prefix)
+                names = {one.path for one in found if before is None or one.changed_at < before}
+                if not names:
+                    break
+                self._objects.delete(list(names))
+                deleted |= names
+        if deleted:
+            self._check_gone(folder, deleted)
+        return len(deleted)
 
-    async def _obey(self, purges: Iterable[ObjectMeta]) -> None:
+    def _check_gone(self, folder: str, names: set[str]) -> None:
+        found = self._objects.listing(f"{STATES}{folder}/")
+        found += self._objects.listing(f"{BLOBS}{folder}/")
+        if left := names.intersection(one.path for one in found):
+            raise KvError(f"{len(left)} objects of the tenant could not be deleted")
+
+    async def _obey(self, paths: Iterable[str]) -> None:
         """Delete what this host has of tenants that were purged on another one.
 
-        A host may have copied a state meanwhile. Until `after_s` are over, all that is there of the
-        tenant was saved before the purge.
+        A host may have copied a state meanwhile. What was written in the first `after_s` seconds is
+        of before the purge, whoever wrote it.
         """
-        left = {state.tenant for state in self._index.states()}
-        for meta in purges:
-            folder = read_purge(meta.path)
-            if folder is None:
-                continue
-            if folder in left and self._store_now < meta.changed_at + self._settings.after_s:
-                await self._clear(folder)
-            if meta.path in self._purged:
-                continue
-            before = self._wall_now() - (self._store_now - meta.changed_at)
-            doomed = [
-                one.id
-                for one in self._kept.snapshots()
-                if one.saved_at <= before
-                and self._names.tenant(self._kept.owned(one).tenant) == folder
-            ]
-            if doomed:
-                log.info("purged_by_another_host", snapshots=len(doomed))
-                await self._kept.purged(doomed)
-            self._purged.add(meta.path)
+        purges = [(path, one) for path in paths if (one := self._names.read_purge(path))]
+        folders: dict[str, list[Tenant]] = {}
+        if any(path not in self._obeyed for path, _ in purges):
+            for tenant in self._kept.tenants():
+                folders.setdefault(self._names.tenant(tenant), []).append(tenant)
+        for path, (folder, before) in purges:
+            age_s = self._store_now - before
+            wall = self._wall_now() - age_s
+            self._purged[folder] = max(self._purged.get(folder, 0.0), wall)
+            if age_s < self._settings.after_s + 2 * _LISTED_S:
+                await self._clear(folder, before + self._settings.after_s)
+            if path not in self._obeyed:
+                self._obeyed.add(path)
+                for tenant in folders.get(folder, ()):
+                    await self._kept.forget(tenant)
 
 
 class _OwnError(Exception):
-    """A snapshot here cannot be read: no fault of the tier."""
+    """A snapshot here cannot be read, or is not to be copied: no fault of the tier."""
 
 
 @contextmanager
@@ -500,9 +565,8 @@ def _own_fault() -> Iterator[None]:
 
 
 class _Listed(NamedTuple):
-    """What is there. `now`: by the clock of the store; `young`: states that stay for a while."""
+    """What is there. `young`: states that stay for a while."""
 
-    now: float
     there: ColdIndex
     young: set[StateKey]
-    purges: list[ObjectMeta]
+    purges: list[str]

@@ -54,7 +54,7 @@ class Split(Struct, frozen=True, array_like=True):
         numbers = (self.start, self.size_bytes, self.n_tokens, self.n_rows, *self.ends)
         sound = all(n >= 0 for n in numbers) and self.start <= self.size_bytes
         sound = sound and all(s.row_bytes > 0 for s in self.strips)
-        sound = sound and not (self.n_rows and not self.strips)
+        sound = sound and not (self.n_rows and not (self.strips and self.n_tokens))
         if sound:
             gaps = [0, *accumulate(span.size for span in self._gaps())]
             sound = gaps[-1] == (self.ends[-1] if self.ends else 0)

@@ -24,7 +24,7 @@ PATH = "/kvferry/snapshots"
 _ORDERS = ("newest", "oldest", "largest", "longest", "least_used")
 _PAGE = 1000  # the router's limit for one answer
 _WIDE = 110  # columns from which the table shows the file
-_LONG_S = 600.0  # for one part of a verification: some gigabytes of a slow disk
+_LONG_S = 700.0  # for a part of a verification, or a purge of all hosts: each has its limit
 _SHORT = 12  # digits that identify an id or a namespace
 
 
@@ -214,7 +214,7 @@ def _purge(options: argparse.Namespace) -> int:
         return await client.call("POST", f"{PATH}/purge", body=wanted | {"dry_run": True})
 
     async def do_it(client: RouterClient, _: argparse.Namespace) -> Json:
-        return await client.call("POST", f"{PATH}/purge", body=wanted)
+        return await client.call("POST", f"{PATH}/purge", body=wanted, timeout_s=_LONG_S)
 
     would = _asked(try_it, options)
     if options.dry_run or not (would["count"] or options.everywhere):

@@ -4,11 +4,10 @@ import asyncio
 from time import perf_counter
 
 from router.assembly.backends import StartError
-from router.assembly.hosts import cold_parts
+from router.assembly.hosts import ColdStore, cold_parts
 from router.base.errors import KvError
 from router.config.schema import Config
-from router.store.cold.names import STATES, read_state
-from router.store.cold.objects import Objects
+from router.store.cold.names import STATES
 from router.tools.console.format import number_of, size
 from router.tools.doctor.findings import Finding, Level
 
@@ -21,9 +20,9 @@ async def of_cold(config: Config) -> list[Finding]:
     if config.cold.url is None:
         return []
     try:
-        objects = (await cold_parts(config.cold)).objects
+        store = await cold_parts(config.cold)
         async with asyncio.timeout(_LIMIT_S):
-            found = [await asyncio.to_thread(_looked, objects)]
+            found = [await asyncio.to_thread(_looked, store)]
     except StartError as error:
         return [Finding(Level.ERROR, str(error))]
     except KvError as error:
@@ -35,16 +34,16 @@ async def of_cold(config: Config) -> list[Finding]:
     if config.cold.key_file is None:
         told = "nothing there is encrypted: who reads it reads the prompts"
         found.append(Finding(Level.NOTE, told, "set cold.key_file: openssl rand -base64 48"))
-    if not objects.place.is_directory:
+    if not store.objects.place.is_directory:
         found.append(Finding(Level.NOTE, f"the bucket needs {_RULES}"))
     return found
 
 
-def _looked(objects: Objects) -> Finding:
-    begun = perf_counter()
+def _looked(store: ColdStore) -> Finding:
+    objects, begun = store.objects, perf_counter()
     objects.clock()
     took_ms = (perf_counter() - begun) * 1000
-    names = [read_state(one.path) for one in objects.listing(STATES)]
+    names = [store.names.read_state(one.path) for one in objects.listing(STATES)]
     states = [one for one in names if one is not None]
     amount = (
         f"{number_of(len(states), 'state')}, {size(sum(s.size_bytes for s in states))} of files"

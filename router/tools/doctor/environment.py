@@ -61,7 +61,8 @@ def unusable_parts(config: Config) -> list[Lack]:
         lacks.append(Lack(("tracing", "endpoint"), "needs `pip install 'kvferry[otel]'`"))
     if config.fleet.redis is not None and find_spec("redis") is None:
         lacks.append(Lack(("fleet", "redis"), "needs `pip install 'kvferry[fleet]'`"))
-    if config.cold.url is not None and find_spec("obstore") is None:
+    needs_obstore = config.cold.url is not None and not config.cold.url.startswith("/")
+    if needs_obstore and find_spec("obstore") is None:
         lacks.append(Lack(("cold", "url"), "needs `pip install 'kvferry[cold]'`"))
     if config.tls.certificate is not None and config.tls.key is not None:
         try:

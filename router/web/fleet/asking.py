@@ -110,11 +110,13 @@ class Asking:
         computing = max((one.reused for one in held.values() if one.computing), default=0)
         best = _best_held(held)
         cold = self._fetching.in_cold(sought.request)
-        if cold is not None and (best is None or cold.reused > best[1].reused):
+        from_cold = self._fetching.from_cold(sought.request, sought.own)
+        if best is None and cold is not None:
             best = COLD, cold
         if best is not None and best[0] != own_key:
             holder, offered = best
             fetch = self._fetching.way(sought.request, sought.own, holder, offered)
+            fetch = _cheaper(fetch, from_cold)
             again = {key: peer for key, peer in asked.items() if key != holder}
             if again and self._is_dear(sought, usable, fetch, answers):
                 told = await self._ask(sought, again, holder, offered)
@@ -250,6 +252,11 @@ def _best_held(offers: Mapping[str, Offered]) -> tuple[str, Offered] | None:
     ranks = {key: (-one.reused, one.ready_s, one.size_bytes) for key, one in offers.items()}
     best = min(ranks, key=ranks.__getitem__, default=None)
     return None if best is None else (best, offers[best])
+
+
+def _cheaper(one: Way | None, other: Way | None) -> Way | None:
+    ways = [way for way in (one, other) if way is not None]
+    return min(ways, key=lambda way: way.quote.price_s, default=None)
 
 
 def _fetching(answers: Mapping[str, Answered]) -> list[str]:

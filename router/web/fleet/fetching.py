@@ -13,7 +13,7 @@ from typing import Protocol
 import structlog
 from msgspec import Struct
 
-from router.base.errors import BackendError, BackendRefusedError, KvError
+from router.base.errors import BackendError, BackendRefusedError, KvError, KvFileError
 from router.base.prefix_hash import STEP
 from router.base.tasks import spawn
 from router.base.tokens import common_prefix, count
@@ -21,7 +21,7 @@ from router.base.types import BackendInfo, KvDir, Namespace, Request, Snapshot, 
 from router.core.model import events as ev
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Offered, Quote
-from router.core.model.tenancy import model_of, namespace_of, tenant_of
+from router.core.model.tenancy import is_of_tenant, model_of, namespace_of, tenant_of
 from router.engine.engine import Engine
 from router.hosts.link import Link
 from router.hosts.messages import ExportAsk, TakeAsk
@@ -31,7 +31,6 @@ from router.llama.attach.namespace import is_same
 from router.store.blobs import manifests
 from router.store.blobs.exchange import Remote
 from router.store.blobs.manifests import Manifest
-from router.store.cold.names import StateName
 from router.store.store import KvStore
 from router.telemetry.fetch_metrics import FetchMetrics
 
@@ -48,13 +47,13 @@ class _OtherError(KvError):
 class Way(Struct, frozen=True):
     """A state to fetch: the host that has it, what it is, and the quote with the state fetched.
 
-    `state`: its name in the cold tier, if it is there.
+    `cold`: the state, if it is in the cold tier.
     """
 
     holder: str
     offered: Offered
     quote: Quote
-    state: StateName | None = None
+    cold: "Holder | None" = None
 
 
 class ReadParts(Remote, Protocol):
@@ -87,8 +86,16 @@ class Holder(Protocol):
         """Return its name, for people."""
 
     @property
+    def key(self) -> bytes:
+        """Return what tells states apart: requests for the same one wait for one fetch."""
+
+    @property
     def link(self) -> Link:
         """Return the link, which learns from the fetch."""
+
+    @property
+    def forgets(self) -> bool:
+        """Return whether it offers a bad state no more: then the link is not to blame."""
 
     async def manifest(self, limit_s: float) -> bytes:
         """Return the manifest of the state. Raises BackendError, KvError."""
@@ -100,14 +107,8 @@ class Holder(Protocol):
 class Cold(Protocol):
     """The cold tier (`cold.py`)."""
 
-    name: str
-    link: Link
-
-    def found(self, request: Request, info: BackendInfo) -> tuple[StateName, Offered] | None:
-        """Return the state that spares most of a request on a backend. None: there is none."""
-
-    def of(self, state: StateName) -> Holder:
-        """Return what hands out one state."""
+    def found(self, request: Request, info: BackendInfo) -> tuple[Holder, Offered] | None:
+        """Return what spares most of a request on a backend, and its holder. None: nothing does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,8 @@ class _HeldByPeer:
     ask: ExportAsk
     tls: ssl.SSLContext | None
     now: Callable[[], float]
+    key: bytes = b""
+    forgets: bool = False
 
     @property
     def name(self) -> str:
@@ -194,21 +197,22 @@ class Fetching:
     def from_cold(self, request: Request, own: Quote | None) -> Way | None:
         """Return the way to fetch from the cold tier, if that pays against the `own` quote."""
         found = None if own is None else self._found_in_cold(request)
-        if own is None or found is None or self._cold is None:
+        if own is None or found is None:
             return None
-        state, offered = found
-        seconds = self._cold.link.seconds
-        quote = self._engine.view.once_fetched(request, own, offered, seconds)
-        return None if quote is None else Way(COLD, offered, quote, state)
+        held, offered = found
+        quote = self._engine.view.once_fetched(request, own, offered, held.link.seconds)
+        return None if quote is None else Way(COLD, offered, quote, held)
 
-    def _found_in_cold(self, request: Request) -> tuple[StateName, Offered] | None:
-        info = self._reader(request)
-        return None if self._cold is None or info is None else self._cold.found(request, info)
+    def _found_in_cold(self, request: Request) -> tuple[Holder, Offered] | None:
+        if self._cold is None or (info := self._reader(request)) is None:
+            return None
+        found = self._cold.found(request, info)
+        return found if found is not None and found[1].is_sound else None
 
     def name_of(self, way: Way) -> str | None:
         """Return the name of who has a state. None: it is gone."""
-        if way.state is not None:
-            return None if self._cold is None else self._cold.name
+        if way.cold is not None:
+            return way.cold.name
         peer = self._peers.by_key(way.holder)
         return None if peer is None else peer.name
 
@@ -221,11 +225,7 @@ class Fetching:
         holder = None if info is None else self._holder(request, hashes, info, way)
         if info is None or holder is None:
             return False
-        if way.state is not None:
-            last = way.state.path.encode()
-        else:
-            last = hashes[min(max(way.offered.reused // STEP, 1), len(hashes)) - 1]
-        key = way.holder, info.namespace, request.tenant, last
+        key = way.holder, info.namespace, request.tenant, holder.key
         fetch = self._under_way.get(key)
         if fetch is None:
             fetch = self._under_way[key] = _UnderWay()
@@ -251,14 +251,15 @@ class Fetching:
         self, request: Request, hashes: Sequence[bytes], info: BackendInfo, way: Way
     ) -> Holder | None:
         """Return who hands out a state for a request. None: it is gone."""
-        if way.state is not None:
-            return None if self._cold is None else self._cold.of(way.state)
+        if way.cold is not None:
+            return way.cold
         peer = self._peers.by_key(way.holder)
         if peer is None:
             return None
         n_tokens, digest = count(request.prompt.tokens), way.offered.digest
         ask = ExportAsk(info.namespace, request.tenant, n_tokens, b"".join(hashes), digest)
-        return _HeldByPeer(peer, ask, self._tls, self._now)
+        last = hashes[min(max(way.offered.reused // STEP, 1), len(hashes)) - 1]
+        return _HeldByPeer(peer, ask, self._tls, self._now, last)
 
     def _reader(self, request: Request) -> BackendInfo | None:
         """Return a backend that could read the state."""
@@ -270,6 +271,12 @@ class Fetching:
             ),
             None,
         )
+
+    def stop(self, tenant: Tenant) -> None:
+        """End the fetches of a tenant, with any salt: it is being purged."""
+        for (_, _, owner, _), fetch in tuple(self._under_way.items()):
+            if is_of_tenant(owner, tenant) and fetch.task is not None:
+                fetch.task.cancel()
 
     async def take(self, ask: TakeAsk) -> bool:
         """Fetch a snapshot of a host that leaves; return whether it is here now."""
@@ -357,6 +364,11 @@ class Fetching:
             return None
         except TimeoutError:
             problem = f"not within {limit_s:.1f} s"
+        except KvFileError as error:
+            if holder.forgets:
+                self._metrics.fetched(holder.name, 0, "failed")
+                return None
+            problem = str(error)
         except (BackendError, KvError) as error:
             problem = str(error)
         except asyncio.CancelledError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from router.base.errors import BackendError, KvError
+from router.base.tasks import spawn
 from router.base.types import Snapshot, Tenant
 from router.core.model import events as ev
 from router.core.model.tenancy import is_of_tenant, tenant_of
@@ -33,6 +34,7 @@ class Purging:
     engine: Engine
     cold: ColdTier | None
     peers: Callable[[], Iterable[Peer]]
+    stop_fetches: Callable[[Tenant], None]
     erase_journal: Callable[[], Awaitable[None]]
 
     async def here(self, tenant: Tenant) -> int:
@@ -41,6 +43,7 @@ class Purging:
         Those in use are deleted after their last use. What idle slots have of it is not saved.
         """
         self.engine.tell(ev.TenantPurged(tenant))
+        self.stop_fetches(tenant)
         doomed = [
             one.id
             for one, _, _ in self.engine.view.snapshots()
@@ -53,16 +56,24 @@ class Purging:
     async def elsewhere(self, tenant: Tenant) -> list[Reached]:
         """Delete what the other hosts and the cold tier have of a tenant.
 
-        The cold tier comes last: a host copies no state any more that it has deleted.
+        It goes on to its end if the operator does not wait.
         """
         told = [self._at(peer, tenant) for peer in self.peers()]
-        reached = list(await asyncio.gather(*told))
         if self.cold is not None:
-            try:
-                reached.append(Reached(NAME, await self.cold.purge(tenant)))
-            except KvError as error:
-                reached.append(Reached(NAME, problem=str(error)))
+            told.append(self._in_cold(self.cold, tenant))
+        reached: list[Reached] = []
+
+        async def work() -> None:
+            reached.extend(await asyncio.gather(*told))
+
+        await asyncio.wait([spawn(work(), name="purge a tenant")])
         return reached
+
+    async def _in_cold(self, cold: ColdTier, tenant: Tenant) -> Reached:
+        try:
+            return Reached(NAME, await cold.purge(tenant))
+        except KvError as error:
+            return Reached(NAME, problem=str(error))
 
     async def _at(self, peer: Peer, tenant: Tenant) -> Reached:
         try:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from router.base.tokens import pack
 from router.base.types import Blob, Tenant
 from router.store.cold.index import ColdIndex, ColdMatch
-from router.store.cold.names import Names, StateName, read_purge, read_state
+from router.store.cold.names import Names, PurgeNote, StateName, is_ours
 
 NAMES = Names(b"a key")
 FACTS, ALICE = "facts", Tenant("alice")
@@ -37,23 +37,53 @@ def find(
 def test_a_name_tells_what_it_was_made_of() -> None:
     made = state(list(range(5000)), size=123_456_789)
 
-    assert read_state(made.path) == made
+    assert NAMES.read_state(made.path) == made
     assert len(made.path.rpartition("/")[2]) <= 255, "a file name in a directory"
 
 
 def test_a_name_of_a_million_tokens_is_a_file_name() -> None:
     made = state(list(range(1 << 20)), size=10**14)
 
-    assert read_state(made.path) == made
+    assert NAMES.read_state(made.path) == made
     assert len(made.path.rpartition("/")[2]) <= 255
 
 
 @given(st.text(max_size=80))
 def test_other_names_are_no_states(text: str) -> None:
     for path in (text, f"states/{text}", state([1] * 64).path + text):
-        found = read_state(path)
+        found = NAMES.read_state(path)
         assert found is None or found.path == path
-    assert read_purge(text) is None
+    assert NAMES.read_purge(text) is None
+    assert not is_ours(text)
+
+
+def test_a_name_cannot_be_changed_or_made_without_the_key() -> None:
+    made = state(list(range(300)), size=1000)
+    for old, new in ((".300.", ".301."), (".1000.", ".999."), (made.tenant, made.model)):
+        assert NAMES.read_state(made.path.replace(old, new)) is None
+    assert Names(b"another key").read_state(made.path) is None
+    note = NAMES.purge(ALICE, 1000.5)
+    assert NAMES.read_purge(note) == PurgeNote(NAMES.tenant(ALICE), 1001.0)
+    assert NAMES.read_purge(note.replace("1001", "2001")) is None
+    assert Names(b"another key").read_purge(note) is None
+
+
+def test_our_names_are_told_from_those_of_others() -> None:
+    """What is not ours is never removed for its age, also not blobs of another kind."""
+    ours = [
+        state(list(range(300))).path,
+        NAMES.blob("0" * 16, Blob(b"b" * 32, 5)),
+        NAMES.purge(ALICE, 1.0),
+    ]
+    assert all(is_ours(path) and is_ours(f"{path}.0123abcd.new") for path in ours)
+    others = [
+        "blobs/sha256-ab.gguf",
+        f"blobs/ab/{'ab' * 32}.blob",
+        "states/x",
+        "clock",
+        "purged/a.1",
+    ]
+    assert not any(map(is_ours, others))
 
 
 def test_names_tell_nothing_without_the_key() -> None:
@@ -116,14 +146,25 @@ def test_what_is_dropped_is_not_found_and_what_is_alike_is() -> None:
     assert (len(index), index.total_bytes) == (0, 0)
 
 
-def test_equal_states_count_once() -> None:
+def test_of_equal_states_each_is_there_until_it_is_dropped() -> None:
+    """Hosts that copy at once make two; if one is damaged the other one is used."""
     old, new = state(list(range(300)), size=1), state(list(range(300)), size=2)
-    index = ColdIndex([old, new])
+    index = ColdIndex([old, new, old])
 
-    assert (len(index), index.total_bytes) == (1, 2)
-    assert index.equal(old) == new
-    index.drop(old)
-    assert len(index) == 1, "the name of another state"
+    assert (len(index), index.total_bytes) == (2, 3)
+    assert index.equal(old) == index.equal(new) == [old, new]
+    for bad, good in ((old, new), (new, old)):
+        index = ColdIndex([old, new])
+        index.drop(bad)
+        assert find(index, list(range(1000))) == ColdMatch(good, 300, whole=True)
+        assert find(index, list(range(290))) in (ColdMatch(good, 256, whole=False), None)
+
+
+def test_one_that_cannot_go_back_is_shorter_than_the_prompt() -> None:
+    index = ColdIndex([state(list(range(300)))])
+
+    assert find(index, list(range(300)), goes_back=False) is None
+    assert find(index, list(range(300))) is not None
 
 
 def test_a_short_prompt_finds_nothing() -> None:

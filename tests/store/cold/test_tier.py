@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from router.base.clock import wall_now
 from router.base.errors import KvError, KvFileError
 from router.base.tokens import Tokens
 from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId, Tenant
 from router.store.blobs import manifests
+from router.store.cold.directory import SharedDirectory
 from router.store.cold.names import BLOBS, PURGED, STATES, Names, StateName
-from router.store.cold.objects import ColdPlace, Objects
+from router.store.cold.objects import ColdPlace
 from router.store.cold.seals import Sealed, Unsealed
 from router.store.cold.tier import ColdSettings, ColdTier, Owned
 from router.store.store import KvStore
@@ -24,15 +27,20 @@ HERE = Namespace("the model here")
 DAY_S = 86400.0
 
 
+def goes_on(tokens: Tokens) -> Tokens:
+    return Tokens(tokens + b"\xff\xff\xff\x7f")
+
+
 @dataclass
 class Host:
     """A store with a cold tier. `owners`: the tenants of snapshots. Implements `KeptSnapshots`."""
 
     place: Place
     store: KvStore
-    now: float = 10_000.0
+    now: float = field(default_factory=wall_now)
     owners: dict[SnapshotId, Tenant] = field(default_factory=dict)
     held: dict[SnapshotId, Snapshot] = field(default_factory=dict)
+    forgotten: list[Tenant] = field(default_factory=list)
     tier: ColdTier = field(init=False)
 
     def snapshots(self) -> Iterator[Snapshot]:
@@ -40,6 +48,12 @@ class Host:
 
     def owned(self, snapshot: Snapshot) -> Owned:
         return Owned("facts", self.owners.get(snapshot.id, Tenant("")))
+
+    def tenants(self) -> set[Tenant]:
+        return set(self.owners.values())
+
+    async def forget(self, tenant: Tenant) -> None:
+        self.forgotten.append(tenant)
 
     async def purged(self, snapshots: list[SnapshotId]) -> None:
         for name in snapshots:
@@ -55,17 +69,23 @@ class Host:
         """Copy what is due; return how many states were."""
         before = self.tier.status().copied
         await self.tier.refresh()
-        await self.tier._copy_all()
+        await self.tier.copy_due()
         return self.tier.status().copied - before
 
     def found(self, tokens: Tokens, tenant: str = "", *, goes_back: bool = True) -> StateName:
-        match = self.tier.find(Owned("facts", Tenant(tenant)), tokens, goes_back=goes_back)
+        prompt = goes_on(tokens)
+        match = self.tier.find(Owned("facts", Tenant(tenant)), prompt, goes_back=goes_back)
         assert match is not None
         return match.state
 
+    def owner_of(self, name: StateName) -> Owned:
+        owners = {*self.owners.values(), Tenant("")}
+        names = self.tier._names
+        return next(Owned("facts", one) for one in owners if names.tenant(one) == name.tenant)
+
     async def fetch(self, name: StateName, kind: MemoryKind = MemoryKind.FULL) -> bytes:
         """Return the file that is made of a state of the tier."""
-        raw = await self.tier.manifest(name)
+        raw = await self.tier.manifest(name, self.owner_of(name))
         manifest = manifests.decode(raw, "a manifest")
         remote = Reader(self.tier, name, manifest.sized, asyncio.get_running_loop())
         made = await self.store.exchange.receive(manifest, HERE, kind, [], remote)
@@ -90,7 +110,9 @@ class Reader:
 
 @pytest.fixture
 def cold(tmp_path: Path) -> Path:
-    return tmp_path / "cold"
+    made = tmp_path / "cold"
+    made.mkdir(mode=0o700)
+    return made
 
 
 class Hosts:
@@ -106,7 +128,7 @@ class Hosts:
         store, _, _ = await place.store(write_after_s=3600.0, whole_bytes=None)
         host = Host(place, store)
         host.tier = ColdTier(
-            Objects(ColdPlace(str(self.cold))),
+            SharedDirectory(ColdPlace(str(self.cold)), is_sealed=key is not None),
             Names(key or b"none"),
             Unsealed() if key is None else Sealed(key),
             store.exchange,
@@ -181,7 +203,7 @@ async def test_hosts_with_other_keys_do_not_see_each_other(hosts: Hosts) -> None
     await here.copy()
     await there.tier.refresh()
 
-    assert there.tier.status().states == 1, "its name can be listed"
+    assert there.tier.status().states == 0
     owned = Owned("facts", Tenant(""))
     assert there.tier.find(owned, snapshot.tokens, goes_back=True) is None
 
@@ -223,32 +245,66 @@ async def test_what_the_store_spoils_is_copied_again(
     status = there.tier.status()
     assert status.damaged + status.missing >= 1
     owned = Owned("facts", Tenant(""))
-    match = there.tier.find(owned, snapshot.tokens, goes_back=False)
+    match = there.tier.find(owned, goes_on(snapshot.tokens), goes_back=False)
     assert match is None, "forgotten at once"
     await there.tier.refresh()
-    assert there.tier.find(owned, snapshot.tokens, goes_back=False) is None, "after a listing too"
+    assert there.tier.find(owned, goes_on(snapshot.tokens), goes_back=False) is None, (
+        "after a listing too"
+    )
 
-    # The other host has it still: what finds it spoiled copies it again.
-    with pytest.raises(KvFileError):
-        await here.fetch(here.found(snapshot.tokens))
-    while True:
+    # The other host has it still, and copies it again: one bad blob after the other is found.
+    raw = b""
+    for _ in range(2 + len(paths)):
         await here.copy()
+        await there.tier.refresh()
+        match = there.tier.find(owned, goes_on(snapshot.tokens), goes_back=False)
         try:
-            raw = await here.fetch(here.found(snapshot.tokens))
+            raw = b"" if match is None else await there.fetch(match.state)
         except KvFileError:
-            continue  # one blob after the other is found
+            continue
         break
     assert raw == await here.place.read(here.store, snapshot)
 
 
-async def test_a_store_that_forgets_what_it_was_given_is_not_used(
+async def test_what_cannot_be_written_can_still_be_read(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, a read-only mount, keys that may not write."""
+    here, there = await hosts.start(), await hosts.start()
+    snapshot = await here.put(state(700))
+    await here.copy()
+
+    def full(*_: object) -> float:
+        raise KvError("No space left on device")
+
+    monkeypatch.setattr(SharedDirectory, "clock", full)
+    monkeypatch.setattr(SharedDirectory, "put", full)
+    await there.put(state(900))
+    await there.tier.refresh()
+
+    assert there.tier.is_usable
+    assert there.tier.status().problem == "No space left on device"
+    assert await there.fetch(there.found(snapshot.tokens)) == await here.place.read(
+        here.store, snapshot
+    )
+
+
+async def test_one_snapshot_that_is_refused_holds_up_no_other(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = await hosts.start()
-    monkeypatch.setattr(Objects, "head", lambda _, __: None)
-    with pytest.raises(KvError, match="does not have what it was given"):
-        await here.tier.refresh()
-    assert not here.tier.is_usable
+    bad, _ = await here.put(state(700, salt=5)), await here.put(state(900))
+    put = SharedDirectory.put
+
+    def picky(self: SharedDirectory, path: str, content: bytes | memoryview) -> None:
+        if bad.id in path:
+            raise KvError("refused")
+        put(self, path, content)
+
+    monkeypatch.setattr(SharedDirectory, "put", picky)
+    assert await here.copy() == 1
+    assert here.tier.status().problem == ""
+    assert await here.copy() == 0, "not tried at every look"
 
 
 async def test_a_directory_that_is_gone_is_used_again(
@@ -258,6 +314,7 @@ async def test_a_directory_that_is_gone_is_used_again(
     here = await hosts.start()
     snapshot = await here.put(state(700))
     put_away(cold)
+    here.now = wall_now()
     here.tier.start()
     await until(lambda: here.tier.problem not in ("", "not looked at yet"))
     owned = Owned("facts", Tenant(""))
@@ -285,27 +342,21 @@ async def until(holds: Callable[[], bool]) -> None:
 async def test_a_read_that_hangs_ends_the_use_of_the_tier(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A FIFO in the place of a blob: an open of it waits for ever, as of a dead NFS server."""
+    """As of a dead NFS server: the thread cannot be ended."""
     monkeypatch.setattr("router.store.io_pool.BULK_S", 0.05)
     here, there = await hosts.start(), await hosts.start()
     snapshot = await here.put(state(900))
     await here.copy()
     await there.tier.refresh()
-    pipes = hosts.files(BLOBS)
-    for path in pipes:
-        path.unlink()
-        os.mkfifo(path)
+    name, answers = there.found(snapshot.tokens), threading.Event()
+    monkeypatch.setattr(SharedDirectory, "read", lambda *_: answers.wait())
     try:
         with pytest.raises(KvError, match="does not answer"):
-            await there.fetch(there.found(snapshot.tokens))
+            await there.fetch(name)
         assert not there.tier.is_usable
         assert there.tier.status().problem
     finally:
-        for path in pipes:
-            try:
-                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-            except OSError:
-                continue  # nobody reads it
+        answers.set()
     await until(lambda: there.tier.is_usable)
 
 
@@ -370,7 +421,9 @@ async def test_a_purge_leaves_nothing_of_a_tenant_and_all_of_others(hosts: Hosts
     assert await here.copy() == 0
 
 
-async def test_a_host_that_was_down_obeys_a_purge_before_it_copies(hosts: Hosts) -> None:
+async def test_a_host_that_was_down_obeys_a_purge_before_it_copies(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, late = await hosts.start(), await hosts.start()
     await here.tier.refresh()
     mine, bobs = await late.put(state(700), "alice"), await late.put(state(700), "bob")
@@ -378,9 +431,12 @@ async def test_a_host_that_was_down_obeys_a_purge_before_it_copies(hosts: Hosts)
     assert await late.copy() == 1
 
     assert mine.id not in late.held
+    assert late.forgotten == ["alice"], "what its slots have"
     assert late.found(bobs.tokens, "bob").n_tokens == 700
     assert len(hosts.files(STATES)) == 1
     late.now += 100
+    clock = SharedDirectory.clock
+    monkeypatch.setattr(SharedDirectory, "clock", lambda self: clock(self) + 100)
     anew = await late.put(state(700), "alice")
     late.held[anew.id] = anew = replace(anew, saved_at=late.now)
     assert await late.copy() == 1, "what is computed after the purge is kept"
@@ -394,7 +450,7 @@ async def test_what_was_copied_during_a_purge_is_found_and_removed(hosts: Hosts)
     await other.put(state(700), "alice")
     await here.tier.purge(Tenant("alice"))
     other.held = dict(other.held)
-    await other.tier._copy_all()
+    await other.tier.copy_due()
     assert len(hosts.files(STATES)) == 1
     await here.tier.refresh()
 
@@ -440,12 +496,101 @@ async def test_a_state_under_a_false_name_is_not_used(hosts: Hosts) -> None:
         await there.fetch(there.found(one.tokens, goes_back=False))
 
 
-def test_a_new_directory_is_private(cold: Path) -> None:
-    Objects(ColdPlace(str(cold)))
-    assert cold.stat().st_mode & 0o777 == 0o700
+async def test_only_what_is_ours_is_removed_for_its_age(hosts: Hosts, cold: Path) -> None:
+    """Not blobs of another kind, nor anything behind a link; but what broken writes left."""
+    here = await hosts.start(keep_s=DAY_S)
+    await here.put(state(700))
+    await here.copy()
+    home = cold.parent / "home"
+    home.mkdir()
+    others = [home / "thesis.txt", cold / "blobs" / "model.gguf", cold / "blobs" / "odd\nname"]
+    left = hosts.files(STATES)[0]
+    broken = left.with_name(f"{left.name}.0123abcd.new")
+    for path in (*others, broken):
+        path.write_text("x")
+    (cold / STATES / "link").symlink_to(home)
+    age([*others, *hosts.files("")], 400 * DAY_S)
+    here.tier._swept_at = None
+    await here.tier.refresh()
+
+    assert all(path.exists() for path in others)
+    assert not broken.exists()
+    assert hosts.files(STATES) == []
 
 
-def test_a_place_that_cannot_be_is_an_error_of_one_line() -> None:
-    with pytest.raises(KvError) as caught:
-        Objects(ColdPlace("/dev/null/x"))
-    assert "\n" not in str(caught.value)
+async def test_a_clock_that_is_wrong_removes_nothing(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = await hosts.start()
+    snapshot = await here.put(state(700))
+    await here.copy()
+    before = len(hosts.files(""))
+    right = SharedDirectory.clock
+    monkeypatch.setattr(SharedDirectory, "clock", lambda self: right(self) + 400 * DAY_S)
+    here.tier._swept_at = None
+    await here.tier.refresh()
+    assert len(hosts.files("")) == before
+    monkeypatch.undo()
+    await here.tier.refresh()
+    assert here.found(snapshot.tokens).n_tokens == 700
+
+
+async def test_a_tenant_whose_objects_stay_is_not_said_to_be_purged(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = await hosts.start()
+    await here.put(state(700), "alice")
+    await here.copy()
+    monkeypatch.setattr(SharedDirectory, "delete", lambda *_: None)
+    with pytest.raises(KvError, match="could not be deleted"):
+        await here.tier.purge(Tenant("alice"))
+
+
+async def test_nothing_is_forgotten_that_is_not_known(hosts: Hosts) -> None:
+    """Else a purge would say that nothing was there."""
+    here = await hosts.start()
+    snapshot = await here.put(state(700))
+    with pytest.raises(KvError, match="not looked at yet"):
+        await here.tier.forget([snapshot])
+
+
+async def test_copies_of_other_hosts_are_forgotten_too(hosts: Hosts) -> None:
+    here, there = await hosts.start(), await hosts.start()
+    for host in (here, there):
+        await host.tier.refresh()
+    one, _ = await here.put(state(700)), await there.put(state(700))
+    for host in (here, there):
+        await host.tier.copy_due()
+    assert len(hosts.files(STATES)) == 2
+    await here.tier.refresh()
+
+    assert await here.tier.forget([one]) == 2
+    assert hosts.files(STATES) == []
+
+
+async def test_a_doubted_tier_is_used_again_when_it_was_listed(hosts: Hosts) -> None:
+    here = await hosts.start()
+    here.tier.start()
+    await until(lambda: here.tier.is_usable)
+    here.tier.doubt()
+    assert not here.tier.is_usable
+    await until(lambda: here.tier.is_usable)
+
+
+async def test_a_directory_is_there_and_private_or_it_is_not_used(cold: Path) -> None:
+    place = ColdPlace(str(cold))
+    assert SharedDirectory(place, is_sealed=False).clock() > 0
+    cold.chmod(0o755)  # noqa: ASYNC240
+    with pytest.raises(KvError, match=r"open to all users \(mode 755\).*chmod 700"):
+        SharedDirectory(place, is_sealed=False).clock()
+    assert SharedDirectory(place, is_sealed=True).clock() > 0
+    with pytest.raises(KvError, match="is no directory: create it, or mount"):
+        SharedDirectory(ColdPlace("/dev/null/x"), is_sealed=True).clock()
+
+
+async def test_files_are_private(hosts: Hosts) -> None:
+    here = await hosts.start()
+    await here.put(state(700))
+    await here.copy()
+    paths = list(hosts.cold.rglob("*"))
+    assert {path.stat().st_mode & 0o077 for path in paths} == {0}

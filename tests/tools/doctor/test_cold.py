@@ -26,6 +26,7 @@ async def test_without_a_cold_tier_nothing_is_said() -> None:
 
 
 async def test_a_directory_that_works(tmp_path: Path) -> None:
+    (tmp_path / "cold").mkdir(mode=0o700)
     (first, second) = await found(f"'{tmp_path}/cold'")
 
     assert first[0] is Level.OK
@@ -71,11 +72,14 @@ async def test_a_key_file_that_cannot_be_used(tmp_path: Path, key: str | None, w
             pass
 
 
-async def test_a_directory_below_none_is_refused_at_the_start() -> None:
-    config = parse(f"{BACKENDS}cold: /dev/null/x", "test")
-    with pytest.raises(StartError, match=r"cold\.url"):
-        async with build(config):
-            pass
+async def test_a_directory_that_is_not_there_holds_up_no_start(tmp_path: Path) -> None:
+    """It may be mounted later: the log and the doctor say what is missing."""
+    ((level, what),) = await found(f"'{tmp_path}/cold'")
+    assert level is Level.ERROR
+    assert f"{tmp_path}/cold is no directory: create it, or mount what it is in" in what
+    async with build(parse(f"{BACKENDS}cold: '{tmp_path}/cold'", "test")) as router:
+        assert router.cold is not None
+        assert not router.cold.is_usable
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,8 @@ async def test_a_directory_below_none_is_refused_at_the_start() -> None:
         ("'s3://bucket?x=1'", "keys come from the environment"),
         ("{url: /c, endpoint: 'http://127.0.0.1:9'}", "cold.endpoint: is for `url: s3://"),
         ("{url: 's3://b', endpoint: 'http://minio:9000'}", "cold.endpoint: is http, which can be"),
+        ("{url: /c}\nstore: {blobs: /c/blobs}", "cold.url: overlaps with /c/blobs"),
+        ("{url: /c/d}\nstore: {blobs: /c}", "cold.url: overlaps with /c"),
         ("{url: /c, keep: 0}", "cold.keep: must be more than 0"),
     ],
 )
