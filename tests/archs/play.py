@@ -14,6 +14,8 @@ from pathlib import Path
 
 import aiohttp
 
+from router.hosts.messages import FETCHED_FROM
+from router.web.fleet import cold as cold_holder
 from tests.support.conversations.measuring import CHAT, common, generated, generated_ids
 from tests.support.conversations.prompts import Json, chat, sentences
 from tests.support.servers.llama_server import LlamaServer
@@ -54,6 +56,7 @@ class Played:
     cells: dict[str, Cell] = field(default_factory=dict)
     noise: float = 0.0  # of log probabilities, between two ways to compute one prompt
     tells: float = 0.0  # how far another context moves them
+    from_cold: bool = False  # the last state came from the cold tier
 
     @property
     def can_tell(self) -> bool:
@@ -64,6 +67,10 @@ class Played:
     def bound(self) -> float:
         """Return the most by which the log probabilities of a right answer differ."""
         return max(4 * self.noise, min(0.3, self.tells / 4))
+
+
+# As much is fetched as can be: a tiny model computes in milliseconds.
+cold_holder._ASKING_S = 0.001
 
 
 async def play(model: Path, folder: Path, argv: Sequence[str], n_ctx: int = 8192) -> Played:
@@ -87,11 +94,34 @@ async def play(model: Path, folder: Path, argv: Sequence[str], n_ctx: int = 8192
             await servers[name].restart()
         # What is restored after this was split, and is put together again.
         blobs = f"store: {{blobs: '{folder.parent}/blobs', write_after: 0, whole_files: 0}}"
-        async with running(backends, folder, yaml=f"{YAML}\n{blobs}") as kvferry:
+        (folder.parent / "cold").mkdir(mode=0o700)
+        cold = f"cold: {{url: '{folder.parent}/cold', after: 0}}"
+        async with running(backends, folder, yaml=f"{YAML}\n{blobs}\n{cold}") as kvferry:
             if played.kind not in ("", "unknown"):
                 await kvferry.until(_is_split)
-            await game.after_restart(kvferry, first)
+            first = await game.after_restart(kvferry, first)
+            await kvferry.until(_is_copied)
+        for name in SLOTS:
+            await servers[name].stop()
+        _empty(folder)
+        for name in SLOTS:
+            await servers[name].start()
+        # All that is left is in the cold tier.
+        async with running(backends, folder, yaml=f"{YAML}\n{cold}") as kvferry:
+            await kvferry.until(lambda state: not state["snapshots"]["cold"]["problem"])
+            await game.after_loss(kvferry, first)
     return played
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def _is_copied(state: Json) -> bool:
+    """Return whether all snapshots have been copied that can be."""
+    cold = state["snapshots"]["cold"]
+    return not (cold["waiting"] or cold["problem"])
 
 
 def _is_split(state: Json) -> bool:
@@ -137,9 +167,14 @@ class _Game:
 
     async def after_restart(
         self, kvferry: RunningRouter, before: tuple[list[Json], Answer]
-    ) -> None:
-        turn, answer = before
-        await self._ask(kvferry, "restart", _next(turn, answer, sentences(7, QUESTION)), "a")
+    ) -> tuple[list[Json], Answer]:
+        turn = _next(*before, sentences(7, QUESTION))
+        return turn, await self._ask(kvferry, "restart", turn, "a")
+
+    async def after_loss(self, kvferry: RunningRouter, before: tuple[list[Json], Answer]) -> None:
+        turn = _next(*before, sentences(8, QUESTION))
+        answer = await self._ask(kvferry, "lost host", turn, "b")
+        self.played.from_cold = answer.headers.get(FETCHED_FROM) == "cold tier"
 
     async def measure_noise(self) -> None:
         """Measure how far log probabilities move without and with another context.
