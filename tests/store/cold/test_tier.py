@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from router.base.clock import wall_now
 from router.base.errors import KvError, KvFileError
+from router.base.tasks import spawn
 from router.base.tokens import Tokens
 from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId, Tenant
 from router.store.blobs import manifests
@@ -421,6 +422,49 @@ async def test_a_purge_leaves_nothing_of_a_tenant_and_all_of_others(hosts: Hosts
     assert await here.copy() == 0
 
 
+async def test_what_is_being_copied_of_a_purged_tenant_is_not_left(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = await hosts.start()
+    await here.put(state(700), "alice")
+    await here.tier.refresh()
+    put, begun, go_on = SharedDirectory.put, threading.Event(), threading.Event()
+
+    def slow(self: SharedDirectory, path: str, content: bytes | memoryview) -> None:
+        if path.startswith(BLOBS):
+            begun.set()
+            go_on.wait(30)
+        put(self, path, content)
+
+    monkeypatch.setattr(SharedDirectory, "put", slow)
+    copying = spawn(here.tier.copy_due(), name="copy")
+    await asyncio.to_thread(begun.wait, 30)
+    told: list[int] = []
+
+    async def purge() -> None:
+        told.append(await here.tier.purge(Tenant("alice")))
+
+    purging = spawn(purge(), name="purge")
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.wait([copying, purging])
+
+    assert told == [1]
+    assert hosts.files(STATES) == hosts.files(BLOBS) == []
+
+
+async def test_a_blob_that_is_too_short_is_written_again(hosts: Hosts) -> None:
+    here = await hosts.start()
+    await here.put(state(700))
+    await here.copy()
+    for path in hosts.files(BLOBS):
+        cut(path)
+    longer = await here.put(state(900))
+    await here.copy()
+
+    assert await here.fetch(here.found(longer.tokens)) == await here.place.read(here.store, longer)
+
+
 async def test_a_host_that_was_down_obeys_a_purge_before_it_copies(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,6 +553,12 @@ async def test_only_what_is_ours_is_removed_for_its_age(hosts: Hosts, cold: Path
     for path in (*others, broken):
         path.write_text("x")
     (cold / STATES / "link").symlink_to(home)
+    # What looks like ours behind a link is not ours either.
+    behind = home / "ab" / ("ab" * 32)
+    behind.parent.mkdir()
+    behind.write_text("x")
+    (cold / BLOBS / ("0" * 16)).symlink_to(home)
+    others.append(behind)
     age([*others, *hosts.files("")], 400 * DAY_S)
     here.tier._swept_at = None
     await here.tier.refresh()
