@@ -100,7 +100,9 @@ async def play(model: Path, folder: Path, argv: Sequence[str], n_ctx: int = 8192
             if played.kind not in ("", "unknown"):
                 await kvferry.until(_is_split)
             first = await game.after_restart(kvferry, first)
-            await kvferry.until(_is_copied)
+            await kvferry.until(_has_cold)
+            assert kvferry.router.cold is not None
+            await kvferry.router.cold.copy_due()
         for name in SLOTS:
             await servers[name].stop()
         _empty(folder)
@@ -108,7 +110,7 @@ async def play(model: Path, folder: Path, argv: Sequence[str], n_ctx: int = 8192
             await servers[name].start()
         # All that is left is in the cold tier.
         async with running(backends, folder, yaml=f"{YAML}\n{cold}") as kvferry:
-            await kvferry.until(lambda state: not state["snapshots"]["cold"]["problem"])
+            await kvferry.until(_has_cold)
             await game.after_loss(kvferry, first)
     return played
 
@@ -118,10 +120,9 @@ def _empty(folder: Path) -> None:
         path.unlink()
 
 
-def _is_copied(state: Json) -> bool:
-    """Return whether all snapshots have been copied that can be."""
-    cold = state["snapshots"]["cold"]
-    return not (cold["waiting"] or cold["problem"])
+def _has_cold(state: Json) -> bool:
+    """Return whether the cold tier answers."""
+    return not state["snapshots"]["cold"]["problem"]
 
 
 def _is_split(state: Json) -> bool:
