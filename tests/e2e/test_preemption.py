@@ -16,7 +16,7 @@ from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.running_router import Answer, Json, RunningRouter, running
 
 COMPLETION, CHAT, TEXT = "/completion", "/v1/chat/completions", "/v1/completions"
-LONG: Json = {"temperature": 0, "ignore_eos": True, "n_predict": 3000}
+LONG: Json = {"temperature": 0, "ignore_eos": True, "n_predict": 7000}
 LATER: Json = {"service_tier": "flex"}
 FIELDS: dict[str, Json] = {
     COMPLETION: {"prompt": sentences(5, 12)},
