@@ -5,7 +5,7 @@ COPY router /src/router
 # Install into a virtual environment: the next stage copies nothing else from here.
 RUN python -m venv --without-pip /opt/kvferry \
     && python -m pip --python /opt/kvferry/bin/python install \
-        --no-cache-dir --only-binary :all: '/src[fleet]'
+        --no-cache-dir --only-binary :all: '/src[cold,fleet]'
 
 FROM python:3.13-slim
 # docker-compose.yml runs the llama-servers under the same number: kvferry and the servers read,

@@ -9,6 +9,7 @@ import re
 import secrets
 import shlex
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,6 +206,28 @@ def write_new(path: Path, content: bytes, *, fsync: bool) -> None:
         file.flush()
         if fsync:
             os.fsync(file.fileno())
+
+
+def put_whole(path: Path, parts: Iterable[memoryview], *, fsync: bool) -> None:
+    """Write a file whole or not at all: under another name first. Raises OSError.
+
+    What a crash leaves is called `NAME-XXXXXXXX.new`.
+    """
+    new = path.with_name(f"{path.name}-{os.urandom(4).hex()}.new")
+    file, done = create(new), 0
+    try:
+        for part in parts:
+            copies.write_all(file, part, done)
+            done += len(part)
+        if fsync:
+            os.fsync(file)
+        os.rename(new, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(new)
+        raise
+    finally:
+        os.close(file)
 
 
 def quarantine(path: Path) -> None:

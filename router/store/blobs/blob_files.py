@@ -90,21 +90,8 @@ def write(root: Path, blob: Blob, raw: memoryview, *, fsync: bool) -> int:
     """Write a blob durably, whole or not at all; return the bytes written."""
     path = path_of(root, blob.id)
     make_directory(path.parent, fsync=fsync)
-    new = path.with_name(f"{path.name}-{os.urandom(4).hex()}.new")
     header = _HEADER.pack(_MAGIC, _VERSION, _RAW, 0, len(raw), xxhash.xxh3_128_digest(raw), blob.id)
-    file = files.create(new)
-    try:
-        copies.write_all(file, memoryview(header), 0)
-        copies.write_all(file, raw, len(header))
-        if fsync:
-            os.fsync(file)
-        os.rename(new, path)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(new)
-        raise
-    finally:
-        os.close(file)
+    files.put_whole(path, (memoryview(header), raw), fsync=fsync)
     if fsync:
         sync_directory(path.parent)
     return len(header) + len(raw)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from router.base.errors import KvError, KvFileError
-from router.store import copies, files
+from router.store import files
 from router.store.cold.objects import (
     CHUNK,
     CLOCK,
@@ -60,20 +60,10 @@ class SharedDirectory:
     def put(self, path: str, content: bytes | memoryview) -> None:
         """Write an object, whole or not at all."""
         target = self._root / path
-        new = target.with_name(f"{target.name}.{os.urandom(4).hex()}.new")
         with os_errors("cold tier"):
             for folder in reversed(target.parents[: path.count("/")]):
                 make_directory(folder, fsync=False)
-            file = files.create(new)
-            try:
-                copies.write_all(file, memoryview(content), 0)
-                os.rename(new, target)
-            except OSError:
-                with suppress(OSError):
-                    os.unlink(new)
-                raise
-            finally:
-                os.close(file)
+            files.put_whole(target, (memoryview(content),), fsync=False)
 
     def head(self, path: str) -> ObjectMeta | None:
         """Return what is known of an object. None: it is not there."""

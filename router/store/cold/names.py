@@ -34,7 +34,7 @@ _STATE = re.compile(
 )
 _BLOB = re.compile(r"blobs/[0-9a-f]{16}/([0-9a-f]{2})/\1[0-9a-f]{62}")
 _PURGE = re.compile(r"purged/([0-9a-f]{16})\.([0-9]{1,12})\.([0-9a-f]{16})")
-_BROKEN = re.compile(r"\.[0-9a-f]{8}\.new")  # ends the name of a write that did not end
+_BROKEN = re.compile(r"-[0-9a-f]{8}\.new")  # ends the name of a write that did not end
 
 StateKey = tuple[str, str, int, bytes]
 

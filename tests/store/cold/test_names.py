@@ -75,7 +75,7 @@ def test_our_names_are_told_from_those_of_others() -> None:
         NAMES.blob("0" * 16, Blob(b"b" * 32, 5)),
         NAMES.purge(ALICE, 1.0),
     ]
-    assert all(is_ours(path) and is_ours(f"{path}.0123abcd.new") for path in ours)
+    assert all(is_ours(path) and is_ours(f"{path}-0123abcd.new") for path in ours)
     others = [
         "blobs/sha256-ab.gguf",
         f"blobs/ab/{'ab' * 32}.blob",

@@ -549,7 +549,7 @@ async def test_only_what_is_ours_is_removed_for_its_age(hosts: Hosts, cold: Path
     home.mkdir()
     others = [home / "thesis.txt", cold / "blobs" / "model.gguf", cold / "blobs" / "odd\nname"]
     left = hosts.files(STATES)[0]
-    broken = left.with_name(f"{left.name}.0123abcd.new")
+    broken = left.with_name(f"{left.name}-0123abcd.new")
     for path in (*others, broken):
         path.write_text("x")
     (cold / STATES / "link").symlink_to(home)
