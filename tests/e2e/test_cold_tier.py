@@ -154,6 +154,28 @@ async def test_a_front_without_servers_has_its_host_fetch(
         assert moved.cached >= 0.99 * len(LONG)
 
 
+async def test_a_host_that_has_the_beginning_fetches_the_rest(
+    llama_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No host of the fleet has more than its own snapshots, and the tier has most."""
+    # After one request the tiny model is known to compute the prompt nearly as soon.
+    monkeypatch.setattr("router.web.fleet.cold._ASKING_S", 0.001)
+    yaml = f"{PARTS}cold: {{url: '{tmp_path}/cold', after: 0}}"
+    one = await llama_server(slots=1, kv_dir=tmp_path / "a", ctx=16384)
+    other = await llama_server(slots=1, kv_dir=tmp_path / "b", ctx=16384)
+    async with running([("a", one.url)], one.kv_dir, yaml=yaml) as kvferry:
+        await kvferry.complete(LONG)
+        await until_copied(kvferry)
+    async with hosts([other], [], yaml=yaml) as (host, _):
+        await until_known(host)
+        await host.complete([*LONG[:200], *ids(8, 20)])
+        await host.until_quiet()
+        moved = await host.complete([*LONG, *ids(3, 40)])
+
+        assert moved.headers[FROM] == "cold tier"
+        assert moved.cached >= 0.99 * len(LONG)
+
+
 async def test_hosts_of_a_fleet_share_what_a_lost_one_had(
     llama_server: StartServer, tmp_path: Path
 ) -> None:

@@ -98,7 +98,7 @@ class Asking:
         others = {peer.key: peer for peer in self._peers.holders()[:_HOLDERS]}
         mine = self._mine(sought)
         answers = await self._ask(sought, asked | others, self._peers.incarnation, mine)
-        own_key, fetch = self._peers.incarnation, None
+        own_key = self._peers.incarnation
         fetches = {} if mine is None else dict.fromkeys(_fetching(answers), (own_key, mine))
         held = {
             key: found
@@ -110,13 +110,13 @@ class Asking:
         computing = max((one.reused for one in held.values() if one.computing), default=0)
         best = _best_held(held)
         cold = self._fetching.in_cold(sought.request)
-        from_cold = self._fetching.from_cold(sought.request, sought.own)
+        fetch = self._fetching.from_cold(sought.request, sought.own)
         if best is None and cold is not None:
             best = COLD, cold
         if best is not None and best[0] != own_key:
             holder, offered = best
-            fetch = self._fetching.way(sought.request, sought.own, holder, offered)
-            fetch = _cheaper(fetch, from_cold)
+            way = self._fetching.way(sought.request, sought.own, holder, offered)
+            fetch = _cheaper(way, fetch)
             again = {key: peer for key, peer in asked.items() if key != holder}
             if again and self._is_dear(sought, usable, fetch, answers):
                 told = await self._ask(sought, again, holder, offered)
