@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,17 +12,17 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from router.servers.program import free_port
+from tests.support.servers.child_server import ChildServer
 
 _PATIENCE_S = 10.0
 
 
 @dataclass
-class RedisServer:
+class RedisServer(ChildServer):
     """One server. Its data is in memory only: a restarted one is empty."""
 
     port: int
     folder: Path
-    _process: asyncio.subprocess.Process | None = None
 
     @property
     def url(self) -> str:
@@ -63,23 +62,6 @@ class RedisServer:
     def client(self) -> redis.asyncio.Redis:
         """Return a client; use it with `async with`."""
         return redis.asyncio.Redis.from_url(self.url)
-
-    async def kill(self) -> None:
-        """Kill it, as kill -9 does."""
-        if self._process is not None:
-            self._process.kill()
-            await self._process.wait()
-            self._process = None
-
-    def pause(self) -> None:
-        """Stop it from answering, its connections stay open."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """End `pause`."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
 
     async def empty(self) -> None:
         """Delete all data."""

@@ -4,7 +4,6 @@ import asyncio
 import os
 import random
 import re
-import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from router.servers.program import free_port
+from tests.support.servers.child_server import ChildServer
 
 _PATIENCE_S = 30.0
 BUCKET = "states"
@@ -25,12 +25,11 @@ S3_KEYS = {
 
 
 @dataclass
-class S3Server:
+class S3Server(ChildServer):
     """One server with one bucket, in memory."""
 
     port: int
     host: str = "127.0.0.1"
-    _process: asyncio.subprocess.Process | None = None
 
     @property
     def endpoint(self) -> str:
@@ -70,13 +69,6 @@ class S3Server:
                 except aiohttp.ClientConnectionError:
                     await asyncio.sleep(0.05)
 
-    async def kill(self) -> None:
-        """Kill it, as kill -9 does."""
-        if self._process is not None:
-            self._process.kill()
-            await self._process.wait()
-            self._process = None
-
     async def spoil(self, chance: random.Random) -> None:
         """Lose some objects, and put others, or garbage, in the place of some."""
         async with aiohttp.ClientSession(f"{self.endpoint}/{BUCKET}/") as session:
@@ -93,13 +85,3 @@ class S3Server:
                         async with session.get(chance.choice(names)) as other:
                             content = await other.read()
                         await session.put(name, data=content)
-
-    def pause(self) -> None:
-        """Stop it from answering, its connections stay open."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """End `pause`."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
