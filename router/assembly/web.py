@@ -99,36 +99,38 @@ async def app_of(made: Stages, live: Live) -> App:
     elsewhere: Elsewhere = Nowhere(engine)
     cold = None if made.cold is None else ColdHolder(made.cold, parts.clock.now)
     store, now = parts.store, parts.clock.now
-    fetch_metrics = FetchMetrics(parts.registry) if cold is not None or hosts is not None else None
     purging = made.purging(lambda _: None)
-    if hosts is not None and fetch_metrics is not None:
-        client = hosts.credentials.client
-        fetching = Fetching(hosts.peers, cold, engine, store, client, fetch_metrics, now)
+    if hosts is not None or cold is not None:
+        fetch_metrics = FetchMetrics(parts.registry)
+        client = None if hosts is None else hosts.credentials.client
+        peers = NoPeers() if hosts is None else hosts.peers
+        fetching = Fetching(peers, cold, engine, store, client, fetch_metrics, now)
         purging = made.purging(fetching.stop)
-        handing_out = HandingOut(engine, store, hosts.held, fetch_metrics, now)
-        elsewhere = Forwarding(
-            hosts.name,
-            hosts.peers,
-            Asking(hosts.peers, hosts.directory, hosts.held, fetching, handing_out, hosts.metrics),
-            fetching,
-            hosts.held,
-            engine,
-            selection,
-            keys,
-            settings,
-            parts.throttle,
-            parts.decision_log,
-            hosts.metrics,
-            suspects,
-        )
-        routes = PeerRoutes(
-            hosts.hello, engine, selection, hosts.held, fetching, handing_out, purging
-        )
-        others = OtherHosts(hosts.name, routes, hosts.metrics)
-    elif fetch_metrics is not None:
-        fetching = Fetching(NoPeers(), cold, engine, store, None, fetch_metrics, now)
-        purging = made.purging(fetching.stop)
-        elsewhere = FromCold(engine, fetching, parts.decision_log)
+        if hosts is None:
+            elsewhere = FromCold(engine, fetching, parts.decision_log)
+        else:
+            handing_out = HandingOut(engine, store, hosts.held, fetch_metrics, now)
+            elsewhere = Forwarding(
+                hosts.name,
+                hosts.peers,
+                Asking(
+                    hosts.peers, hosts.directory, hosts.held, fetching, handing_out, hosts.metrics
+                ),
+                fetching,
+                hosts.held,
+                engine,
+                selection,
+                keys,
+                settings,
+                parts.throttle,
+                parts.decision_log,
+                hosts.metrics,
+                suspects,
+            )
+            routes = PeerRoutes(
+                hosts.hello, engine, selection, hosts.held, fetching, handing_out, purging
+            )
+            others = OtherHosts(hosts.name, routes, hosts.metrics)
     reports = Reports(engine, parts.decision_log, parts.tasks.spawn)
     slicing = Slicing(engine, selection)
     sender = Sender(engine, selection, suspects, settings, parts.throttle, reports, slicing)

@@ -21,6 +21,7 @@ KvDir = NewType("KvDir", str)
 """A KV directory: holds state files; the `--slot-save-path` of one or more backends."""
 
 NO_TENANT = Tenant("")
+TENANT_SALT = "~"  # in no name of a tenant; behind it the `cache_salt` of its prompts
 
 MAX_CHECKPOINTS = 32
 """Checkpoints of a slot by default (`--ctx-checkpoints`, llama-server.md section 3)."""

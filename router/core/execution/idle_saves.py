@@ -10,7 +10,7 @@ from router.core.execution.state import State
 from router.core.model.effects import SaveReason
 from router.core.model.jobs import SaveJob
 from router.core.model.slots import Phase, Slot, Work
-from router.core.model.tenancy import is_of_tenant
+from router.core.model.tenancy import is_of
 from router.core.planning.displacement import can_save, saving_pays
 
 
@@ -73,7 +73,7 @@ def never_save(state: State, tenant: Tenant) -> None:
     """Save nothing that idle slots have of a tenant, with whatever salt."""
     for backend in state.inventory.backends.values():
         for slot in backend.slots:
-            if slot.phase is Phase.IDLE and is_of_tenant(slot.content.tenant, tenant):
+            if slot.phase is Phase.IDLE and is_of(slot.content.tenant, tenant):
                 slot.hold(replace(slot.content, savable=False))
 
 

@@ -5,11 +5,10 @@ the tenant `NO_TENANT`, too; where tenants are kept apart, no request owns such 
 """
 
 from router.base.tokens import common_prefix, count
-from router.base.types import BackendInfo, Namespace, Request, Tenant
+from router.base.types import TENANT_SALT, BackendInfo, Namespace, Request, Tenant
 from router.core.model.slots import Slot
 
 # Occurs in no digest of a model and in no name of a tenant.
-_SALT = "~"  # in no name of a tenant
 _MARK = "@"
 
 
@@ -33,17 +32,12 @@ def model_of(namespace: Namespace) -> Namespace:
 
 def salted(tenant: str, salt: str) -> Tenant:
     """Return the tenant of prompts with a `cache_salt`; without one the tenant itself."""
-    return Tenant(f"{tenant}{_SALT}{salt}" if salt else tenant)
+    return Tenant(f"{tenant}{TENANT_SALT}{salt}" if salt else tenant)
 
 
-def is_of(namespace: str, named: str) -> bool:
-    """Return whether `NAME@TENANT` names a namespace, or one of that tenant with a salt."""
-    return namespace == named or namespace.startswith(f"{named}{_SALT}")
-
-
-def is_of_tenant(owner: str, tenant: str) -> bool:
-    """Return whether prompts of `owner` are a tenant's: its own, or those with a salt."""
-    return owner == tenant or owner.startswith(f"{tenant}{_SALT}")
+def is_of(owner: str, named: str) -> bool:
+    """Return whether a tenant, or `NAME@TENANT`, names an owner, or it is that with a salt."""
+    return owner == named or owner.startswith(f"{named}{TENANT_SALT}")
 
 
 def tenant_of(namespace: Namespace) -> Tenant:

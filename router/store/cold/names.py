@@ -20,12 +20,11 @@ from msgspec import Struct
 
 from router.base.prefix_hash import STEP, PrefixHasher
 from router.base.tokens import Tokens, count
-from router.base.types import Blob, Tenant
+from router.base.types import TENANT_SALT, Blob, Tenant
 
 STATES, BLOBS, PURGED = "states/", "blobs/", "purged/"
 
 _MARK_BYTES = 6  # a mark is a hint: another prompt with the same one costs a look, nothing else
-_SALT = "~"  # behind it the salt of a tenant's prompts (core/model/tenancy.py)
 _FOLDER_BYTES = 8
 _STATE = re.compile(
     r"states/([0-9a-f]{16})/([0-9a-f]{16})/"
@@ -78,7 +77,7 @@ class Names:
 
     def tenant(self, tenant: Tenant) -> str:
         """Return the folder of a tenant; prompts with a `cache_salt` are in the same one."""
-        return self._folder(b"tenant", tenant.partition(_SALT)[0])
+        return self._folder(b"tenant", tenant.partition(TENANT_SALT)[0])
 
     def model(self, facts: str) -> str:
         """Return the folder of a model. `facts`: the part of a namespace that all hosts share."""

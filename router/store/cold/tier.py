@@ -50,7 +50,7 @@ _SEEN = 100_000  # blobs of which is known that they are there
 _MOST_STATES = 30_000  # in the index, the newest: 3 KiB of memory each
 _FAILED_S = 600.0  # until a snapshot is tried again that could not be copied
 _FAILURES = 3  # of copies in a row: then the tier cannot be written
-_ROUNDS = 3  # of a deletion: a listing may be late
+_ROUNDS = 3  # of a deletion, and the last one has to find nothing: a listing may be late
 _UNSEEN = "not looked at yet"
 
 
@@ -116,7 +116,7 @@ class ColdTier:
         self._reads = Threads(objects.place.url, lambda: None, self._tasks.spawn)
         self._works = Threads(objects.place.url, lambda: None, self._tasks.spawn)
         self._index = ColdIndex()
-        self._named: dict[SnapshotId, tuple[StateName, Owned]] = {}  # of snapshots here
+        self._named: dict[SnapshotId, StateName] = {}  # of snapshots here
         self._young: set[StateKey] = set()  # states that need no writing again
         self._lost: dict[str, float] = {}  # states that could not be read: when they were written
         self._seen: set[str] = set()  # blobs
@@ -383,7 +383,7 @@ class ColdTier:
         purged = [
             one.id
             for one in held
-            if one.saved_at <= self._purged.get(self._named[one.id][0].tenant, 0.0)
+            if one.saved_at <= self._purged.get(self._named[one.id].tenant, 0.0)
         ]
         if purged:
             log.info("purged_by_another_host", snapshots=len(purged))
@@ -397,14 +397,14 @@ class ColdTier:
 
     def _is_wanted(self, one: Snapshot) -> bool:
         """Return whether a snapshot can be found there, and is not there yet."""
-        state = self._named[one.id][0]
+        state = self._named[one.id]
         return bool(state.marks) and one.shape.extendable and state.key not in self._young
 
     def _names_of(
         self, snapshots: Iterable[tuple[Snapshot, Owned]]
-    ) -> Mapping[SnapshotId, tuple[StateName, Owned]]:
+    ) -> Mapping[SnapshotId, StateName]:
         return {
-            one.id: (self._names.state(*owned, one.id, one.tokens, one.size_bytes), owned)
+            one.id: self._names.state(*owned, one.id, one.tokens, one.size_bytes)
             for one, owned in snapshots
         }
 
@@ -413,7 +413,7 @@ class ColdTier:
 
         Raises KvError; _OwnError if the snapshot cannot be read.
         """
-        state = self._named[snapshot.id][0]
+        state = self._named[snapshot.id]
         with _own_fault():
             manifest = await self._exchange.manifest(snapshot.id, hurried=False)
         for index, blob in enumerate(manifest.sized):
@@ -424,7 +424,7 @@ class ColdTier:
             with _own_fault():
                 raw = await self._exchange.part(snapshot.id, index, hurried=False)
             await self._put(state.tenant, path, raw)
-            self._seen.add(path)
+            self._saw(path)
         await self._put(state.tenant, state.path, memoryview(manifests.encode(manifest)))
         self._lost.pop(state.path, None)
         self._index.add(state)
@@ -440,10 +440,13 @@ class ColdTier:
             return False
         if self._store_now - found.changed_at > self._settings.keep_s:
             return False
+        self._saw(path)
+        return True
+
+    def _saw(self, path: str) -> None:
         if len(self._seen) >= _SEEN:
             self._seen.clear()
         self._seen.add(path)
-        return True
 
     async def _put(self, tenant: str, path: str, raw: memoryview) -> None:
         """Write one object of a tenant. Raises KvError, also if the tenant is being purged."""
@@ -471,7 +474,7 @@ class ColdTier:
         owned = [(one, self._kept.owned(one)) for one in snapshots]
         named = await asyncio.to_thread(self._names_of, owned)
         found = [
-            state for name, _ in named.values() if name.marks for state in self._index.equal(name)
+            state for name in named.values() if name.marks for state in self._index.equal(name)
         ]
         await self._works.bulk(partial(self._objects.delete, [one.path for one in found]))
         for state in found:
@@ -510,7 +513,7 @@ class ColdTier:
 
     def _delete_of(self, folder: str, before: float | None) -> int:
         """Delete the states of a tenant, then its blobs; return their number. Raises KvError."""
-        deleted = set[str]()
+        deleted, names = set[str](), set[str]()
         for prefix in (f"{STATES}{folder}/", f"{BLOBS}{folder}/"):
             for _ in range(_ROUNDS):
                 found = self._objects.listing(prefix)
@@ -519,15 +522,9 @@ class ColdTier:
                     break
                 self._objects.delete(list(names))
                 deleted |= names
-        if deleted:
-            self._check_gone(folder, deleted)
+            else:
+                raise KvError(f"{len(names)} objects of the tenant could not be deleted")
         return len(deleted)
-
-    def _check_gone(self, folder: str, names: set[str]) -> None:
-        found = self._objects.listing(f"{STATES}{folder}/")
-        found += self._objects.listing(f"{BLOBS}{folder}/")
-        if left := names.intersection(one.path for one in found):
-            raise KvError(f"{len(left)} objects of the tenant could not be deleted")
 
     async def _obey(self, paths: Iterable[str]) -> None:
         """Delete what this host has of tenants that were purged on another one.

@@ -29,7 +29,7 @@ from router.base.tokens import head, unpack
 from router.base.types import Snapshot, SnapshotId, Tenant
 from router.config import values as values
 from router.config.loader import ConfigSection, path_text, problems_of
-from router.core.model.tenancy import is_of, is_of_tenant, tenant_of
+from router.core.model.tenancy import is_of, tenant_of
 from router.engine.engine import Engine
 from router.llama.wire import parse_body
 from router.store.blobs import manifests
@@ -134,7 +134,7 @@ class Item:
         return (
             (not ids or snapshot.id in ids)
             and _in_namespace(snapshot.namespace, wanted.namespace)
-            and (not wanted.tenant or is_of_tenant(tenant_of(snapshot.namespace), wanted.tenant))
+            and (not wanted.tenant or is_of(tenant_of(snapshot.namespace), wanted.tenant))
             and (wanted.older_than_s is None or self.age_s > wanted.older_than_s)
             and len(snapshot) >= wanted.min_tokens
             and (wanted.larger_than_bytes is None or snapshot.size_bytes > wanted.larger_than_bytes)
@@ -255,10 +255,11 @@ class Snapshots:
         reached: list[Reached] = []
         if not wanted.dry_run:
             log.info("purged", by=call.http.remote, **asdict(sums))
-            await self._engine.purge([one.id for one in doomed])
             if wanted.is_of_one_tenant:
                 await self._purging.here(Tenant(wanted.tenant))
-            elif wanted.all:
+            else:
+                await self._engine.purge([one.id for one in doomed])
+            if wanted.all:
                 await self._purging.erase_journal()
             if wanted.everywhere:
                 reached = await self._purging.elsewhere(Tenant(wanted.tenant))

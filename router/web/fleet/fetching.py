@@ -21,7 +21,7 @@ from router.base.types import BackendInfo, KvDir, Namespace, Request, Snapshot, 
 from router.core.model import events as ev
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Offered, Quote
-from router.core.model.tenancy import is_of_tenant, model_of, namespace_of, tenant_of
+from router.core.model.tenancy import is_of, model_of, namespace_of, tenant_of
 from router.engine.engine import Engine
 from router.hosts.link import Link
 from router.hosts.messages import ExportAsk, TakeAsk
@@ -275,7 +275,7 @@ class Fetching:
     def stop(self, tenant: Tenant) -> None:
         """End the fetches of a tenant, with any salt: it is being purged."""
         for (_, _, owner, _), fetch in tuple(self._under_way.items()):
-            if is_of_tenant(owner, tenant) and fetch.task is not None:
+            if is_of(owner, tenant) and fetch.task is not None:
                 fetch.task.cancel()
 
     async def take(self, ask: TakeAsk) -> bool:

@@ -10,7 +10,7 @@ from router.base.errors import BackendError, KvError
 from router.base.tasks import spawn
 from router.base.types import Snapshot, Tenant
 from router.core.model import events as ev
-from router.core.model.tenancy import is_of_tenant, tenant_of
+from router.core.model.tenancy import is_of, tenant_of
 from router.engine.engine import Engine
 from router.hosts.peer import Peer
 from router.store.cold.tier import ColdTier
@@ -47,7 +47,7 @@ class Purging:
         doomed = [
             one.id
             for one, _, _ in self.engine.view.snapshots()
-            if is_of_tenant(tenant_of(one.namespace), tenant)
+            if is_of(tenant_of(one.namespace), tenant)
         ]
         await self.engine.purge(doomed)
         await self.erase_journal()
@@ -58,9 +58,9 @@ class Purging:
 
         It goes on to its end if the operator does not wait.
         """
-        told = [self._at(peer, tenant) for peer in self.peers()]
+        told = [_reached(peer.name, peer.purge(tenant, _LIMIT_S)) for peer in self.peers()]
         if self.cold is not None:
-            told.append(self._in_cold(self.cold, tenant))
+            told.append(_reached(NAME, self.cold.purge(tenant)))
         reached: list[Reached] = []
 
         async def work() -> None:
@@ -69,23 +69,16 @@ class Purging:
         await asyncio.wait([spawn(work(), name="purge a tenant")])
         return reached
 
-    async def _in_cold(self, cold: ColdTier, tenant: Tenant) -> Reached:
-        try:
-            return Reached(NAME, await cold.purge(tenant))
-        except KvError as error:
-            return Reached(NAME, problem=str(error))
-
-    async def _at(self, peer: Peer, tenant: Tenant) -> Reached:
-        try:
-            return Reached(peer.name, await peer.purge(tenant, _LIMIT_S))
-        except BackendError as error:
-            return Reached(peer.name, problem=str(error))
-
     async def in_cold(self, snapshots: Iterable[Snapshot]) -> list[Reached]:
         """Delete the copies of snapshots from the cold tier, if there is one."""
         if self.cold is None:
             return []
-        try:
-            return [Reached(NAME, await self.cold.forget(snapshots))]
-        except KvError as error:
-            return [Reached(NAME, problem=str(error))]
+        return [await _reached(NAME, self.cold.forget(snapshots))]
+
+
+async def _reached(holder: str, count: Awaitable[int]) -> Reached:
+    """Return what became of a purge at a holder."""
+    try:
+        return Reached(holder, await count)
+    except (BackendError, KvError) as error:
+        return Reached(holder, problem=str(error))
