@@ -155,7 +155,7 @@ async def test_it_ends_although_a_thread_does_not(
         await kvferry.complete(OTHER, model="a")
         await kvferry.until(saved(LONG - 1, 2))
         assert await process.end(signal.SIGTERM) == 0
-        assert "stopped_with_a_hanging_kv_dir" in "".join(process.log)
+        assert "stopped_with_a_hanging_directory" in "".join(process.log)
     async with running(scene.backends, scene.kv_dirs, yaml=QUICK) as kvferry:
         assert (await kvferry.complete(KEPT)).cached == LONG - 1
         await assert_consistent(kvferry, scene.kv_dirs.values())

@@ -11,6 +11,7 @@ FACTS = "llama-server.md"
 _NUMBERS = re.compile(r"\bsections? (\d+(?:\.\d+)?(?:(?:,| and) \d+(?:\.\d+)?)*)", re.IGNORECASE)
 _SHORT = re.compile(re.escape(FACTS) + r"`? (\d+\.\d+)")
 _TITLE = re.compile(re.escape(FACTS) + r"`?, \"([^\"]+)\"")
+_LOG_LINES = re.compile(r"log lines? ((?:`[a-z_]+`(?:, | and )?)+)")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -93,6 +94,18 @@ def anchors(page: Path) -> set[str]:
     """Return the anchors of a page, as GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_log_lines_that_a_page_names_are_written() -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "router").rglob("*.py"))
+    named = {
+        event
+        for page in PAGES
+        for group in _LOG_LINES.findall(page.read_text())
+        for event in re.findall(r"[a-z_]+", group.replace(" and ", " "))
+    }
+    assert len(named) > 10
+    assert sorted(event for event in named if f'"{event}"' not in code) == []
 
 
 PROSE = [*sorted((ROOT / "router").rglob("*.py")), *sorted((ROOT / "router").rglob("*.js"))]
