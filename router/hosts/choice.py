@@ -14,7 +14,7 @@ from zlib import crc32
 
 from msgspec import Struct
 
-from router.core.model.plan import Quote
+from router.core.model.plan import Offered, Quote
 
 MAX_ASKED = 3
 # A request asks no peer if its own price is lower than this many times the cost of asking: asking
@@ -148,6 +148,26 @@ def _equal(ways: Mapping[str, tuple[float, Quote]]) -> list[str]:
         and quote.wait_s <= best.wait_s + _SOON * best_s
         and quote.reused_tokens >= best.reused_tokens
     ]
+
+
+def best_held(offers: Mapping[str, Offered]) -> tuple[str, Offered] | None:
+    """Return the host that offers most of a prompt, the soonest, and what it offers. None: none."""
+    ranks = {host: (-one.reused, one.ready_s, one.size_bytes) for host, one in offers.items()}
+    best = min(ranks, key=ranks.__getitem__, default=None)
+    return None if best is None else (best, offers[best])
+
+
+def may_fetch_elsewhere(own: Quote | None, prices_s: Collection[float], cost_s: float) -> bool:
+    """Return whether to ask peers what they would take with the best state of all fetched.
+
+    `own`: the quote of this host with that; `prices_s`: of peers without. It may pay if all are
+    dear, and this host would have to wait: else no other one fetches the state sooner.
+    """
+    dear_s = dear_above_s(cost_s)
+    if own is not None and own.wait_s <= dear_s:
+        return False
+    prices = [*prices_s, *([] if own is None else [own.price_s])]
+    return min(prices, default=0.0) > dear_s
 
 
 def twice_s(quote: Quote, computing: int, n_prompt: int) -> float:

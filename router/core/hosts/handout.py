@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from router.base.tokens import EMPTY, Tokens, common_prefix, count
 from router.base.types import (
+    BackendInfo,
     Namespace,
     Request,
     Snapshot,
@@ -132,6 +133,18 @@ def _of_slot(asked: _Asked, slot: Slot, common: int) -> Iterator[Handout]:
         yield Handout(slot.id, offered, whole=whole)
 
 
+def missing_bytes(
+    request: Request, inventory: Inventory, info: BackendInfo, offered: Offered
+) -> int:
+    """Return how much of `offered` comes over the link: rows that a snapshot here has do not."""
+    if not goes_back(info.memory_kind):
+        return offered.size_bytes
+    namespace = namespace_of(info, request.tenant)
+    known = inventory.catalog.covered(namespace, request.prompt.tokens)
+    known = min(known, offered.n_tokens)
+    return offered.size_bytes - offered.size_bytes * known // offered.n_tokens
+
+
 def once_fetched(
     request: Request,
     inventory: Inventory,
@@ -141,9 +154,9 @@ def once_fetched(
 ) -> Quote | None:
     """Return what a request would take here that fetches `offered` first. None: it does not pay.
 
-    `own`: the quote without. `seconds`: what it takes to fetch so many bytes. Rows that a snapshot
-    here has are not fetched. The wait for a slot goes on meanwhile. To compute what another host is
-    computing is a loss for others, as it is on one host.
+    `own`: the quote without. `seconds`: what it takes to fetch so many bytes. The wait for a slot
+    goes on meanwhile. To compute what another host is computing is a loss for others, as it is on
+    one host.
     """
     limits, best, usual_s = inventory.catalog.limits, None, own.price_s
     n_prompt = len(request.prompt)
@@ -157,13 +170,8 @@ def once_fetched(
         fits = info.kv_dir is not None and info.n_ctx >= offered.n_tokens
         if not (fits and can_restore(info.memory_kind) and backend.reuses(request)):
             continue
-        missing_bytes = offered.size_bytes
-        if goes_back(info.memory_kind):
-            namespace = namespace_of(info, request.tenant)
-            known = inventory.catalog.covered(namespace, request.prompt.tokens)
-            known = min(known, offered.n_tokens)
-            missing_bytes -= missing_bytes * known // offered.n_tokens
-        arrives_s = offered.ready_s + seconds(missing_bytes) * (1 + offered.sharers)
+        missing = missing_bytes(request, inventory, info, offered)
+        arrives_s = offered.ready_s + seconds(missing) * (1 + offered.sharers)
         rest_s = rates.restore_s(offered.size_bytes) + rates.prefill_s(n_prompt - reused, reused)
         rest_s *= 1 + backend.slots.held_up  # streams there stop meanwhile
         price_s = max(own.wait_s, arrives_s) + rest_s + own.aside_s

@@ -113,7 +113,7 @@ class SplitSnapshots:
         for whole in self.behind.directories.values():
             for name in whole.unwritten():
                 other = self.held.get(name)
-                if other is not None and _goes_on(other.snapshot, snapshot):
+                if other is not None and other.snapshot.goes_on_from(snapshot):
                     return name
         return None
 
@@ -224,9 +224,3 @@ class SplitSnapshots:
     async def _delete(self, held: StoredSnapshot) -> None:
         held.gone = True
         await held.directory.threads.unhurried(partial(records.take_out, held, held.unlink))
-
-
-def _goes_on(longer: Snapshot, snapshot: Snapshot) -> bool:
-    """Return whether a snapshot begins with all of another one."""
-    alike = longer.namespace == snapshot.namespace
-    return alike and longer.tokens.startswith(snapshot.tokens)

@@ -14,7 +14,15 @@ from msgspec.structs import replace
 from router.base.types import Namespace, Request
 from router.core.model.plan import Offered, Quote
 from router.engine.held_prefixes import HeldPrefixes
-from router.hosts.choice import MAX_ASKED, Offer, dear_above_s, in_order, to_ask, twice_s
+from router.hosts.choice import (
+    MAX_ASKED,
+    Offer,
+    best_held,
+    in_order,
+    may_fetch_elsewhere,
+    to_ask,
+    twice_s,
+)
 from router.hosts.messages import QuoteAsk
 from router.hosts.peer import Answered, Peer
 from router.hosts.peers import KnownHosts, Peers, Usable
@@ -108,7 +116,7 @@ class Asking:
         if mine is not None:
             held[own_key] = mine
         computing = max((one.reused for one in held.values() if one.computing), default=0)
-        best = _best_held(held)
+        best = best_held(held)
         cold = self._fetching.in_cold(sought.request)
         fetch = self._fetching.from_cold(sought.request, sought.own)
         if best is None and cold is not None:
@@ -118,7 +126,9 @@ class Asking:
             way = self._fetching.way(sought.request, sought.own, holder, offered)
             fetch = _cheaper(way, fetch)
             again = {key: peer for key, peer in asked.items() if key != holder}
-            if again and self._is_dear(sought, usable, fetch, answers):
+            own = sought.own if fetch is None else fetch.quote
+            prices_s = [one.quote.price_s for one in answers.values() if one.quote is not None]
+            if again and may_fetch_elsewhere(own, prices_s, self.cost_s(usable)):
                 told = await self._ask(sought, again, holder, offered)
                 told = {key: one for key, one in told.items() if one.quote is not None}
                 answers |= told
@@ -168,22 +178,6 @@ class Asking:
             quoted = dict.fromkeys(asked)
         fetch = None if quoted else fetch
         return Ways(told, quoted, answers, fetches, fetch, computing)
-
-    def _is_dear(
-        self, sought: Sought, usable: Usable, fetch: Way | None, answers: Mapping[str, Answered]
-    ) -> bool:
-        """Return whether another question may pay: the best offer so far is dear.
-
-        And this host would have to wait: else no other one fetches the state sooner.
-        """
-        dear_s = dear_above_s(self.cost_s(usable))
-        prices = [one.quote.price_s for one in answers.values() if one.quote is not None]
-        own = sought.own if fetch is None else fetch.quote
-        if own is not None:
-            prices.append(own.price_s)
-            if own.wait_s <= dear_s:
-                return False
-        return min(prices, default=0.0) > dear_s
 
     def _mine(self, sought: Sought) -> Offered | None:
         """Return what this host would hand out for the request."""
@@ -245,13 +239,6 @@ class Asking:
 
         found = await asyncio.gather(*(answer(peer) for peer in peers.values()))
         return dict(zip(peers, found, strict=True))
-
-
-def _best_held(offers: Mapping[str, Offered]) -> tuple[str, Offered] | None:
-    """Return the host that offers most of the prompt, the soonest, and what it offers."""
-    ranks = {key: (-one.reused, one.ready_s, one.size_bytes) for key, one in offers.items()}
-    best = min(ranks, key=ranks.__getitem__, default=None)
-    return None if best is None else (best, offers[best])
 
 
 def _cheaper(one: Way | None, other: Way | None) -> Way | None:
