@@ -30,6 +30,7 @@ from router.core.model.tenancy import model_of, tenant_of
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.credentials import Credentials, CredentialsError, load_credentials
+from router.hosts.measuring import Measuring
 from router.hosts.messages import Hello, Served
 from router.hosts.peers import KnownHosts, Peers
 from router.hosts.twins import compare, processes_of
@@ -40,8 +41,9 @@ from router.store.cold.bucket import Bucket
 from router.store.cold.directory import SharedDirectory
 from router.store.cold.names import Names
 from router.store.cold.objects import ColdPlace, Objects
+from router.store.cold.ports import Owned
 from router.store.cold.seals import Seal, Sealed, Unsealed
-from router.store.cold.tier import ColdSettings, ColdTier, Owned
+from router.store.cold.tier import ColdSettings, ColdTier
 from router.store.store import KvStore
 from router.telemetry.hosts_metrics import DirectoryStats, HostsCollector, HostsMetrics, PeerStats
 from router.web.admin.hosts import HostsView
@@ -207,6 +209,8 @@ async def hosts_of(
         tasks.supervise(partial(_refresh, held, period_s), name="held prefixes")
         if directory is not None:
             tasks.supervise(directory.run, name="directory")
+        measuring = Measuring(peers, credentials.client, lambda: _may_fetch(engine))
+        tasks.supervise(measuring.run, name="links")
         try:
             yield Hosts(
                 name,
@@ -222,6 +226,11 @@ async def hosts_of(
             await tasks.aclose()
             if directory is not None:
                 await directory.aclose()
+
+
+def _may_fetch(engine: Engine) -> bool:
+    """Return whether a backend could read a state of another host."""
+    return any(info.kv_dir is not None for info in engine.infos.values())
 
 
 @dataclass(frozen=True, slots=True)

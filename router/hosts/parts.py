@@ -1,4 +1,4 @@
-"""Read the parts of a snapshot from another host, in threads.
+"""Read the parts of a snapshot from another host, and measure the link to it, in threads.
 
 A thread with `readinto` reads twice as fast as the event loop would, and five times with TLS
 (measured: docs/adr/0030). Each thread has a connection of its own.
@@ -8,13 +8,16 @@ import ssl
 import threading
 from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from urllib.parse import urlsplit
+from time import perf_counter
+from urllib.parse import SplitResult, urlsplit
 
 from router.base.errors import KvError
-from router.hosts.messages import PART
+from router.hosts.messages import MEASURE, MEASURED, PART
 
 _AT_ONCE = 1 << 20  # bytes; then it looks whether it is to stop
 _SILENT_S = 10.0
+_SILENT_MEASURING_S = 2.0
+_MEASURING_S = 1.0  # then what came is enough
 
 
 class PeerParts:
@@ -98,13 +101,44 @@ class PeerParts:
         known: HTTPConnection | None = getattr(self._own, "connection", None)
         if known is not None:
             return known
-        host, port = self._url.hostname or "", self._url.port
-        made = (
-            HTTPConnection(host, port, timeout=_SILENT_S)
-            if self._tls is None
-            else HTTPSConnection(host, port, timeout=_SILENT_S, context=self._tls)
-        )
-        self._own.connection = made
+        made = self._own.connection = _connection(self._url, self._tls)
         with self._lock:
             self._connections.append(made)
         return made
+
+
+def measure(url: str, tls: ssl.SSLContext | None) -> float:
+    """Return the seconds in which `MEASURED` bytes come from a host.
+
+    Blocks, at most some seconds. Raises OSError or KvError.
+    """
+    connection = _connection(urlsplit(url), tls, _SILENT_MEASURING_S)
+    try:
+        connection.connect()
+        begun, into, done, took_s = perf_counter(), bytearray(_AT_ONCE), 0, 0.0
+        connection.request("GET", MEASURE)
+        answer = connection.getresponse()
+        if answer.status != 200 or answer.length != MEASURED:
+            raise KvError(f"it is of another version: status {answer.status}")
+        while done < MEASURED:
+            n = answer.readinto(into)
+            took_s = perf_counter() - begun
+            if not n:
+                raise KvError("it broke off")
+            done += n
+            if took_s > _MEASURING_S:
+                return took_s * MEASURED / done
+        return took_s
+    except HTTPException as error:
+        raise KvError(f"it does not answer as a kvferry does: {error!r}") from error
+    finally:
+        connection.close()
+
+
+def _connection(
+    url: SplitResult, tls: ssl.SSLContext | None, silent_s: float = _SILENT_S
+) -> HTTPConnection:
+    host, port = url.hostname or "", url.port
+    if tls is None:
+        return HTTPConnection(host, port, timeout=silent_s)
+    return HTTPSConnection(host, port, timeout=silent_s, context=tls)

@@ -64,3 +64,26 @@ def test_a_failure_without_bytes_is_forgotten(link: Link, clock: Clock) -> None:
 def test_a_fetch_is_given_time(link: Link) -> None:
     assert link.limit_s(0.01) == 2.0
     assert link.limit_s(4.0) == 12.0
+
+
+def test_a_fast_link_is_measured_before_anything_is_fetched(link: Link, clock: Clock) -> None:
+    """At 1 Gbit/s no fetch pays for a GPU, so nothing would ever be learned of a faster link."""
+    assert link.is_to_be_measured()
+    link.measuring()
+    assert not link.is_to_be_measured(), "not twice at once"
+    link.measured(8 * MB, 0.008)
+    assert link.seconds(1000 * MB) == pytest.approx(1.0, abs=0.02)
+    clock.at += 599
+    assert not link.is_to_be_measured()
+    link.fetched(2 * MB, 0.002, 0.005)
+    clock.at += 599
+    assert not link.is_to_be_measured(), "the fetch has told"
+    clock.at += 2
+    assert link.is_to_be_measured()
+
+
+def test_few_bytes_measure_nothing(link: Link) -> None:
+    before = link.seconds(100 * MB)
+    link.measured(1000, 0.5)
+    assert link.seconds(100 * MB) == before
+    assert link.is_to_be_measured()

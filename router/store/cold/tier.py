@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 from msgspec import Struct
@@ -33,6 +33,7 @@ from router.store.cold.names import (
     is_ours,
 )
 from router.store.cold.objects import MissingError, Objects
+from router.store.cold.ports import KeptSnapshots, MeasuredLink, Owned
 from router.store.cold.seals import Seal
 from router.store.io_pool import Threads
 
@@ -52,32 +53,6 @@ _FAILED_S = 600.0  # until a snapshot is tried again that could not be copied
 _FAILURES = 3  # of copies in a row: then the tier cannot be written
 _ROUNDS = 3  # of a deletion, and the last one has to find nothing: a listing may be late
 _UNSEEN = "not looked at yet"
-
-
-class Owned(NamedTuple):
-    """Whose a snapshot is: the part of its namespace that all hosts share, and its tenant."""
-
-    facts: str
-    tenant: Tenant
-
-
-class KeptSnapshots(Protocol):
-    """The snapshots of this host, and what else it has of tenants."""
-
-    def snapshots(self) -> Iterable[Snapshot]:
-        """Return all that are in use, the most valuable first."""
-
-    def owned(self, snapshot: Snapshot) -> Owned:
-        """Return whose a snapshot is."""
-
-    def tenants(self) -> set[Tenant]:
-        """Return the tenants of snapshots and slots."""
-
-    async def forget(self, tenant: Tenant) -> None:
-        """Save nothing of what slots have of a tenant, and erase its journal."""
-
-    async def purged(self, snapshots: list[SnapshotId]) -> None:
-        """Delete snapshots of a tenant that another host has purged."""
 
 
 class ColdSettings(Struct, frozen=True):
@@ -126,6 +101,7 @@ class ColdTier:
         self._obeyed: set[str] = set()  # names of purges
         self._doubted = asyncio.Event()
         self._putting = asyncio.Lock()  # of one object: a purge waits for its end
+        self.link: MeasuredLink | None = None  # of those that fetch from here
         self._store_now = 0.0
         self._listed_at: float | None = None
         self._swept_at: float | None = None
@@ -186,14 +162,18 @@ class ColdTier:
             await self._give_up(state, error)
             raise
 
-    def _opened(self, state: StateName, owned: Owned, sealed: bytes) -> bytes:
+    def _raw(self, state: StateName, sealed: bytes) -> bytes:
         raw = bytearray(max(len(sealed) - self._seal.sealed_bytes(0), 0))
         self._seal.open(state.path, memoryview(sealed), memoryview(raw))
-        manifest = manifests.decode(bytes(raw), state.path)
+        return bytes(raw)
+
+    def _opened(self, state: StateName, owned: Owned, sealed: bytes) -> bytes:
+        raw = self._raw(state, sealed)
+        manifest = manifests.decode(raw, state.path)
         tokens, size_bytes = manifest.tokens, manifest.split.size_bytes
         if self._names.state(*owned, manifest.id, tokens, size_bytes) != state:
             raise KvFileError(f"{state.path} is of another state")
-        return bytes(raw)
+        return raw
 
     async def read_part(
         self, state: StateName, blob: Blob, into: memoryview, is_stopped: Callable[[], bool]
@@ -217,6 +197,22 @@ class ColdTier:
             await self._give_up(state, error, path)
             raise
         self._counts["fetched"] += len(into)
+
+    async def measure(self) -> None:
+        """Let the link learn how fast the largest blob of the newest state comes, if it is due."""
+        link = self.link
+        if link is None or not link.is_to_be_measured() or not len(self._index):
+            return
+        link.measuring()
+        state = self._index.states()[-1]
+        with suppress(KvError):  # a state that is damaged is given up
+            sealed = await self._reads.bulk(partial(self._objects.get, state.path))
+            raw = await self._reads.bulk(partial(self._raw, state, sealed))
+            blob = max(manifests.decode(raw, state.path).sized, key=lambda one: one.size_bytes)
+            begun = asyncio.get_running_loop().time()
+            into = Buffer().of(blob.size_bytes)
+            await self.read_part(state, blob, into, lambda: False)
+            link.measured(blob.size_bytes, asyncio.get_running_loop().time() - begun)
 
     async def _give_up(self, state: StateName, error: KvFileError, blob: str = "") -> None:
         """Forget a state that cannot be read, and delete it with its blob that is at fault.
@@ -262,6 +258,7 @@ class ColdTier:
                 await asyncio.sleep(_AGAIN_S)
                 continue
             await self.copy_due()
+            await self.measure()
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._doubted.wait()

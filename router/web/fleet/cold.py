@@ -19,7 +19,8 @@ from router.hosts.peer import Peer
 from router.llama.attach.namespace import facts_of
 from router.store.blobs.manifests import Manifest
 from router.store.cold.names import StateName
-from router.store.cold.tier import ColdTier, Owned
+from router.store.cold.ports import Owned
+from router.store.cold.tier import ColdTier
 from router.telemetry.decision_log import DecisionLog, HostsAsked
 from router.web.api.elsewhere import Nowhere
 from router.web.fleet.fetching import Fetching, Holder
@@ -28,6 +29,7 @@ from router.web.server.call import Call
 NAME = "cold tier"  # no host has a space in its name
 _LONGEST_BREAK_S = 60.0
 _LOOK_S = 0.5  # between two looks whether a read is to stop
+_MEASURED_S = 6 * 3600.0  # reading a blob of 32 MiB may cost money
 _ASKING_S = 0.1  # until one was fetched: the manifest, and the first byte of a blob
 
 
@@ -39,7 +41,8 @@ class ColdHolder:
     def __init__(self, tier: ColdTier, now: Callable[[], float]) -> None:
         self._tier = tier
         # One failure is enough: a store that hangs is to cost one request the deadline of a fetch.
-        self.link = Link(Breaker(_LONGEST_BREAK_S, now, after=1), now, _ASKING_S, tier.doubt)
+        breaker = Breaker(_LONGEST_BREAK_S, now, after=1)
+        self.link = tier.link = Link(breaker, now, _ASKING_S, tier.doubt, _MEASURED_S)
         self._last: tuple[RequestId, tuple[Holder, Offered] | None] | None = None
 
     def found(self, request: Request, info: BackendInfo) -> tuple[Holder, Offered] | None:

@@ -19,7 +19,7 @@ from router.base.types import Namespace, SlotId, SnapshotId, Tenant
 from router.core.model.plan import Handout, Offered
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
-from router.hosts.messages import ExportAsk
+from router.hosts.messages import MEASURED, ExportAsk
 from router.store.blobs import manifests
 from router.store.store import KvStore
 from router.telemetry.fetch_metrics import FetchMetrics
@@ -150,14 +150,21 @@ class HandingOut:
                 raw = await self._store.exchange.part(SnapshotId(name), index)
             except KvError as error:
                 raise NotFoundError("the part cannot be read") from error
-            response = web.StreamResponse(headers=OWN_HEADERS)
-            response.content_type = "application/octet-stream"
-            response.content_length = len(raw)
-            await response.prepare(request)
+            response = await _begun(request, len(raw))
             for at in range(0, len(raw), _WRITTEN_AT_ONCE):
                 await self._write(request, response, bytes(raw[at : at + _WRITTEN_AT_ONCE]))
             await response.write_eof()
         self._metrics.handed_out(len(raw))
+        return response
+
+    async def measured(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer with bytes that are good for nothing but to see how fast they come."""
+        zeros = bytes(_WRITTEN_AT_ONCE)
+        async with self._room:
+            response = await _begun(request, MEASURED)
+            for _ in range(MEASURED // _WRITTEN_AT_ONCE):
+                await self._write(request, response, zeros)
+            await response.write_eof()
         return response
 
     async def _write(
@@ -171,3 +178,12 @@ class HandingOut:
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionError("the other host does not read") from None
+
+
+async def _begun(request: web.BaseRequest, size_bytes: int) -> web.StreamResponse:
+    """Return an answer of so many bytes, with its head sent."""
+    response = web.StreamResponse(headers=OWN_HEADERS)
+    response.content_type = "application/octet-stream"
+    response.content_length = size_bytes
+    await response.prepare(request)
+    return response

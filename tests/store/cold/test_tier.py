@@ -19,8 +19,9 @@ from router.store.blobs import manifests
 from router.store.cold.directory import SharedDirectory
 from router.store.cold.names import BLOBS, PURGED, STATES, Names, StateName
 from router.store.cold.objects import ColdPlace
+from router.store.cold.ports import Owned
 from router.store.cold.seals import Sealed, Unsealed
-from router.store.cold.tier import ColdSettings, ColdTier, Owned
+from router.store.cold.tier import ColdSettings, ColdTier
 from router.store.store import KvStore
 from tests.support.files.blob_stores import KINDS, Place, state
 
@@ -616,6 +617,54 @@ async def test_copies_of_other_hosts_are_forgotten_too(hosts: Hosts) -> None:
 
     assert await here.tier.forget([one]) == 2
     assert hosts.files(STATES) == []
+
+
+@dataclass
+class Link:
+    """Implements `MeasuredLink`."""
+
+    told: list[tuple[int, float]] = field(default_factory=list)
+    begun: bool = False
+
+    def is_to_be_measured(self) -> bool:
+        return not self.begun
+
+    def measuring(self) -> None:
+        self.begun = True
+
+    def measured(self, size_bytes: int, seconds: float) -> None:
+        self.told.append((size_bytes, seconds))
+
+
+async def test_a_link_learns_from_a_blob_before_anything_is_fetched(hosts: Hosts) -> None:
+    """A tier that seems too slow for any fetch would never be learned of."""
+    here, there = await hosts.start(b"secret"), await hosts.start(b"secret")
+    there.tier.link = link = Link()
+    await there.tier.measure()
+    assert not link.begun, "there is nothing yet"
+    await here.put(KINDS["full"])
+    assert await here.copy() == 1
+    await there.tier.refresh()
+    await there.tier.measure()
+    await there.tier.measure()
+    sizes = [path.stat().st_size for path in hosts.files("blobs")]
+    seal = max(sizes) - link.told[0][0]
+    assert 0 < seal < 100
+    assert len(link.told) == 1
+    assert link.told[0][1] > 0
+
+
+async def test_a_damaged_blob_measures_nothing(hosts: Hosts) -> None:
+    here, there = await hosts.start(), await hosts.start()
+    there.tier.link = link = Link()
+    await here.put(KINDS["full"])
+    assert await here.copy() == 1
+    await there.tier.refresh()
+    for path in hosts.files("blobs"):
+        flip(path)
+    await there.tier.measure()
+    assert link.told == []
+    assert there.tier.status().damaged == 1
 
 
 async def test_a_doubted_tier_is_used_again_when_it_was_listed(hosts: Hosts) -> None:
