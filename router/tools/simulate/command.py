@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.tools.simulate import report
 from router.tools.simulate.accounting import Result
+from router.tools.simulate.blobs import BlobSettings
 from router.tools.simulate.experiment import Experiment
 from router.tools.simulate.hardware import PRESETS, Hardware
 from router.tools.simulate.on_demand import OnDemand
@@ -46,6 +48,9 @@ _AS_CONFIGURED = "as in the configuration file"
 _TRACE_ONLY = ("limit", "scale", "speed", "repeat")
 _WORKLOAD_ONLY = ("requests", "conversations")
 _REPORT_EVERY_S = 10.0  # where each progress report is a new line
+
+_LINK_BYTES_PER_S = 125_000_000  # 1 Gbit/s
+_size_or_no_limit = partial(size, at_least=NO_LIMIT)
 
 T = TypeVar("T")
 
@@ -72,6 +77,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     add("--servers", type=whole, default=4, metavar="N", help="simulated; default 4")
     add("--hosts", type=whole, default=1, metavar="N", help="each with --servers; default 1")
+    add(
+        "--link",
+        type=_of(size),
+        metavar="SIZE",
+        help="hosts: bytes/s of a host's network; default 125MB; 0: no state is fetched",
+    )
     add("--models", type=whole, metavar="N", help="servers on demand, one a model; not --servers")
     add("--loaded", type=whole, metavar="N", help="models: loaded at a time; default 1")
     add("--load-time", type=_of(duration), default=10.0, metavar="TIME", help="models; default 10s")
@@ -102,10 +113,16 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--budget",
-        type=_of(partial(size, at_least=NO_LIMIT)),
+        type=_of(_size_or_no_limit),
         action="append",
         metavar="SIZE",
         help="for snapshots, such as 16GiB; 0: none, -1: no limit; repeatable; default 32GiB",
+    )
+    add(
+        "--whole-files",
+        type=_of(_size_or_no_limit),
+        metavar="SIZE",
+        help="split snapshots into blobs; so much of whole files stays; -1: no limit",
     )
     # Same spelling and defaults as in the configuration file.
     values: tuple[tuple[str, Callable[[object], float | None], float | None], ...] = (
@@ -113,6 +130,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         ("--coalesce-above", duration_or_off, _DEFAULT.coalesce_above_s),
         ("--prefill-chunk", duration_or_off, _DEFAULT.prefill_chunk_s),
         ("--idle-save-after", duration_or_off, _DEFAULT.idle_save_after_s),
+        ("--write-after", duration, 60.0),
+        ("--max-written-per-day", _size_or_no_limit, 100 * GIB),
     )
     for flag, parse, default in values:
         add(flag, type=_of(parse), default=default, metavar="VALUE", help=_AS_CONFIGURED)
@@ -201,6 +220,8 @@ def _misfit(options: argparse.Namespace) -> str | None:
         return "--models: only with --workload: a trace names no models"
     if options.models is not None and options.hosts > 1:
         return "--models: not together with --hosts"
+    if options.link is not None and options.hosts == 1:
+        return "--link: needs --hosts"
     if options.loaded is not None and options.models is None:
         return "--loaded: needs --models"
     scale = options.scale or 1
@@ -239,6 +260,8 @@ def _experiment(options: argparse.Namespace) -> Experiment:
         ),
         scale=scale,
         hosts=options.hosts,
+        link_bytes_per_s=_LINK_BYTES_PER_S if options.link is None else options.link,
+        blobs=_blobs(options),
         on_demand=None
         if options.models is None
         else OnDemand(
@@ -254,6 +277,19 @@ def _experiment(options: argparse.Namespace) -> Experiment:
         explain=options.explain,
         evictions=options.evictions,
     )
+
+
+def _blobs(options: argparse.Namespace) -> BlobSettings | None:
+    """Return the settings of blobs. None: snapshots are whole files."""
+    if options.whole_files is None:
+        return None
+    return BlobSettings(
+        _limit(options.whole_files), options.write_after, _limit(options.max_written_per_day)
+    )
+
+
+def _limit(size_bytes: int) -> float:
+    return inf if size_bytes == NO_LIMIT else size_bytes
 
 
 def _source(options: argparse.Namespace, setup: Setup) -> Callable[[], RequestSource]:

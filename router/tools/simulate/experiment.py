@@ -1,6 +1,6 @@
 """One run for each policy and budget over the same workload, and the results as data."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -10,6 +10,7 @@ from router.core.model.policy import PolicyName
 from router.core.model.snapshot_limits import UNLIMITED
 from router.tools.simulate.accounting import Losses, Result, percentiles
 from router.tools.simulate.eviction import Evicted, compare
+from router.tools.simulate.hosts import SimulatedHost
 from router.tools.simulate.requests import RequestSource
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.simulator import Simulator
@@ -110,10 +111,17 @@ def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> R
         losses=_named(losses.tokens, scale) if losses else {},
         displaced=_named(losses.displaced, scale) if losses else {},
         forwarded=meter.forwarded,
+        fetches=meter.fetches,
+        fetched_bytes=meter.fetched_bytes,
+        written_bytes=None if setup.blobs is None else _written(simulator.hosts),
         swaps=sum(host.view.server_swaps for host in simulator.hosts),
         simulated_s=simulator.now,
         wall_s=perf_counter() - start,
     )
+
+
+def _written(hosts: Iterable[SimulatedHost]) -> int:
+    return sum(host.blobs.written_bytes for host in hosts if host.blobs is not None)
 
 
 def _named(counts: Mapping[str, int], scale: int = 1) -> dict[str, int]:

@@ -27,6 +27,8 @@ def show(console: Console, results: Sequence[Result], evicted: Sequence[Evicted]
     console.print(_tokens_table(results))
     console.print(_seconds_table(results))
     console.print(_bytes_table(results))
+    if any(_is_stored_or_sent(result) for result in results):
+        console.print(_blobs_and_hosts_table(results))
     for result in results:
         if result.losses:
             console.print(_loss_table(result))
@@ -205,6 +207,25 @@ def _bytes_table(results: Sequence[Result]) -> Table:
             f"{r.evictions:,}",
             f"{r.stall_transfer_s:,.1f}",
         )
+    return table
+
+
+def _is_stored_or_sent(result: Result) -> bool:
+    return result.written_bytes is not None or result.forwarded > 0 or result.fetches > 0
+
+
+def _blobs_and_hosts_table(results: Sequence[Result]) -> Table:
+    table = _table(
+        "Blobs, and between hosts",
+        *("policy", "budget", "written GiB", "% of saved", "forwarded", "fetches", "fetched GiB"),
+    )
+    for r in results:
+        written = "-", "-"
+        if r.written_bytes is not None:
+            made_bytes = r.saved_bytes + r.cut_bytes
+            written = f"{r.written_bytes / GIB:,.1f}", _percent(r.written_bytes, made_bytes)
+        fetched = f"{r.fetched_bytes / GIB:,.1f}"
+        table.add_row(r.policy, _budget(r), *written, f"{r.forwarded:,}", f"{r.fetches:,}", fetched)
     return table
 
 

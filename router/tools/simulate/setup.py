@@ -10,6 +10,7 @@ from router.core.model.policy import Policy
 from router.core.model.request_queue import Queue, QueueLimits
 from router.core.model.snapshot_limits import UNLIMITED, SnapshotLimits
 from router.core.scheduler import Scheduler
+from router.tools.simulate.blobs import BlobSettings, SimulatedBlobs
 from router.tools.simulate.hardware import Hardware
 from router.tools.simulate.hosts import SimulatedHost
 from router.tools.simulate.on_demand import OnDemand
@@ -33,6 +34,8 @@ class Setup:
     scale: int = 1
     on_demand: OnDemand | None = None  # None: all servers are up all the time
     hosts: int = 1  # each with so many servers, and with the whole budget
+    link_bytes_per_s: float = 0.0  # between two hosts; 0: no states go from one to another
+    blobs: BlobSettings | None = None  # of each host; None: snapshots are whole files
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -48,14 +51,23 @@ class Setup:
         """Return the hosts, each with servers with empty slots and no backend yet."""
         width = len(str(self.hosts))
         names = [f"host-{number:0{width}}" for number in range(1, self.hosts + 1)]
-        return [
-            SimulatedHost(
-                name,
-                self.scheduler_of(),
-                self.servers_of("" if self.hosts == 1 else f"{name}/"),
+        return [self._host(name) for name in names]
+
+    def _host(self, name: str) -> SimulatedHost:
+        scheduler = self.scheduler_of()
+        servers = self.servers_of("" if self.hosts == 1 else f"{name}/")
+        blobs = None
+        if self.blobs is not None:
+            blobs = SimulatedBlobs(
+                self.blobs,
+                self.hardware.scaled(self.scale).bytes_per_token,
+                self.scale,
+                self.memory_kind,
+                lambda snapshot: not scheduler.state.inventory.catalog.is_evicted_next(snapshot),
             )
-            for name in names
-        ]
+        return SimulatedHost(
+            name, scheduler, servers, blobs, link_bytes_per_s=self.link_bytes_per_s
+        )
 
     def servers_of(self, host: str = "") -> list[SimulatedServer]:
         """Return the servers, with empty slots; their names begin with `host`."""

@@ -31,7 +31,9 @@ from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.reporting.request_records import record_of
 from router.tools.simulate.accounting import Losses, Meter, Oracle
-from router.tools.simulate.hosts import Doors, SimulatedHost
+from router.tools.simulate.blobs import SimulatedBlobs
+from router.tools.simulate.fetches import Fetches
+from router.tools.simulate.hosts import Doors, SimulatedHost, Way
 from router.tools.simulate.on_demand import OnDemand
 from router.tools.simulate.requests import RequestSource, SimulatedRequest
 from router.tools.simulate.server import Run, SimulatedServer, TransferRun
@@ -96,6 +98,7 @@ class Simulator:
         self._arrivals = source.arrivals()
         self._to_come = 0  # scheduled requests that have not arrived
         self._files = 0
+        self._fetches = Fetches(self.meter, lambda: self.now, self._at, self._feed, self._copy)
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -141,12 +144,22 @@ class Simulator:
             if wakeup is not None and (host.tick is None or wakeup + _TICK_S < host.tick):
                 host.tick = wakeup + _TICK_S
                 self._at(host.tick, partial(self._ticks, host, host.tick))
+            blobs = host.blobs
+            if blobs is not None and blobs.wakeup < blobs.due:
+                blobs.due = blobs.wakeup
+                self._at(blobs.due, partial(self._writes, host, blobs))
         self._told.clear()
 
     def _ticks(self, host: SimulatedHost, at: float) -> None:
         if host.tick == at:
             host.tick = None
             self._feed(host, ev.Tick())
+
+    def _writes(self, host: SimulatedHost, blobs: SimulatedBlobs) -> None:
+        """Write blobs that are due, beside all other work: that takes no time here."""
+        for event in blobs.changes(self.now):
+            self._feed(host, event)
+        self._peak()
 
     def _server(self, name: BackendId) -> SimulatedServer:
         """Return a server with progress up to now, and mark it as changed."""
@@ -188,19 +201,27 @@ class Simulator:
             self._at(self.now + ask.leaves_after_s, partial(self._leaves, ask.id))
         session = None if ask.session is None else Session(ask.session, "trace")
         request = Request(ask.id, ask.prompt, ask.model, session=session)
-        host, way_s = self._doors.choose(request, self.now)
+        way = self._doors.choose(request, self.now)
         client = self._clients[ask.id]
-        client.host, client.sent = host, not way_s
-        if way_s:
-            self.meter.forwarded += 1
-            self._at(self.now + way_s, partial(self._reaches, host, request))
+        client.host, client.sent = way.host, not way.way_s
+        self.meter.forwarded += way.is_forwarded
+        if way.way_s:
+            self._at(self.now + way.way_s, partial(self._comes, way, request))
         else:
-            self._feed(host, ev.Arrived(request))
+            self._feed(way.host, ev.Arrived(request))
         if by_itself:
             self._next_arrival()
 
+    def _comes(self, way: Way, request: Request) -> None:
+        """Fetch a state for a request, if that is its way, and let it arrive."""
+        arrive = partial(self._reaches, way.host, request)
+        if way.fetch is not None and request.id in self._clients:
+            self._fetches.begin(way.host, way.fetch, request, arrive)
+        else:
+            arrive()
+
     def _reaches(self, host: SimulatedHost, request: Request) -> None:
-        """Let a forwarded request arrive at its host, unless its client has left."""
+        """Let a request arrive at its host, unless its client has left."""
         if request.id in self._clients:
             self._clients[request.id].sent = True
             self._feed(host, ev.Arrived(request))
@@ -314,8 +335,9 @@ class Simulator:
                 self._watching[effect.slot] = effect.request
                 if effect.slot.index not in self.servers[effect.slot.backend].runs:
                     self._quiet(effect.slot)
-            case ef.Delete() | ef.Quarantine():
-                pass  # no file exists: Python frees the tokens
+            case ef.Delete() | ef.Quarantine():  # no file exists: Python frees the tokens
+                if host.blobs is not None:
+                    host.blobs.gone(effect.snapshot.id)
             case ef.StartServer(server=name):
                 assert self._on_demand is not None
                 self._at(self.now + self._on_demand.load_s, partial(self._loaded, name))
@@ -366,28 +388,39 @@ class Simulator:
         held = server.slots[effect.slot.index].tokens
         if not held:
             self._feed(host, ev.SaveFailed(effect.request, effect.slot, "the slot is empty"))
+            self._fetches.saved(effect.slot)
             return
-        made = self._file(effect.namespace, held, server)
+        made = self._file(host, effect.namespace, held)
         self.meter.saved_bytes += made.size_bytes
         self._feed(host, ev.Saved(effect.request, effect.slot, made, seconds))
+        self._fetches.saved(effect.slot)
         self._peak()
 
     def _restore(self, host: SimulatedHost, effect: ef.Restore) -> None:
-        server, snapshot = self._server(effect.slot.backend), effect.snapshot
-        seconds = server.hardware.restore_of(snapshot.size_bytes)
+        """Restore a snapshot; its file is assembled before if there is none."""
+        hardware, snapshot = self.servers[effect.slot.backend].hardware, effect.snapshot
         self.meter.restores += 1
         self.meter.restored_bytes += snapshot.size_bytes
-        restored = ev.Restored(effect.request, snapshot.id, len(snapshot), seconds)
+        if host.blobs is not None:
+            host.blobs.used(snapshot.id)
+        rewrite_s = 0.0 if snapshot.whole else hardware.rewrite_of(snapshot.size_bytes)
+        if snapshot.whole:
+            self._read(host, effect, rewrite_s)
+        else:
+            self._at(self.now + rewrite_s, partial(self._read, host, effect, rewrite_s))
+
+    def _read(self, host: SimulatedHost, effect: ef.Restore, rewrite_s: float) -> None:
+        server, snapshot = self._server(effect.slot.backend), effect.snapshot
+        seconds = server.hardware.restore_of(snapshot.size_bytes)
+        restored = ev.Restored(effect.request, snapshot.id, len(snapshot), seconds, rewrite_s)
         told = partial(self._feed, host, restored)
         assert len(snapshot) <= server.info.n_ctx, "a snapshot that the slot cannot hold"
         server.transfer(TransferRun(effect.slot.index, seconds, snapshot.tokens, told))
 
     def _cut(self, host: SimulatedHost, effect: ef.Cut) -> None:
         """Cut a prefix out of a snapshot: takes time, but stops no server."""
-        server = host.servers[0]
-        part = head(effect.snapshot.tokens, effect.n_tokens)
-        made = self._file(effect.snapshot.namespace, part, server)
-        seconds = server.hardware.rewrite_of(made.size_bytes)
+        made = self._copy(host, effect.snapshot, effect.n_tokens)
+        seconds = host.servers[0].hardware.rewrite_of(made.size_bytes)
         self.meter.cuts += 1
         self.meter.cut_bytes += made.size_bytes
         self._at(self.now + seconds, partial(self._was_cut, host, effect, made, seconds))
@@ -396,10 +429,17 @@ class Simulator:
         self._feed(host, ev.WasCut(effect.request, made, seconds))
         self._peak()
 
-    def _file(self, namespace: Namespace, tokens: Tokens, server: SimulatedServer) -> Snapshot:
+    def _copy(self, host: SimulatedHost, snapshot: Snapshot, n_tokens: int) -> Snapshot:
+        """Return a new file with the first tokens of a snapshot, which another host may have."""
+        return self._file(host, snapshot.namespace, head(snapshot.tokens, n_tokens))
+
+    def _file(self, host: SimulatedHost, namespace: Namespace, tokens: Tokens) -> Snapshot:
         self._files += 1
-        size_bytes = count(tokens) * server.hardware.bytes_per_token
-        return Snapshot(SnapshotId(f"s{self._files}"), namespace, KV_DIR, tokens, size_bytes)
+        size_bytes = count(tokens) * host.servers[0].hardware.bytes_per_token
+        made = Snapshot(SnapshotId(f"s{self._files}"), namespace, KV_DIR, tokens, size_bytes)
+        if host.blobs is not None:
+            host.blobs.add(made, self.now)
+        return made
 
     def _peak(self) -> None:
         total_bytes = sum(host.view.store.total_bytes for host in self.hosts)

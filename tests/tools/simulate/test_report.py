@@ -1,5 +1,6 @@
 """Results of a simulation as tables, plots and JSON."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -37,6 +38,29 @@ def test_tables(results: list[Result], capsys: pytest.CaptureFixture[str]) -> No
     for word in ("prefer_idle", "sticky", "no limit", "TTFT", "belady", "of limit", "slot"):
         assert word in out
     assert "…" not in out.replace("in …", "")
+
+
+def test_blobs_and_hosts_have_a_table_of_their_own(
+    results: list[Result], capsys: pytest.CaptureFixture[str]
+) -> None:
+    title = "Blobs, and between hosts"
+    report.show(Console(), results)
+    assert title not in capsys.readouterr().out
+    gib = 1024**3
+    stored = replace(
+        results[1],
+        saved_bytes=8 * gib,
+        cut_bytes=2 * gib,
+        written_bytes=gib,
+        forwarded=1234,
+        fetches=7,
+        fetched_bytes=3 * gib,
+    )
+    report.show(Console(), [results[0], stored])
+    _, _, table = capsys.readouterr().out.partition(title)
+    first, second = table.splitlines()[2:4]
+    assert first.split()[2:] == ["-", "-", "0", "0", "0.0"]
+    assert second.split()[-5:] == ["1.0", "10.0", "1,234", "7", "3.0"]
 
 
 def test_bars(results: list[Result]) -> None:
