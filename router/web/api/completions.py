@@ -153,15 +153,25 @@ class Completions:
         while call.reader is None and call.parsed is not None and not call.parsed.lora:
             if not self._selection.can_wait_for_reader(call.model):
                 break
-            if not await self._until_reader(call):
-                answer = await self._elsewhere.rather_than_load(call)
-                if answer is not None:
-                    return answer
+            late: NoBackendError | None = None
+            try:
+                is_there = await self._until_reader(call)
+            except NoBackendError as error:
+                is_there, late = False, error
+            if not is_there:
+                for place in (self._elsewhere.if_only_there, self._elsewhere.rather_than_load):
+                    if (answer := await place(call)) is not None:
+                        return answer
+            if late is not None:
+                raise late
             await self.describe(call)
         return None
 
     async def _until_reader(self, call: Call) -> bool:
-        """Wait for a backend that can read the prompt. False: a peer would serve it sooner."""
+        """Wait for a backend that can read the prompt. False: a peer would serve it sooner.
+
+        Raises NoBackendError after `queue.no_backend_wait`, and QueueFullError.
+        """
 
         async def ask_peers() -> None:
             await self._elsewhere.until_sooner(call)

@@ -20,7 +20,7 @@ class Elsewhere(Protocol):
         """Serve a completion for a model that is not loaded here. None: load it here."""
 
     async def until_sooner(self, call: Call) -> None:
-        """Wait until a peer would serve a call sooner that waits here for its model."""
+        """Wait until a peer would serve a call sooner that waits here for a backend."""
 
     async def if_sooner(self, call: Call) -> web.StreamResponse | None:
         """Serve a call on a host that is sooner than this one. None: serve it here."""

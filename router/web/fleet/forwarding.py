@@ -243,10 +243,11 @@ class Forwarding:
     async def until_sooner(self, call: Call) -> None:
         """Wait until a peer would serve a call sooner that waits here for its model.
 
-        Peers that were too busy to answer, or to serve it, are asked again, less and less often.
+        Peers that were too busy to answer, or to serve it, are asked again, less and less often. A
+        peer that has the model, where nothing here has, needs no question.
         """
         pause_s = _ASK_AGAIN_S
-        while True:
+        while not self._must_leave(call):
             await asyncio.sleep(pause_s)
             pause_s *= 2
             found = await self._instead_of_loading(call)

@@ -12,6 +12,8 @@ from msgspec.structs import replace
 
 from router.hosts.directory import signed
 from router.servers.program import free_port
+from router.web.api.elsewhere import Nowhere
+from router.web.fleet.forwarding import Forwarding
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import Json, ids
 from tests.support.servers.fake_llama import FakeLlama
@@ -84,6 +86,30 @@ async def test_requests_of_a_host_whose_server_died_go_elsewhere(
         assert [answer.status for answer in answers] == [200] * 4
         assert {answer.headers[HOST] for answer in answers} == {"h1"}
         assert (await b.post("/completion", HELD)).status == 200
+
+
+@pytest.mark.parametrize("looks_in_time", [True, False], ids=["meanwhile", "at the end"])
+async def test_what_waits_for_a_server_goes_to_a_host_that_comes_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks_in_time: bool
+) -> None:
+    """Both hosts have just been started, and one of them has no server yet."""
+    ports = [free_port() for _ in range(2)]
+    first, second = (fleet_yaml(at, ports) for at in range(2))
+    nothing = Addressed(f"http://127.0.0.1:{free_port()}")
+    if not looks_in_time:
+        monkeypatch.setattr(Forwarding, "until_sooner", Nowhere.until_sooner)
+    async with (
+        FakeLlama(kv_dir=tmp_path) as fake,
+        AsyncExitStack() as later,
+        host(0, [nothing], first, wait_for=(), no_backend_s=60.0 if looks_in_time else 8.0) as a,
+        asyncio.TaskGroup() as group,
+    ):
+        asked = group.create_task(a.post("/completion", HELD))
+        await a.until(lambda state: state["waiting_for_backend"] == 1)
+        await later.enter_async_context(host(1, [fake], second))
+        answer = await asked
+        assert answer.status == 200
+        assert answer.headers[HOST] == "h1"
 
 
 async def test_a_client_that_leaves_cancels_across_the_hop(tmp_path: Path) -> None:

@@ -75,8 +75,7 @@ def host(at: int, servers: Sequence[Server], fleet: str, yaml: str = "", **optio
         [(name, server.url) for name, server in named.items()],
         {name: server.kv_dir for name, server in named.items() if server.kv_dir is not None},
         yaml=f"{yaml.replace('HOST', f'h{at}')}\n{fleet}",
-        wait_for=None if servers else (),
-        **options,
+        **({"wait_for": None if servers else ()} | options),
     )
 
 
