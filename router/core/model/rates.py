@@ -10,6 +10,9 @@ from math import inf
 from router.base.types import LearnedRates, Reported, Speeds
 from router.core.model.tuning import TUNING
 
+# A small batch is computed at a lower speed: on a CPU 20 tokens at half of that of 1,000. Fewer
+# than `_OVERHEAD` tokens measure what a batch takes at all, not the rate of prefill.
+_OVERHEAD, _SHORT = 16, 128
 # Tokens of a state at which speeds are shown; smallest seconds to divide by.
 _SHOWN_AT, _NO_TIME_S = 1000, 1e-9
 
@@ -97,6 +100,10 @@ class Rates:
     """
 
     prefill: LinearFit = field(default_factory=lambda: LinearFit(2e-3, 5e-8))
+    # Seconds more for each of the first `_SHORT` tokens. Learned once a longer prompt was seen:
+    # before, short ones are all that teaches the line.
+    short_s: Mean = field(default_factory=lambda: Mean(0.0))
+    long_prefills: int = 0
     save: LinearFit = field(default_factory=lambda: LinearFit(2e-3, 1 / 1.5e9))
     restore: LinearFit = field(default_factory=lambda: LinearFit(2e-3, 1 / 2e9))
     rewrite: LinearFit = field(default_factory=lambda: LinearFit(2e-3, 1 / 1e9))
@@ -129,6 +136,7 @@ class Rates:
             handling_s=self.handling_s.value,
             output_tokens=self.output_tokens.value,
             output_s_per_token=self.output_s_per_token.value,
+            short_s=self.short_s.value,
         )
 
     def expect(self, known: LearnedRates) -> None:
@@ -145,13 +153,15 @@ class Rates:
             (self.handling_s, known.handling_s),
             (self.output_tokens, known.output_tokens),
             (self.output_s_per_token, known.output_s_per_token),
+            (self.short_s, known.short_s),
         ):
             if not mean.n:
                 mean.value = value
 
     def prefill_s(self, tokens: int, depth: int = 0) -> float:
         """Return seconds to prefill `tokens` after `depth` others; superlinear by attention."""
-        return self.prefill.predict(tokens, _attended(tokens, depth))
+        line_s = self.prefill.predict(tokens, _attended(tokens, depth))
+        return line_s + self.short_s.value * min(tokens, _SHORT)
 
     @property
     def speeds(self) -> Speeds:
@@ -166,9 +176,18 @@ class Rates:
 
     def observe_prefill(self, tokens: int, depth: int, seconds: float) -> None:
         """Learn from `timings.prompt_n`, `cache_n` and `prompt_ms`."""
-        # Fewer than 16 tokens measure the overhead of a batch, not the rate of prefill.
-        if tokens >= 16 and seconds > 0:
-            self.prefill.observe(tokens, _attended(tokens, depth), seconds)
+        if tokens < _OVERHEAD or seconds <= 0:
+            return
+        pairs = _attended(tokens, depth)
+        if tokens > _SHORT or not self.long_prefills:
+            self.long_prefills += tokens > _SHORT
+            line_s = max(seconds - self.short_s.value * min(tokens, _SHORT), 0.0)
+            self.prefill.observe(tokens, pairs, line_s)
+            return
+        if self.short_s.n >= TUNING.rate_settled:
+            seconds = min(seconds, TUNING.rate_surprise * self.prefill_s(tokens, depth))
+        more_s = seconds - self.prefill.predict(tokens, pairs)
+        self.short_s.observe(max(more_s, 0.0) / tokens)
 
     def observe_prompt(self, reported: Reported) -> None:
         """Learn from the prompt part of a backend's report, if all three numbers are in it."""
@@ -195,7 +214,7 @@ class Rates:
         self.save.observe(1.0, size_bytes, seconds)
         if handling_s:
             self.handling_s.observe(handling_s)
-        if tokens >= 16:
+        if tokens >= _OVERHEAD:
             self.bytes_per_token.observe(size_bytes / tokens)
 
     def generation_s(self, max_new_tokens: int | None) -> float:
