@@ -100,7 +100,8 @@ class Rates:
     """
 
     prefill: LinearFit = field(default_factory=lambda: LinearFit(2e-3, 5e-8))
-    # Seconds more for each of the first `_SHORT` tokens. Learned once a longer prompt was seen:
+    # Seconds more for each of the first `_SHORT` tokens, at most as much as the line says: a server
+    # reports the time on the clock, and others slow it. Learned once a longer prompt was seen:
     # before, short ones are all that teaches the line.
     short_s: Mean = field(default_factory=lambda: Mean(0.0))
     long_prefills: int = 0
@@ -174,8 +175,13 @@ class Rates:
             restore_bytes=size_bytes / max(self.restore_s(round(size_bytes)), _NO_TIME_S),
         )
 
-    def observe_prefill(self, tokens: int, depth: int, seconds: float) -> None:
-        """Learn from `timings.prompt_n`, `cache_n` and `prompt_ms`."""
+    def observe_prefill(
+        self, tokens: int, depth: int, seconds: float, *, alone: bool = True
+    ) -> None:
+        """Learn from `timings.prompt_n`, `cache_n` and `prompt_ms`.
+
+        `alone`: whether the server did nothing else, as far as is known.
+        """
         if tokens < _OVERHEAD or seconds <= 0:
             return
         pairs = _attended(tokens, depth)
@@ -184,16 +190,16 @@ class Rates:
             line_s = max(seconds - self.short_s.value * min(tokens, _SHORT), 0.0)
             self.prefill.observe(tokens, pairs, line_s)
             return
-        if self.short_s.n >= TUNING.rate_settled:
-            seconds = min(seconds, TUNING.rate_surprise * self.prefill_s(tokens, depth))
-        more_s = seconds - self.prefill.predict(tokens, pairs)
-        self.short_s.observe(max(more_s, 0.0) / tokens)
+        if alone:
+            line_s = self.prefill.predict(tokens, pairs)
+            more_s = min(max(seconds - line_s, 0.0), line_s)
+            self.short_s.observe(more_s / tokens)
 
-    def observe_prompt(self, reported: Reported) -> None:
+    def observe_prompt(self, reported: Reported, *, alone: bool) -> None:
         """Learn from the prompt part of a backend's report, if all three numbers are in it."""
         computed, depth = reported.computed_tokens, reported.cached_tokens
         if computed is not None and depth is not None and reported.prompt_s:
-            self.observe_prefill(computed, depth, reported.prompt_s)
+            self.observe_prefill(computed, depth, reported.prompt_s, alone=alone)
 
     def save_s(self, tokens: int) -> float:
         """Return seconds to save a state of `tokens`; the backend does nothing else meanwhile."""

@@ -115,13 +115,23 @@ def test_short_prompts_alone_teach_the_speed() -> None:
     assert rates.short_s.value == 0
 
 
-def test_one_slow_short_prompt_changes_little() -> None:
+def test_short_prompts_cost_at_most_twice_the_speed_of_long_ones() -> None:
+    """A server reports the time on the clock: a short prompt waits there for a long one."""
     rates = Rates()
-    for tokens in (1000, 20, 20, 20, 20):
+    rates.observe_prefill(1000, 0, 10.0)
+    line_s = rates.prefill_s(20)
+    for _ in range(50):
+        rates.observe_prefill(20, 0, 60.0)
+    assert line_s < rates.prefill_s(20) <= 2 * line_s
+
+
+def test_beside_others_a_short_prompt_teaches_nothing() -> None:
+    rates = Rates()
+    for tokens in (1000, 20):
         rates.observe_prefill(tokens, 0, 0.01 * tokens)
-    before = rates.prefill_s(20)
-    rates.observe_prefill(20, 0, 60.0)
-    assert rates.prefill_s(20) <= 2 * before
+    before = rates.values
+    rates.observe_prefill(20, 0, 0.4, alone=False)
+    assert rates.values == before
 
 
 @given(st.lists(st.tuples(st.integers(16, 4096), st.floats(1e-4, 10)), max_size=30))
