@@ -1,4 +1,8 @@
-"""A real S3 server in a process of its own (moto's), which can be paused and emptied."""
+"""A real S3 server in a process of its own (moto's), which can be paused and emptied.
+
+`KVFERRY_TEST_S3=http://127.0.0.1:7480` names another one, with a bucket `states` and the keys
+`test` and `test`: Ceph's gateway, MinIO. Tests that pause or kill it are skipped then.
+"""
 
 import asyncio
 import os
@@ -10,12 +14,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import aiohttp
+import pytest
 
 from router.servers.program import free_port
 from tests.support.servers.child_server import ChildServer
 
 _PATIENCE_S = 30.0
 BUCKET = "states"
+_OTHER = os.environ.get("KVFERRY_TEST_S3", "")
 # What obstore takes from the environment; moto takes any key.
 S3_KEYS = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -34,7 +40,7 @@ class S3Server(ChildServer):
     @property
     def endpoint(self) -> str:
         """Return its URL."""
-        return f"http://{self.host}:{self.port}"
+        return _OTHER or f"http://{self.host}:{self.port}"
 
     @property
     def yaml(self) -> str:
@@ -50,10 +56,13 @@ class S3Server(ChildServer):
         try:
             yield server
         finally:
-            await server.kill()
+            await super(S3Server, server).kill()
 
     async def start(self) -> None:
         """Start it, empty; return when it has its bucket."""
+        if _OTHER:
+            _empty(_OTHER)
+            return
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "moto.server", "-H", self.host, "-p", str(self.port)),
             env=os.environ | S3_KEYS,
@@ -68,6 +77,16 @@ class S3Server(ChildServer):
                         return
                 except aiohttp.ClientConnectionError:
                     await asyncio.sleep(0.05)
+
+    async def kill(self) -> None:
+        """Kill it; skip the test where it is not ours."""
+        _check_ours()
+        await super().kill()
+
+    def pause(self) -> None:
+        """Stop it from answering; skip the test where it is not ours."""
+        _check_ours()
+        super().pause()
 
     async def spoil(self, chance: random.Random) -> None:
         """Lose some objects, and put others, or garbage, in the place of some."""
@@ -85,3 +104,19 @@ class S3Server(ChildServer):
                         async with session.get(chance.choice(names)) as other:
                             content = await other.read()
                         await session.put(name, data=content)
+
+
+def _check_ours() -> None:
+    if _OTHER:
+        pytest.skip("the S3 server is not of the test")
+
+
+def _empty(endpoint: str) -> None:
+    import boto3  # type: ignore[import-untyped]
+
+    keys = {
+        "aws_access_key_id": S3_KEYS["AWS_ACCESS_KEY_ID"],
+        "aws_secret_access_key": S3_KEYS["AWS_SECRET_ACCESS_KEY"],
+    }
+    bucket = boto3.resource("s3", endpoint_url=endpoint, **keys).Bucket(BUCKET)
+    bucket.objects.all().delete()
