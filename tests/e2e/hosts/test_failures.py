@@ -101,7 +101,7 @@ async def test_what_waits_for_a_server_goes_to_a_host_that_comes_up(
     async with (
         FakeLlama(kv_dir=tmp_path) as fake,
         AsyncExitStack() as later,
-        host(0, [nothing], first, wait_for=(), no_backend_s=60.0 if looks_in_time else 8.0) as a,
+        host(0, [nothing], first, wait_for=(), no_backend_s=3600.0 if looks_in_time else 8.0) as a,
         asyncio.TaskGroup() as group,
     ):
         asked = group.create_task(a.post("/completion", HELD))

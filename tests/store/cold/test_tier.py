@@ -654,6 +654,15 @@ async def test_a_link_learns_from_a_blob_before_anything_is_fetched(hosts: Hosts
     assert link.told[0][1] > 0
 
 
+async def test_the_link_is_measured_when_the_tier_was_listed(hosts: Hosts) -> None:
+    here, there = await hosts.start(), await hosts.start()
+    await here.put(KINDS["full"])
+    assert await here.copy() == 1
+    there.tier.link = link = Link()
+    there.tier.start()
+    await until(lambda: bool(link.told))
+
+
 async def test_a_damaged_blob_measures_nothing(hosts: Hosts) -> None:
     here, there = await hosts.start(), await hosts.start()
     there.tier.link = link = Link()

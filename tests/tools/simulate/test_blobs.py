@@ -81,14 +81,29 @@ def test_a_turn_that_is_replaced_soon_is_never_written() -> None:
 
 def test_an_heir_takes_over_what_is_written() -> None:
     host = Host()
-    host.save("a", text(1, 1024), 0.0)
+    host.save("a", text(1, 1100), 0.0)
     host.at(60.0)
+    assert host.blobs.written_bytes == 1100 * TOKEN_BYTES
     host.save("b", text(1, 1280), 100.0)
     host.blobs.gone(SnapshotId("a"))
     host.at(160.0)
-    assert host.blobs.written_bytes == 5 * BLOB == host.blobs.shared.total_bytes
+    assert host.blobs.written_bytes == (1100 + 256) * TOKEN_BYTES
+    assert host.blobs.shared.total_bytes == 5 * BLOB, "what only the first one had is gone"
     host.blobs.gone(SnapshotId("b"))
     assert host.blobs.shared.total_bytes == 0
+
+
+@pytest.mark.parametrize(("scale", "token_bytes"), [(1, 1024), (16, 16 * 1024)])
+def test_blobs_have_two_mebibytes_at_any_scale(scale: int, token_bytes: int) -> None:
+    """As in production, where smaller ones would be too many files."""
+    blobs = SimulatedBlobs(UNLIMITED, token_bytes, scale, MemoryKind.FULL, lambda _: True)
+    n_tokens = 4096 // scale
+    tokens = text(1, n_tokens)
+    snapshot = Snapshot(SnapshotId("a"), Namespace("n"), KvDir("d"), tokens, n_tokens * token_bytes)
+    blobs.add(snapshot, 0.0)
+    (event,) = blobs.changes(60.0)
+    assert isinstance(event, ev.SnapshotStored)
+    assert [blob.size_bytes for blob in event.snapshot.blobs] == [2 << 20] * 2
 
 
 @pytest.mark.parametrize("kind", [MemoryKind.SLIDING_WINDOW, MemoryKind.RECURRENT])

@@ -53,10 +53,20 @@ def test_shares() -> None:
 
 
 def test_scale_changes_little() -> None:
-    """Tokens and seconds are those of the trace, however many tokens one stands for."""
+    """Tokens and seconds are those of the trace, however many tokens one stands for.
+
+    2,048 new tokens in each prompt: a batch of fewer than 128 has another price, at any scale.
+    """
+    lines = [
+        TraceRow(20_000.0 * n, 8192, 80, (*range(100 * (n % 3), 100 * (n % 3) + 12), *own))
+        for n in range(12)
+        for own in [range(1000 * (n + 1), 1000 * (n + 1) + 4)]
+    ]
     exact, coarse = (
         made.run(next(s for s in made.runs() if s.budget_bytes == UNLIMITED))
-        for made in (experiment(), experiment(scale=8))
+        for made in (
+            experiment(scale, source=partial(TraceWorkload, lines, scale)) for scale in (1, 8)
+        )
     )
     assert coarse.prompt_tokens == exact.prompt_tokens
     assert coarse.reused_tokens == exact.reused_tokens
