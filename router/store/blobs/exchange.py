@@ -111,12 +111,13 @@ class Exchange:
 
         The parts of a whole file are hashed, once for all that ask, also if these give up.
         """
-        if snapshot not in self._held:
+        held = self._held.get(snapshot)
+        if held is None:
             self._manifests.pop(snapshot, None)
             raise KvFileError(f"snapshot {snapshot} does not exist")
         if snapshot not in self._manifests:
             if snapshot not in self._hashing:
-                work = self._look_up(snapshot, hurried=hurried)
+                work = self._look_up(held, hurried=hurried)
                 self._hashing[snapshot] = spawn(work, name=f"kv_manifest {snapshot}")
             await asyncio.wait([self._hashing[snapshot]])
         if snapshot not in self._manifests:
@@ -124,8 +125,8 @@ class Exchange:
         self._manifests.move_to_end(snapshot)
         return self._manifests[snapshot]
 
-    async def _look_up(self, snapshot: SnapshotId, *, hurried: bool) -> None:
-        held, blobs = self._held[snapshot], self._owner.tier_directory()
+    async def _look_up(self, held: StoredSnapshot, *, hurried: bool) -> None:
+        snapshot, blobs = held.snapshot.id, self._owner.tier_directory()
         try:
             if held.snapshot.blobs and blobs is not None:
                 path = manifests.path_of(blobs.path, snapshot)

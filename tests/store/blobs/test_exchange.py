@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -170,6 +171,24 @@ async def test_a_snapshot_that_is_deleted_meanwhile(places: tuple[Place, Place])
         await target.exchange.receive(manifest, OTHER, MemoryKind.FULL, [], wire)
     with pytest.raises(KvFileError, match="does not exist"):
         await source.exchange.manifest(snapshot.id)
+
+
+async def test_a_snapshot_that_is_deleted_before_it_is_read(
+    places: tuple[Place, Place],
+) -> None:
+    """Both get its manifest or an error; no task fails, and none is kept."""
+    here, _ = places
+    (source,) = await opened(here)
+    snapshot = await here.put(source, state(700))
+
+    async def ask() -> None:
+        with suppress(KvFileError):
+            await source.exchange.manifest(snapshot.id)
+
+    async with asyncio.TaskGroup() as group:
+        for work in (ask(), ask(), source.delete(snapshot)):
+            group.create_task(work)
+    assert source.exchange._hashing == {}
 
 
 async def test_cancelled_it_leaves_no_file(places: tuple[Place, Place]) -> None:
