@@ -426,7 +426,6 @@ class LearnedRates(Struct, frozen=True):
     handling_s: float
     output_tokens: float
     output_s_per_token: float
-    short_s: float = 0.0  # more for each of the first tokens of a prefill
 
 
 class BackendStats(Struct, frozen=True):

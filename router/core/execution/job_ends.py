@@ -460,9 +460,9 @@ def _let_go(state: State, job: Job) -> None:
 
 def _learn(state: State, job: RequestJob, event: ev.Finished) -> None:
     """Learn the backend's rates from what was measured."""
-    backend, reported = state.backend_of(job), event.reported
-    rates = backend.rates
-    rates.observe_prompt(reported, alone=backend.slots.are_idle_but(job.slot))
+    rates = state.backend_of(job).rates
+    reported = event.reported
+    rates.observe_prompt(reported)
     if reported.generated_tokens and reported.generated_s:
         rates.observe_generation(reported.generated_tokens, reported.generated_s)
     if rates.prefill.n:

@@ -426,9 +426,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         held = after_prefill(slot.content.resident, job.doing.now, event.reported, limit)
         slot.hold(slot.content.replaced_by(held, job.request.keep_s))
         job.note_prefill(event.reported)
-        backend = state.backend_of(job)
-        alone = backend.slots.are_idle_but(job.slot)
-        backend.rates.observe_prompt(event.reported, alone=alone)
+        state.backend_of(job).rates.observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
         if job.doing.upto is not None:
             if not job.cancelled and preemption.must_yield(state, job.id):

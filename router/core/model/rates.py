@@ -10,9 +10,6 @@ from math import inf
 from router.base.types import LearnedRates, Reported, Speeds
 from router.core.model.tuning import TUNING
 
-# A small batch is computed at a lower speed: on a CPU 20 tokens at half of that of 1,000. Fewer
-# than `_OVERHEAD` tokens measure what a batch takes at all, not the rate of prefill.
-_OVERHEAD, _SHORT = 16, 128
 # Tokens of a state at which speeds are shown; smallest seconds to divide by.
 _SHOWN_AT, _NO_TIME_S = 1000, 1e-9
 
@@ -100,11 +97,6 @@ class Rates:
     """
 
     prefill: LinearFit = field(default_factory=lambda: LinearFit(2e-3, 5e-8))
-    # Seconds more for each of the first `_SHORT` tokens, at most as much as the line says: a server
-    # reports the time on the clock, and others slow it. Learned once a longer prompt was seen:
-    # before, short ones are all that teaches the line.
-    short_s: Mean = field(default_factory=lambda: Mean(0.0))
-    long_prefills: int = 0
     save: LinearFit = field(default_factory=lambda: LinearFit(2e-3, 1 / 1.5e9))
     restore: LinearFit = field(default_factory=lambda: LinearFit(2e-3, 1 / 2e9))
     rewrite: LinearFit = field(default_factory=lambda: LinearFit(2e-3, 1 / 1e9))
@@ -137,7 +129,6 @@ class Rates:
             handling_s=self.handling_s.value,
             output_tokens=self.output_tokens.value,
             output_s_per_token=self.output_s_per_token.value,
-            short_s=self.short_s.value,
         )
 
     def expect(self, known: LearnedRates) -> None:
@@ -154,15 +145,13 @@ class Rates:
             (self.handling_s, known.handling_s),
             (self.output_tokens, known.output_tokens),
             (self.output_s_per_token, known.output_s_per_token),
-            (self.short_s, known.short_s),
         ):
             if not mean.n:
                 mean.value = value
 
     def prefill_s(self, tokens: int, depth: int = 0) -> float:
         """Return seconds to prefill `tokens` after `depth` others; superlinear by attention."""
-        line_s = self.prefill.predict(tokens, _attended(tokens, depth))
-        return line_s + self.short_s.value * min(tokens, _SHORT)
+        return self.prefill.predict(tokens, _attended(tokens, depth))
 
     @property
     def speeds(self) -> Speeds:
@@ -175,31 +164,17 @@ class Rates:
             restore_bytes=size_bytes / max(self.restore_s(round(size_bytes)), _NO_TIME_S),
         )
 
-    def observe_prefill(
-        self, tokens: int, depth: int, seconds: float, *, alone: bool = True
-    ) -> None:
-        """Learn from `timings.prompt_n`, `cache_n` and `prompt_ms`.
+    def observe_prefill(self, tokens: int, depth: int, seconds: float) -> None:
+        """Learn from `timings.prompt_n`, `cache_n` and `prompt_ms`."""
+        # Fewer than 16 tokens measure the overhead of a batch, not the rate of prefill.
+        if tokens >= 16 and seconds > 0:
+            self.prefill.observe(tokens, _attended(tokens, depth), seconds)
 
-        `alone`: whether the server did nothing else, as far as is known.
-        """
-        if tokens < _OVERHEAD or seconds <= 0:
-            return
-        pairs = _attended(tokens, depth)
-        if tokens > _SHORT or not self.long_prefills:
-            self.long_prefills += tokens > _SHORT
-            line_s = max(seconds - self.short_s.value * min(tokens, _SHORT), 0.0)
-            self.prefill.observe(tokens, pairs, line_s)
-            return
-        if alone:
-            line_s = self.prefill.predict(tokens, pairs)
-            more_s = min(max(seconds - line_s, 0.0), line_s)
-            self.short_s.observe(more_s / tokens)
-
-    def observe_prompt(self, reported: Reported, *, alone: bool) -> None:
+    def observe_prompt(self, reported: Reported) -> None:
         """Learn from the prompt part of a backend's report, if all three numbers are in it."""
         computed, depth = reported.computed_tokens, reported.cached_tokens
         if computed is not None and depth is not None and reported.prompt_s:
-            self.observe_prefill(computed, depth, reported.prompt_s, alone=alone)
+            self.observe_prefill(computed, depth, reported.prompt_s)
 
     def save_s(self, tokens: int) -> float:
         """Return seconds to save a state of `tokens`; the backend does nothing else meanwhile."""
@@ -220,7 +195,7 @@ class Rates:
         self.save.observe(1.0, size_bytes, seconds)
         if handling_s:
             self.handling_s.observe(handling_s)
-        if tokens >= _OVERHEAD:
+        if tokens >= 16:
             self.bytes_per_token.observe(size_bytes / tokens)
 
     def generation_s(self, max_new_tokens: int | None) -> float:

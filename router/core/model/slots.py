@@ -127,10 +127,6 @@ class Bench:
             return []
         return [slot for slot in self.slots if slot.phase is Phase.PREPARING and slot.work.sharing]
 
-    def are_idle_but(self, slot: SlotId) -> bool:
-        """Return whether all slots but one are idle."""
-        return all(one.is_idle or one.id == slot for one in self.slots)
-
     @property
     def held_up(self) -> int:
         """Count the requests that a transfer or a prefill would hold up.

@@ -91,58 +91,6 @@ def test_a_handful_of_tokens_teaches_nothing_of_prefill() -> None:
     assert rates.prefill_s(16) == pytest.approx(1.6)
 
 
-def test_short_prompts_are_dearer_than_the_speed_of_long_ones() -> None:
-    """As measured on a CPU: 15 ms a token in a batch of 20, 9 ms in one of 512."""
-    rates = Rates()
-    for tokens in (20, 512, 1024, 20, 60, 2048) * 5:
-        seconds = 0.015 * tokens if tokens <= 128 else 0.009 * tokens
-        rates.observe_prefill(tokens, 0, seconds)
-
-    for tokens in (20, 60):
-        assert rates.prefill_s(tokens) == pytest.approx(0.015 * tokens, rel=0.1)
-    for tokens in (512, 2048):
-        assert rates.prefill_s(tokens) == pytest.approx(0.009 * tokens, rel=0.1)
-    known = Rates()
-    known.expect(rates.values)
-    assert known.prefill_s(20) == rates.prefill_s(20)
-
-
-def test_short_prompts_alone_teach_the_speed() -> None:
-    rates = Rates()
-    for _ in range(5):
-        rates.observe_prefill(100, 0, 1.0)
-    assert rates.prefill_s(100) == pytest.approx(1.0)
-    assert rates.short_s.value == 0
-
-
-def test_short_prompts_cost_at_most_twice_the_speed_of_long_ones() -> None:
-    """A server reports the time on the clock: a short prompt waits there for a long one."""
-    rates = Rates()
-    rates.observe_prefill(1000, 0, 10.0)
-    line_s = rates.prefill_s(20)
-    for _ in range(50):
-        rates.observe_prefill(20, 0, 60.0)
-    assert line_s < rates.prefill_s(20) <= 2 * line_s
-
-
-def test_beside_others_a_short_prompt_teaches_nothing() -> None:
-    rates = Rates()
-    for tokens in (1000, 20):
-        rates.observe_prefill(tokens, 0, 0.01 * tokens)
-    before = rates.values
-    rates.observe_prefill(20, 0, 0.4, alone=False)
-    assert rates.values == before
-
-
-@given(st.lists(st.tuples(st.integers(16, 4096), st.floats(1e-4, 10)), max_size=30))
-def test_more_tokens_never_cost_less(seen: list[tuple[int, float]]) -> None:
-    rates = Rates()
-    for tokens, seconds in seen:
-        rates.observe_prefill(tokens, 0, seconds)
-    prices = [rates.prefill_s(tokens) for tokens in range(1, 400)]
-    assert prices == sorted(prices)
-
-
 def test_a_save_teaches_its_time_and_the_size_of_a_token() -> None:
     rates = Rates(bytes_per_token=Mean(1000.0))
     rates.observe_save(100, 500_000, 0.1)

@@ -49,19 +49,3 @@ def test_once_used_it_costs_what_it_has_cost() -> None:
     over(s, "r3", 0.2)
 
     assert s.state.inventory.backends[B].rates.prefill_s(20) == pytest.approx(0.6, rel=0.01)
-
-
-@pytest.mark.parametrize("beside", [True, False], ids=["beside another", "alone"])
-def test_a_short_prompt_tells_its_price_where_it_ran_alone(beside: bool) -> None:
-    """The server reports time on the clock, in which it may have computed for another slot."""
-    s = scheduler(backend("a", 2, kv_dir=None), idle_save_after_s=None)
-    arrive(s, "long", run_of(200))
-    finish(s, "long", prompt_tokens=200, cached_tokens=0, prompt_s=2.0)
-    arrive(s, "other", run_of(15, 2))
-    if not beside:
-        finish(s, "other", prompt_tokens=15, cached_tokens=0, prompt_s=0.15)
-    arrive(s, "short", run_of(20, 3))
-    over(s, "short", 0.36)
-
-    learned_s = s.state.inventory.backends[A0.backend].rates.prefill_s(20)
-    assert learned_s == pytest.approx(0.2 if beside else 0.28)
