@@ -20,7 +20,7 @@ from router.assembly.backends import StartError, timeouts_of
 from router.base.clock import MonotonicClock, wall_now
 from router.base.errors import KvError
 from router.base.tasks import Tasks
-from router.base.types import Snapshot, SnapshotId, Tenant
+from router.base.types import Namespace, Snapshot, SnapshotId, Tenant
 from router.base.urls import authority
 from router.config.cold import ColdConfig
 from router.config.schema import Config
@@ -32,6 +32,7 @@ from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.credentials import Credentials, CredentialsError, load_credentials
 from router.hosts.measuring import Measuring
 from router.hosts.messages import Hello, Served
+from router.hosts.peer import Peer
 from router.hosts.peers import KnownHosts, Peers
 from router.hosts.twins import compare, processes_of
 from router.llama.attach.drivers import Drivers
@@ -209,7 +210,7 @@ async def hosts_of(
         tasks.supervise(partial(_refresh, held, period_s), name="held prefixes")
         if directory is not None:
             tasks.supervise(directory.run, name="directory")
-        measuring = Measuring(peers, credentials.client, lambda: _may_fetch(engine))
+        measuring = Measuring(peers, credentials.client, partial(_may_fetch, engine))
         tasks.supervise(measuring.run, name="links")
         try:
             yield Hosts(
@@ -228,9 +229,16 @@ async def hosts_of(
                 await directory.aclose()
 
 
-def _may_fetch(engine: Engine) -> bool:
-    """Return whether a backend could read a state of another host."""
-    return any(info.kv_dir is not None for info in engine.infos.values())
+def _may_fetch(engine: Engine, peer: Peer) -> bool:
+    """Return whether a backend could read a state that a peer has, as far as it tells."""
+    readers = [info for info in engine.infos.values() if info.kv_dir is not None]
+    if not peer.models:  # it is drained
+        return bool(readers and peer.hello and peer.hello.snapshots)
+    return any(
+        is_same(Namespace(served.namespace), info.namespace)
+        for served in peer.models
+        for info in readers
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from router.hosts.choice import Trust
 _ASKING_S, _S_PER_BYTE = 0.005, 1 / 110e6
 _LEAST_BYTES = 1 << 20  # fewer say nothing of the rate
 _WEIGHT = 0.4  # of one fetch
+_AGAIN_S = 5.0  # until a measurement is tried again
 _GOOD_S = 600.0  # a rate is measured anew where nothing was fetched for so long
 _LATE = 3.0  # a fetch may take so many times what it was to take,
 _LEAST_LIMIT_S = 2.0  # and this long
@@ -43,7 +44,8 @@ class Link:
         self._s_per_byte = _S_PER_BYTE
         self._trust = Trust(now)
         self._now = now
-        self._looked_at = -inf  # when the rate was measured or learned, or should have been
+        self._looked_at = -inf  # when the rate was measured or learned
+        self._again_at = -inf  # no measurement before
 
     def seconds(self, size_bytes: int) -> float:
         """Return what a fetch of so many bytes is expected to take."""
@@ -61,11 +63,12 @@ class Link:
 
     def is_to_be_measured(self) -> bool:
         """Return whether nothing is known of the rate, or nothing new for long."""
-        return self._now() - self._looked_at >= self._good_s
+        now = self._now()
+        return now >= self._again_at and now - self._looked_at >= self._good_s
 
-    def measuring(self) -> None:
-        """Note that the rate is being measured: if that fails, it is not at once tried again."""
-        self._looked_at = self._now()
+    def not_measured(self) -> None:
+        """Note that the rate could not be measured: it is tried again some seconds later."""
+        self._again_at = self._now() + _AGAIN_S
 
     def measured(self, size_bytes: int, seconds: float) -> None:
         """Take the rate from bytes that were read for this alone."""

@@ -18,6 +18,7 @@ _AT_ONCE = 1 << 20  # bytes; then it looks whether it is to stop
 _SILENT_S = 10.0
 _SILENT_MEASURING_S = 2.0
 _MEASURING_S = 1.0  # then what came is enough
+_PIECE = 64 * 1024
 
 
 class PeerParts:
@@ -108,27 +109,24 @@ class PeerParts:
 
 
 def measure(url: str, tls: ssl.SSLContext | None) -> float:
-    """Return the seconds in which `MEASURED` bytes come from a host.
+    """Return the seconds in which `MEASURED` bytes come from a host, without the wait for them.
 
-    Blocks, at most some seconds. Raises OSError or KvError.
+    Blocks, at most some seconds. Raises OSError or KvError, also if it is busy.
     """
     connection = _connection(urlsplit(url), tls, _SILENT_MEASURING_S)
     try:
-        connection.connect()
-        begun, into, done, took_s = perf_counter(), bytearray(_AT_ONCE), 0, 0.0
         connection.request("GET", MEASURE)
         answer = connection.getresponse()
         if answer.status != 200 or answer.length != MEASURED:
-            raise KvError(f"it is of another version: status {answer.status}")
-        while done < MEASURED:
-            n = answer.readinto(into)
+            raise KvError(f"it is busy, or of another version: status {answer.status}")
+        begun, done, took_s = perf_counter(), 0, 0.0
+        while done < MEASURED and took_s < _MEASURING_S:
+            n = len(answer.read1(_PIECE))
             took_s = perf_counter() - begun
             if not n:
                 raise KvError("it broke off")
             done += n
-            if took_s > _MEASURING_S:
-                return took_s * MEASURED / done
-        return took_s
+        return took_s * MEASURED / done
     except HTTPException as error:
         raise KvError(f"it does not answer as a kvferry does: {error!r}") from error
     finally:

@@ -38,8 +38,8 @@ class MeasuredLink(Protocol):
     def is_to_be_measured(self) -> bool:
         """Return whether nothing is known of it, or nothing new for long."""
 
-    def measuring(self) -> None:
-        """Note that it is being measured."""
+    def not_measured(self) -> None:
+        """Note that it could not be measured."""
 
     def measured(self, size_bytes: int, seconds: float) -> None:
         """Take the rate from bytes that were read."""

@@ -51,6 +51,7 @@ _SEEN = 100_000  # blobs of which is known that they are there
 _MOST_STATES = 30_000  # in the index, the newest: 3 KiB of memory each
 _FAILED_S = 600.0  # until a snapshot is tried again that could not be copied
 _FAILURES = 3  # of copies in a row: then the tier cannot be written
+_MEASURED_BYTES = 64 << 20
 _ROUNDS = 3  # of a deletion, and the last one has to find nothing: a listing may be late
 _UNSEEN = "not looked at yet"
 
@@ -176,7 +177,12 @@ class ColdTier:
         return raw
 
     async def read_part(
-        self, state: StateName, blob: Blob, into: memoryview, is_stopped: Callable[[], bool]
+        self,
+        state: StateName,
+        blob: Blob,
+        into: memoryview,
+        is_stopped: Callable[[], bool],
+        counts_as: str = "fetched",
     ) -> None:
         """Read one blob of a state, checked. Raises KvError."""
         path = self._names.blob(state.tenant, blob)
@@ -196,23 +202,36 @@ class ColdTier:
         except KvFileError as error:
             await self._give_up(state, error, path)
             raise
-        self._counts["fetched"] += len(into)
+        self._counts[counts_as] += len(into)
 
     async def measure(self) -> None:
-        """Let the link learn how fast the largest blob of the newest state comes, if it is due."""
+        """Let the link learn how fast a blob of the newest state comes, if it is due."""
         link = self.link
         if link is None or not link.is_to_be_measured() or not len(self._index):
             return
-        link.measuring()
-        state = self._index.states()[-1]
-        with suppress(KvError):  # a state that is damaged is given up
+        state, clock = self._index.states()[-1], asyncio.get_running_loop()
+        try:
             sealed = await self._reads.bulk(partial(self._objects.get, state.path))
-            raw = await self._reads.bulk(partial(self._raw, state, sealed))
-            blob = max(manifests.decode(raw, state.path).sized, key=lambda one: one.size_bytes)
-            begun = asyncio.get_running_loop().time()
-            into = Buffer().of(blob.size_bytes)
-            await self.read_part(state, blob, into, lambda: False)
-            link.measured(blob.size_bytes, asyncio.get_running_loop().time() - begun)
+            blob = await self._reads.bulk(partial(self._largest, state, sealed))
+        except KvError as error:
+            link.not_measured()
+            if isinstance(error, KvFileError):
+                await self._give_up(state, error)
+            return
+        with suppress(KvError):  # if it is damaged, the state was given up
+            begun, into = clock.time(), Buffer().of(blob.size_bytes)
+            await self.read_part(state, blob, into, lambda: False, "measured")
+            link.measured(blob.size_bytes, clock.time() - begun)
+            return
+        link.not_measured()
+
+    def _largest(self, state: StateName, sealed: bytes) -> Blob:
+        """Return the largest blob of a state that is not too large to be read for this alone."""
+        found = manifests.decode(self._raw(state, sealed), state.path).sized
+        fitting = [blob for blob in found if blob.size_bytes <= _MEASURED_BYTES]
+        if not fitting:
+            raise KvError(f"{state.path} has no blob of at most {_MEASURED_BYTES} bytes")
+        return max(fitting, key=lambda blob: blob.size_bytes)
 
     async def _give_up(self, state: StateName, error: KvFileError, blob: str = "") -> None:
         """Forget a state that cannot be read, and delete it with its blob that is at fault.
@@ -257,8 +276,8 @@ class ColdTier:
                 self.problem = str(error)
                 await asyncio.sleep(_AGAIN_S)
                 continue
-            await self.copy_due()
             await self.measure()
+            await self.copy_due()
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._doubted.wait()

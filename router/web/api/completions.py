@@ -146,9 +146,12 @@ class Completions:
     async def _until_read(self, call: Call) -> web.StreamResponse | None:
         """Wait for a backend that can read the prompt, and read it.
 
-        An answer: meanwhile a peer would serve the call sooner, and did.
+        An answer: meanwhile a peer would serve the call sooner, and did. Where peers refuse it, it
+        goes on waiting. Raises NoBackendError after `queue.no_backend_wait`.
         """
         await self.describe(call)
+        clock = asyncio.get_running_loop()
+        deadline = clock.time() + self._engine.view.queue_limits.no_backend_s
         # With LoRA adapters the prompt is not read.
         while call.reader is None and call.parsed is not None and not call.parsed.lora:
             if not self._selection.can_wait_for_reader(call.model):
@@ -159,9 +162,13 @@ class Completions:
             except NoBackendError as error:
                 is_there, late = False, error
             if not is_there:
-                for place in (self._elsewhere.if_only_there, self._elsewhere.rather_than_load):
-                    if (answer := await place(call)) is not None:
-                        return answer
+                try:
+                    for place in (self._elsewhere.if_only_there, self._elsewhere.rather_than_load):
+                        if (answer := await place(call)) is not None:
+                            return answer
+                except NoBackendError as error:
+                    if clock.time() >= deadline:
+                        raise late or error from None
             if late is not None:
                 raise late
             await self.describe(call)

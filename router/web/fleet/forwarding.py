@@ -241,15 +241,19 @@ class Forwarding:
         return None if found is None else await self._at_best(*found)
 
     async def until_sooner(self, call: Call) -> None:
-        """Wait until a peer would serve a call sooner that waits here for its model.
+        """Wait until a peer would serve a call sooner that waits here for a backend.
 
         Peers that were too busy to answer, or to serve it, are asked again, less and less often. A
         peer that has the model, where nothing here has, needs no question.
         """
-        pause_s = _ASK_AGAIN_S
+        clock, pause_s = asyncio.get_running_loop(), _ASK_AGAIN_S
+        ask_at = clock.time() + pause_s
         while not self._must_leave(call):
-            await asyncio.sleep(pause_s)
+            await self.peers.until_checked()
+            if clock.time() < ask_at:
+                continue
             pause_s *= 2
+            ask_at = clock.time() + pause_s
             found = await self._instead_of_loading(call)
             if found is not None and found[2].quoted:
                 return

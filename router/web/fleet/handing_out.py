@@ -12,7 +12,7 @@ import structlog
 from aiohttp import web
 from msgspec.structs import replace
 
-from router.base.errors import KvError, NotFoundError
+from router.base.errors import KvError, NoBackendError, NotFoundError
 from router.base.prefix_hash import split
 from router.base.tokens import Tokens
 from router.base.types import Namespace, SlotId, SnapshotId, Tenant
@@ -51,6 +51,7 @@ class HandingOut:
         self._now = now
         self._room = asyncio.Semaphore(_PARTS_AT_ONCE)
         self._cutting = asyncio.Lock()
+        self._measuring = asyncio.Lock()
         self._n_asked = self._n_parts = 0
 
     async def _manifest_of(self, snapshot: SnapshotId) -> bytes:
@@ -158,9 +159,14 @@ class HandingOut:
         return response
 
     async def measured(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer with bytes that are good for nothing but to see how fast they come."""
+        """Answer with bytes that are good for nothing but to see how fast they come.
+
+        Raises NoBackendError while another host measures: both would see half of the rate.
+        """
+        if self._measuring.locked():
+            raise NoBackendError("another host measures")
         zeros = bytes(_WRITTEN_AT_ONCE)
-        async with self._room:
+        async with self._measuring:
             response = await _begun(request, MEASURED)
             for _ in range(MEASURED // _WRITTEN_AT_ONCE):
                 await self._write(request, response, zeros)

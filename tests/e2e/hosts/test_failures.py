@@ -112,6 +112,35 @@ async def test_what_waits_for_a_server_goes_to_a_host_that_comes_up(
         assert answer.headers[HOST] == "h1"
 
 
+async def test_what_waits_for_a_server_is_not_lost_to_a_busy_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other host refuses it three times; then the own server comes up."""
+    ports, at = [free_port() for _ in range(2)], free_port()
+    first, second = (fleet_yaml(at, ports) for at in range(2))
+    refused = asyncio.Semaphore(0)
+
+    async def refuse(*_: object) -> None:
+        refused.release()
+
+    monkeypatch.setattr(Forwarding, "_at_best", refuse)
+    async with (
+        FakeLlama(kv_dir=tmp_path) as fake,
+        AsyncExitStack() as later,
+        host(0, [Addressed(f"http://127.0.0.1:{at}")], first, wait_for=(), no_backend_s=60.0) as a,
+        asyncio.TaskGroup() as group,
+    ):
+        asked = group.create_task(a.post("/completion", HELD))
+        await a.until(lambda state: state["waiting_for_backend"] == 1)
+        await later.enter_async_context(host(1, [fake], second))
+        for _ in range(4):  # it has gone on after three
+            await refused.acquire()
+        await later.enter_async_context(FakeLlama(port=at))
+        answer = await asked
+        assert answer.status == 200
+        assert answer.headers[HOST] == "h0"
+
+
 async def test_a_client_that_leaves_cancels_across_the_hop(tmp_path: Path) -> None:
     async with FakeLlama(kv_dir=tmp_path) as fake, hosts([fake], []) as (a, front):
         fake.prefill_gate.clear()

@@ -624,13 +624,13 @@ class Link:
     """Implements `MeasuredLink`."""
 
     told: list[tuple[int, float]] = field(default_factory=list)
-    begun: bool = False
+    failed: int = 0
 
     def is_to_be_measured(self) -> bool:
-        return not self.begun
+        return not self.told
 
-    def measuring(self) -> None:
-        self.begun = True
+    def not_measured(self) -> None:
+        self.failed += 1
 
     def measured(self, size_bytes: int, seconds: float) -> None:
         self.told.append((size_bytes, seconds))
@@ -641,7 +641,7 @@ async def test_a_link_learns_from_a_blob_before_anything_is_fetched(hosts: Hosts
     here, there = await hosts.start(b"secret"), await hosts.start(b"secret")
     there.tier.link = link = Link()
     await there.tier.measure()
-    assert not link.begun, "there is nothing yet"
+    assert (link.told, link.failed) == ([], 0), "there is nothing yet"
     await here.put(KINDS["full"])
     assert await here.copy() == 1
     await there.tier.refresh()
@@ -652,6 +652,7 @@ async def test_a_link_learns_from_a_blob_before_anything_is_fetched(hosts: Hosts
     assert 0 < seal < 100
     assert len(link.told) == 1
     assert link.told[0][1] > 0
+    assert there.tier.status().fetched_bytes == 0, "nothing was fetched"
 
 
 async def test_the_link_is_measured_when_the_tier_was_listed(hosts: Hosts) -> None:
@@ -663,17 +664,34 @@ async def test_the_link_is_measured_when_the_tier_was_listed(hosts: Hosts) -> No
     await until(lambda: bool(link.told))
 
 
-async def test_a_damaged_blob_measures_nothing(hosts: Hosts) -> None:
-    here, there = await hosts.start(), await hosts.start()
+@pytest.mark.parametrize("prefix", [STATES, BLOBS])
+async def test_what_is_damaged_measures_nothing_and_is_given_up(hosts: Hosts, prefix: str) -> None:
+    here, there = await hosts.start(b"secret"), await hosts.start(b"secret")
     there.tier.link = link = Link()
     await here.put(KINDS["full"])
     assert await here.copy() == 1
     await there.tier.refresh()
-    for path in hosts.files("blobs"):
+    for path in hosts.files(prefix):
         flip(path)
     await there.tier.measure()
-    assert link.told == []
+    assert (link.told, link.failed) == ([], 1)
     assert there.tier.status().damaged == 1
+    assert there.tier.status().states == 0
+
+
+@pytest.mark.parametrize("most_bytes", [0, 1])
+async def test_a_state_of_large_blobs_measures_nothing(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    monkeypatch.setattr("router.store.cold.tier._MEASURED_BYTES", most_bytes)
+    here = await hosts.start()
+    here.tier.link = link = Link()
+    await here.put(KINDS["full"])
+    assert await here.copy() == 1
+    await here.tier.measure()
+    assert (link.told, link.failed) == ([], 1)
+    assert here.tier.status().states == 1
+    assert here.tier.status().fetched_bytes == 0
 
 
 async def test_a_doubted_tier_is_used_again_when_it_was_listed(hosts: Hosts) -> None:
