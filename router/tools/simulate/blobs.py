@@ -101,11 +101,23 @@ class SimulatedBlobs:
                 return
             if self._budget.left_bytes and self.is_worth_writing(name):
                 yield self._write(name)
-            elif self._files.is_full:
-                self._files.drop(name)
-                yield ev.SnapshotLost(name)
             else:
                 self._files.put_off(name, now + _AGAIN_S)
+                # What would be evicted next goes at once, or else what was not used for longest.
+                worthless = not self.is_worth_writing(name)
+                given_up = name if worthless else self._files.to_give_up(())
+                if self._files.is_full and given_up is not None:
+                    yield from self._give_up(given_up)
+
+    def _give_up(self, name: SnapshotId) -> Iterator[ev.Event]:
+        """Lose a whole file; a snapshot that has blobs lives on."""
+        snapshot = self._snapshots[name]
+        self._files.drop(name)
+        if snapshot.blobs:
+            yield self._stored(replace(snapshot, whole=False))
+        else:
+            self.gone(name)
+            yield ev.SnapshotLost(name)
 
     def _write(self, name: SnapshotId) -> ev.Event:
         snapshot = self._snapshots[name]

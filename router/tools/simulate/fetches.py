@@ -90,6 +90,8 @@ class Fetches:
             return
         if handout.cut is not None:
             snapshot = self._cut(holder, snapshot, handout.cut)
+            self.meter.cuts += 1
+            self.meter.cut_bytes += snapshot.size_bytes
         inventory = host.scheduler.state.inventory
         size_bytes = missing_bytes(request, inventory, host.servers[0].info, handout.offered)
         begin = max(self.now() + ASK_S, holder.sends_until, host.receives_until)

@@ -164,11 +164,7 @@ class Doors:
 
     def _held(self, names: list[str], request: Request, now: float) -> dict[str, Handout]:
         """Return what hosts hand out for a request."""
-        found = {
-            name: host.handout(request, now)
-            for name in names
-            if (host := self._hosts[name]).link_bytes_per_s
-        }
+        found = {name: self._hosts[name].handout(request, now) for name in names}
         return {name: one for name, one in found.items() if one is not None}
 
     def _best(self, held: Mapping[str, Handout]) -> Fetch | None:
@@ -177,7 +173,7 @@ class Doors:
             for name, one in held.items()
         }
         best = best_held(offers)
-        if best is None:
+        if best is None or not self._hosts[best[0]].link_bytes_per_s:
             return None
         name, offered = best
         return Fetch(self._hosts[name], replace(held[name], offered=offered))

@@ -217,12 +217,12 @@ def _is_stored_or_sent(result: Result) -> bool:
 def _blobs_and_hosts_table(results: Sequence[Result]) -> Table:
     table = _table(
         "Blobs, and between hosts",
-        *("policy", "budget", "written GiB", "% of saved", "forwarded", "fetches", "fetched GiB"),
+        *("policy", "budget", "written GiB", "% of files", "forwarded", "fetches", "fetched GiB"),
     )
     for r in results:
         written = "-", "-"
         if r.written_bytes is not None:
-            made_bytes = r.saved_bytes + r.cut_bytes
+            made_bytes = r.saved_bytes + r.cut_bytes + r.fetched_bytes
             written = f"{r.written_bytes / GIB:,.1f}", _percent(r.written_bytes, made_bytes)
         fetched = f"{r.fetched_bytes / GIB:,.1f}"
         table.add_row(r.policy, _budget(r), *written, f"{r.forwarded:,}", f"{r.fetches:,}", fetched)

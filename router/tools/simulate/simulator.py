@@ -439,6 +439,7 @@ class Simulator:
         made = Snapshot(SnapshotId(f"s{self._files}"), namespace, KV_DIR, tokens, size_bytes)
         if host.blobs is not None:
             host.blobs.add(made, self.now)
+        self._peak()
         return made
 
     def _peak(self) -> None:

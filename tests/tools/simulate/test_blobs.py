@@ -141,6 +141,9 @@ def test_what_may_not_be_written_is_given_up_where_there_is_no_room() -> None:
     host.save("c", text(3, 512), 63.0)
     host.at(123.0)
     assert host.told[-1] == ev.SnapshotLost(SnapshotId("b"))
+    assert host.blobs.shared.total_bytes == 4 * BLOB
+    host.blobs.gone(SnapshotId("a"))
+    assert host.blobs.shared.total_bytes == 0
     assert host.blobs.written_bytes == 4 * BLOB, "the budget of the day is spent"
     assert host.blobs.wakeup == 183.0, "it is looked at again"
     host.at(25 * 3600.0)

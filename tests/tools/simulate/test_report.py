@@ -60,7 +60,7 @@ def test_blobs_and_hosts_have_a_table_of_their_own(
     _, _, table = capsys.readouterr().out.partition(title)
     first, second = table.splitlines()[2:4]
     assert first.split()[2:] == ["-", "-", "0", "0", "0.0"]
-    assert second.split()[-5:] == ["1.0", "10.0", "1,234", "7", "3.0"]
+    assert second.split()[-5:] == ["1.0", "7.7", "1,234", "7", "3.0"]
 
 
 def test_bars(results: list[Result]) -> None:
