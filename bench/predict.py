@@ -23,7 +23,7 @@ from router.core.model.policy import Policy, PolicyName
 from router.core.model.snapshot_limits import UNLIMITED
 from router.tools.simulate.accounting import Result
 from router.tools.simulate.experiment import Experiment
-from router.tools.simulate.hardware import PRESETS, Hardware
+from router.tools.simulate.machines.hardware import PRESETS, Hardware
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.trace import TraceError, TraceRow, TraceWorkload, read_trace
 from tests.support.models.tiny_models import tiny_model

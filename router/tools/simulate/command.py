@@ -23,10 +23,10 @@ from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.tools.simulate import report
 from router.tools.simulate.accounting import Result
-from router.tools.simulate.blobs import BlobSettings
 from router.tools.simulate.experiment import Experiment
-from router.tools.simulate.hardware import PRESETS, Hardware
-from router.tools.simulate.on_demand import OnDemand
+from router.tools.simulate.machines.blobs import SplitSettings
+from router.tools.simulate.machines.hardware import PRESETS, Hardware
+from router.tools.simulate.machines.on_demand import OnDemand
 from router.tools.simulate.requests import RequestSource
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.trace import BLOCK_TOKENS, TraceError, TraceWorkload, read_trace
@@ -279,11 +279,11 @@ def _experiment(options: argparse.Namespace) -> Experiment:
     )
 
 
-def _blobs(options: argparse.Namespace) -> BlobSettings | None:
+def _blobs(options: argparse.Namespace) -> SplitSettings | None:
     """Return the settings of blobs. None: snapshots are whole files."""
     if options.whole_files is None:
         return None
-    return BlobSettings(
+    return SplitSettings(
         _limit(options.whole_files), options.write_after, _limit(options.max_written_per_day)
     )
 

@@ -10,7 +10,7 @@ from router.core.model.policy import PolicyName
 from router.core.model.snapshot_limits import UNLIMITED
 from router.tools.simulate.accounting import Losses, Result, percentiles
 from router.tools.simulate.eviction import Evicted, compare
-from router.tools.simulate.hosts import SimulatedHost
+from router.tools.simulate.machines.hosts import SimulatedHost
 from router.tools.simulate.requests import RequestSource
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.simulator import Simulator

@@ -10,11 +10,11 @@ from router.core.model.policy import Policy
 from router.core.model.request_queue import Queue, QueueLimits
 from router.core.model.snapshot_limits import UNLIMITED, SnapshotLimits
 from router.core.scheduler import Scheduler
-from router.tools.simulate.blobs import BlobSettings, SimulatedBlobs
-from router.tools.simulate.hardware import Hardware
-from router.tools.simulate.hosts import SimulatedHost
-from router.tools.simulate.on_demand import OnDemand
-from router.tools.simulate.server import SimulatedServer
+from router.tools.simulate.machines.blobs import SimulatedBlobs, SplitSettings
+from router.tools.simulate.machines.hardware import Hardware
+from router.tools.simulate.machines.hosts import SimulatedHost
+from router.tools.simulate.machines.on_demand import OnDemand
+from router.tools.simulate.machines.server import SimulatedServer
 from router.tools.simulate.simulator import KV_DIR
 
 
@@ -35,7 +35,7 @@ class Setup:
     on_demand: OnDemand | None = None  # None: all servers are up all the time
     hosts: int = 1  # each with so many servers, and with the whole budget
     link_bytes_per_s: float = 0.0  # between two hosts; 0: no states go from one to another
-    blobs: BlobSettings | None = None  # of each host; None: snapshots are whole files
+    blobs: SplitSettings | None = None  # of each host; None: snapshots are whole files
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -31,12 +31,12 @@ from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.reporting.request_records import record_of
 from router.tools.simulate.accounting import Losses, Meter, Oracle
-from router.tools.simulate.blobs import SimulatedBlobs
-from router.tools.simulate.fetches import Fetches
-from router.tools.simulate.hosts import Doors, SimulatedHost, Way
-from router.tools.simulate.on_demand import OnDemand
+from router.tools.simulate.machines.blobs import SimulatedBlobs
+from router.tools.simulate.machines.fetches import Fetches
+from router.tools.simulate.machines.hosts import ChosenHost, Doors, SimulatedHost
+from router.tools.simulate.machines.on_demand import OnDemand
+from router.tools.simulate.machines.server import Run, SimulatedServer, TransferRun
 from router.tools.simulate.requests import RequestSource, SimulatedRequest
-from router.tools.simulate.server import Run, SimulatedServer, TransferRun
 
 KV_DIR = KvDir("simulated")
 # Ticks are a little late rather than early, as in `router.engine.engine`.
@@ -212,7 +212,7 @@ class Simulator:
         if by_itself:
             self._next_arrival()
 
-    def _comes(self, way: Way, request: Request) -> None:
+    def _comes(self, way: ChosenHost, request: Request) -> None:
         """Fetch a state for a request, if that is its way, and let it arrive."""
         arrive = partial(self._reaches, way.host, request)
         if way.fetch is not None and request.id in self._clients:

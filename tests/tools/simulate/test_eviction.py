@@ -10,7 +10,7 @@ from router.base.tokens import Tokens, pack
 from router.core.model.snapshot_limits import UNLIMITED
 from router.tools.simulate.accounting import reusable
 from router.tools.simulate.eviction import compare, served_by
-from router.tools.simulate.hardware import PRESETS
+from router.tools.simulate.machines.hardware import PRESETS
 
 HARDWARE = dataclasses.replace(PRESETS["gpu-8b"], bytes_per_token=1)
 

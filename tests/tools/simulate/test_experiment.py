@@ -10,9 +10,9 @@ from router.base.types import SnapshotId
 from router.core.model.policy import PolicyName
 from router.core.model.snapshot_limits import UNLIMITED
 from router.tools.simulate.accounting import percentiles
-from router.tools.simulate.blobs import BlobSettings, SimulatedBlobs
 from router.tools.simulate.experiment import Experiment
-from router.tools.simulate.hardware import PRESETS
+from router.tools.simulate.machines.blobs import SimulatedBlobs, SplitSettings
+from router.tools.simulate.machines.hardware import PRESETS
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.trace import TraceRow, TraceWorkload
 
@@ -110,7 +110,7 @@ def test_what_has_no_whole_file_is_restored_later(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(SimulatedBlobs, "used", note)
     found = []
     for whole_bytes in (inf, 0.0):
-        blobs = BlobSettings(whole_bytes, 1.0, inf)
+        blobs = SplitSettings(whole_bytes, 1.0, inf)
         setup = dataclasses.replace(experiment().setup, blobs=blobs)
         made = experiment(setup=setup, policies=(PolicyName.PREFER_IDLE,), budgets=(UNLIMITED,))
         found.append(made.run(next(made.runs())))

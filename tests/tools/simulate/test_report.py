@@ -13,7 +13,7 @@ from router.tools.simulate import report
 from router.tools.simulate.accounting import Result
 from router.tools.simulate.eviction import Evicted
 from router.tools.simulate.experiment import Experiment
-from router.tools.simulate.hardware import PRESETS
+from router.tools.simulate.machines.hardware import PRESETS
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.workload import WORKLOADS, Workload
 

@@ -14,8 +14,8 @@ from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.snapshot_limits import UNLIMITED
 from router.tools.simulate.accounting import Losses
-from router.tools.simulate.hardware import PRESETS, Hardware
-from router.tools.simulate.on_demand import OnDemand
+from router.tools.simulate.machines.hardware import PRESETS, Hardware
+from router.tools.simulate.machines.on_demand import OnDemand
 from router.tools.simulate.requests import SimulatedRequest
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.simulator import Simulator

@@ -7,7 +7,7 @@ import pytest
 from router.core.model.policy import PolicyName
 from router.tools.simulate.accounting import Result
 from router.tools.simulate.experiment import Experiment
-from router.tools.simulate.hardware import PRESETS
+from router.tools.simulate.machines.hardware import PRESETS
 from router.tools.simulate.requests import RequestSource
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.workload import WORKLOADS, Workload
@@ -44,7 +44,7 @@ def test_without_asking_a_conversation_is_computed_at_every_door(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = result(replace(SETUP, hosts=4))
-    monkeypatch.setattr("router.tools.simulate.hosts.is_worth_asking", lambda *_: False)
+    monkeypatch.setattr("router.tools.simulate.machines.hosts.is_worth_asking", lambda *_: False)
     alone = result(replace(SETUP, hosts=4))
 
     assert alone.forwarded == 0

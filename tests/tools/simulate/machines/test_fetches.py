@@ -20,11 +20,11 @@ from router.core.model import events as ev
 from router.core.model.plan import Handout
 from router.core.model.policy import PolicyName
 from router.tools.simulate.accounting import Meter, Result
-from router.tools.simulate.blobs import BlobSettings
 from router.tools.simulate.experiment import Experiment
-from router.tools.simulate.fetches import Fetches
-from router.tools.simulate.hardware import PRESETS
-from router.tools.simulate.hosts import Fetch, SimulatedHost
+from router.tools.simulate.machines.blobs import SplitSettings
+from router.tools.simulate.machines.fetches import Fetches
+from router.tools.simulate.machines.hardware import PRESETS
+from router.tools.simulate.machines.hosts import Fetch, SimulatedHost
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.simulator import KV_DIR
 from router.tools.simulate.workload import WORKLOADS, Workload
@@ -149,8 +149,8 @@ def test_other_memory_kinds_are_fetched_whole(kind: MemoryKind) -> None:
     assert found.answered + found.abandoned == found.requests
 
 
-def test_with_blobs_and_a_fetch_the_same_run_gives_the_same_result() -> None:
-    setup = replace(FAST, blobs=BlobSettings(8 * GIB, 60.0, float("inf")))
+def test_the_same_run_gives_the_same_result() -> None:
+    setup = replace(FAST, blobs=SplitSettings(8 * GIB, 60.0, float("inf")))
     first, second = (result(setup) for _ in range(2))
 
     assert replace(first, wall_s=0.0) == replace(second, wall_s=0.0)

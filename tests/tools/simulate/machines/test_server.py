@@ -4,8 +4,8 @@ import pytest
 
 from router.base.tokens import Tokens, count, pack
 from router.base.types import BackendId, BackendInfo, MemoryKind, Namespace, RequestId
-from router.tools.simulate.hardware import PRESETS, Hardware
-from router.tools.simulate.server import Run, SimulatedServer, TransferRun
+from router.tools.simulate.machines.hardware import PRESETS, Hardware
+from router.tools.simulate.machines.server import Run, SimulatedServer, TransferRun
 
 HARDWARE = Hardware(
     prefill_s=0.01,

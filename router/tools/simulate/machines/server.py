@@ -16,7 +16,7 @@ from math import ceil
 from router.base.tokens import EMPTY, Tokens, common_prefix, count, head, join
 from router.base.types import BackendInfo, MemoryKind, RequestId
 from router.core.model.memory_kinds import CHECKPOINT_BEFORE_END, reusable_tokens
-from router.tools.simulate.hardware import Hardware
+from router.tools.simulate.machines.hardware import Hardware
 
 # Tolerances: seconds and tokens are sums of floats.
 _NO_S = 1e-7

@@ -30,8 +30,8 @@ from router.hosts.choice import (
 )
 from router.hosts.link import Link
 from router.hosts.messages import MEASURED
-from router.tools.simulate.blobs import SimulatedBlobs
-from router.tools.simulate.server import SimulatedServer
+from router.tools.simulate.machines.blobs import SimulatedBlobs
+from router.tools.simulate.machines.server import SimulatedServer
 
 # What a quote and a forwarded request take, as measured with mutual TLS (bench.latency).
 ASK_S, _WAY_S = 0.001, 0.002
@@ -103,7 +103,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ChosenHost:
     """Where a request is served: it is there in `way_s`, and then something is fetched for it."""
 
     host: SimulatedHost
@@ -121,15 +121,15 @@ class Doors:
         self._hasher = PrefixHasher(b"simulated", "", "")
         self._arrived = 0
 
-    def choose(self, request: Request, now: float) -> Way:
+    def choose(self, request: Request, now: float) -> ChosenHost:
         """Return the way to serve a request."""
         here = self._order[self._arrived % len(self._order)]
         self._arrived += 1
         if len(self._order) == 1:
-            return Way(here)
+            return ChosenHost(here)
         own, cost_s = here.quote(request, now), ASK_S + _WAY_S
         if not is_worth_asking(own, len(request.prompt), cost_s):
-            return Way(here)
+            return ChosenHost(here)
         others = [name for name in self._hosts if name != here.name]
         holders = {name: n for name in others if (n := self._hosts[name].holds(request)) >= STEP}
         busy = {name: self._hosts[name].busy() for name in others}
@@ -157,10 +157,10 @@ class Doors:
         ]
         order = in_order(mine, offers, _WAY_S, here.name, first)
         if not order:
-            return Way(here, ASK_S, best) if fetched is not None else Way(here)
+            return ChosenHost(here, ASK_S, best) if fetched is not None else ChosenHost(here)
         there = order[0]
         fetch = best if there.quote.fetched else None
-        return Way(self._hosts[there.peer], cost_s, fetch, is_forwarded=True)
+        return ChosenHost(self._hosts[there.peer], cost_s, fetch, is_forwarded=True)
 
     def _held(self, names: list[str], request: Request, now: float) -> dict[str, Handout]:
         """Return what hosts hand out for a request."""

@@ -8,7 +8,7 @@ import pytest
 from router.base.tokens import Tokens, head, join, pack
 from router.base.types import KvDir, MemoryKind, Namespace, Snapshot, SnapshotId
 from router.core.model import events as ev
-from router.tools.simulate.blobs import BlobSettings, SimulatedBlobs
+from router.tools.simulate.machines.blobs import SimulatedBlobs, SplitSettings
 
 TOKEN_BYTES = 16 * 1024  # so 256 tokens are a blob
 BLOB = 256 * TOKEN_BYTES
@@ -21,7 +21,7 @@ def text(seed: int, n: int) -> Tokens:
 SHARED = text(0, 1024)
 
 
-UNLIMITED = BlobSettings(inf, 60.0, inf)
+UNLIMITED = SplitSettings(inf, 60.0, inf)
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Host:
     """Blobs of one host, and the events that they gave."""
 
     kind: MemoryKind = MemoryKind.FULL
-    settings: BlobSettings = UNLIMITED
+    settings: SplitSettings = UNLIMITED
     worthless: set[SnapshotId] = field(default_factory=set)
     told: list[ev.Event] = field(default_factory=list)
     blobs: SimulatedBlobs = field(init=False)
@@ -117,7 +117,7 @@ def test_windows_and_recurrent_states_share_nothing(kind: MemoryKind) -> None:
 
 def test_whole_files_are_dropped_where_there_is_no_room() -> None:
     """The one used last stays; what is not written yet is written at once."""
-    host = Host(settings=BlobSettings(9 * BLOB, 60.0, inf))
+    host = Host(settings=SplitSettings(9 * BLOB, 60.0, inf))
     for name in ("a", "b"):
         host.save(name, text(ord(name), 1024), 0.0)
     host.at(60.0)
@@ -131,8 +131,8 @@ def test_whole_files_are_dropped_where_there_is_no_room() -> None:
     assert [one.id for one in host.stored() if not one.whole] == ["b", "a", "c"]
 
 
-def test_what_may_not_be_written_is_given_up_where_there_is_no_room() -> None:
-    host = Host(settings=BlobSettings(5 * BLOB, 60.0, 3 * BLOB))
+def test_what_may_not_be_written_is_given_up() -> None:
+    host = Host(settings=SplitSettings(5 * BLOB, 60.0, 3 * BLOB))
     host.save("a", text(1, 1024), 0.0)
     host.at(60.0)
     host.save("b", text(2, 1024), 61.0)

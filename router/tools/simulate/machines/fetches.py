@@ -13,7 +13,7 @@ from router.core.hosts.handout import missing_bytes
 from router.core.model import events as ev
 from router.core.model.plan import Handout
 from router.tools.simulate.accounting import Meter
-from router.tools.simulate.hosts import ASK_S, Fetch, SimulatedHost
+from router.tools.simulate.machines.hosts import ASK_S, Fetch, SimulatedHost
 
 # A save may take so many times what it was to take, and so long, as in production.
 _LATE, _LEAST_S = 3.0, 2.0

@@ -25,7 +25,7 @@ _WITH_ROWS = MemoryKind.FULL, MemoryKind.HYBRID
 
 
 @dataclass(frozen=True, slots=True)
-class BlobSettings:
+class SplitSettings:
     """When snapshots become blobs, and how much of whole files stays; inf: no limit."""
 
     whole_bytes: float
@@ -40,7 +40,7 @@ class SimulatedBlobs:
     `now`: seconds of the last call. `due`: for when a call of `changes` is scheduled.
     """
 
-    settings: BlobSettings
+    settings: SplitSettings
     bytes_per_token: int
     scale: int  # tokens of the workload in one of the simulation
     kind: MemoryKind

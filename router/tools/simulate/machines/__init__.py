@@ -1,0 +1,1 @@
+"""Simulated hosts: servers, what they cost, what they store, and what goes between them."""
