@@ -108,6 +108,13 @@ class Split(Struct, frozen=True, array_like=True):
             yield found
 
 
+def tokens_in_blob(row_bytes: int, least_bytes: int, n_tokens: int) -> int:
+    """Return how many tokens a blob of rows has: `n_tokens`, doubled until it is large enough."""
+    while n_tokens * row_bytes < least_bytes:
+        n_tokens *= 2
+    return n_tokens
+
+
 def split(start: int, layout: Layout, size_bytes: int, least_bytes: int = LEAST_BYTES) -> Split:
     """Return how to split a file with this layout; its memory state begins at `start`.
 
@@ -119,9 +126,7 @@ def split(start: int, layout: Layout, size_bytes: int, least_bytes: int = LEAST_
         return Split(start, size_bytes, (), 0, 0, ends)
     strips = tuple(_strips(layout))
     row_bytes = sum(strip.row_bytes for strip in strips)
-    n_tokens = TOKENS
-    while strips and n_tokens * row_bytes < least_bytes:
-        n_tokens *= 2
+    n_tokens = tokens_in_blob(row_bytes, least_bytes, TOKENS) if strips else TOKENS
     n_rows = _n_cells(layout) // n_tokens if strips else 0
     if not n_rows:
         strips = ()

@@ -17,7 +17,7 @@ from router.base.types import Blob, MemoryKind, Snapshot, SnapshotId
 from router.core.model import events as ev
 from router.store.blobs.whole_files import WholeFiles
 from router.store.blobs.write_budget import WriteBudget
-from router.store.format.split import LEAST_BYTES, TOKENS
+from router.store.format.split import LEAST_BYTES, TOKENS, tokens_in_blob
 
 _AGAIN_S = 60.0  # a file that may not be written is looked at again, as in production
 # Kinds with rows that the next state of a conversation has, too.
@@ -140,7 +140,9 @@ class SimulatedBlobs:
 
     def _blobs(self, snapshot: Snapshot) -> tuple[Blob, ...]:
         """Return the blobs of a snapshot: rows, and one of its own with the rest."""
-        n_tokens, blobs = self._tokens_in_blob(), list[Blob]()
+        at_least = max(TOKENS // self.scale, 1)
+        n_tokens = tokens_in_blob(self.bytes_per_token, LEAST_BYTES, at_least)
+        blobs = list[Blob]()
         if self.kind in _WITH_ROWS:
             hasher, width = blake2b(digest_size=16), n_tokens * WIDTH
             for end in range(width, len(snapshot.tokens) + 1, width):
@@ -149,9 +151,3 @@ class SimulatedBlobs:
         if rest_bytes := snapshot.size_bytes - sum(blob.size_bytes for blob in blobs):
             blobs.append(Blob(snapshot.id.encode(), rest_bytes))
         return tuple(blobs)
-
-    def _tokens_in_blob(self) -> int:
-        n_tokens = max(TOKENS // self.scale, 1)
-        while n_tokens * self.bytes_per_token < LEAST_BYTES:
-            n_tokens *= 2
-        return n_tokens

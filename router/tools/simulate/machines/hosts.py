@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from router.base.prefix_hash import STEP, PrefixHasher
 from router.base.tokens import head
 from router.base.types import Request
-from router.core.hosts.handout import handouts, once_fetched
+from router.core.hosts.handout import handouts
 from router.core.hosts.quote import quote
 from router.core.model.plan import Handout, Quote
 from router.core.model.tenancy import namespace_of
@@ -199,5 +199,4 @@ def _once_fetched(
     if own is None or fetch is None or fetch.holder is host:
         return None
     seconds = host.link(fetch.holder.name).seconds
-    inventory = host.scheduler.state.inventory
-    return once_fetched(request, inventory, own, fetch.handout.offered, seconds)
+    return host.view.once_fetched(request, own, fetch.handout.offered, seconds)
