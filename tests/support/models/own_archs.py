@@ -11,9 +11,10 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from tests.support.models.tiny_models import N_CTX_TRAIN, N_VOCAB, SHARP, add_vocabulary
+from tests.support.models.tiny_models import N_CTX_TRAIN, N_VOCAB, add_vocabulary
 
 _EMBD, _FF, _HEAD, _LAYERS = 128, 256, 64, 3
+_SHARP = 3.0  # as in tiny_models.Shape
 Array = npt.NDArray[np.float32]
 
 
@@ -108,8 +109,8 @@ def write_gemma4(target: Path, seed: int) -> None:
             for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
                 w.full(f"{at}.{name}.weight", _EMBD)
             w.full(f"{at}.post_norm.weight", _EMBD)
-            w.matrix(f"{at}.attn_q.weight", 2 * _HEAD, _EMBD, SHARP)
-            w.matrix(f"{at}.attn_k.weight", _HEAD, _EMBD, SHARP)
+            w.matrix(f"{at}.attn_q.weight", 2 * _HEAD, _EMBD, _SHARP)
+            w.matrix(f"{at}.attn_k.weight", _HEAD, _EMBD, _SHARP)
             w.matrix(f"{at}.attn_v.weight", _HEAD, _EMBD)
             w.matrix(f"{at}.attn_output.weight", _EMBD, 2 * _HEAD)
             for name in ("attn_q_norm", "attn_k_norm"):

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import gguf
 import numpy as np
@@ -35,6 +35,24 @@ SPECIALS = (ENDOFTEXT, IM_START, IM_END)
 N_VOCAB = 512
 HEAD = 64  # a multiple of 64: llama.cpp then rotates a quantised KV (llama-server.md section 1.5)
 Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model: of its rows, layers and heads; `window` in tokens."""
+
+    n_embd: int
+    n_layers: int
+    n_ff: int
+    n_head: int
+    n_kv: int
+    head: int = HEAD
+    window: int = N_SWA
+    # Of Q and K. With 1, attention averages over the context, and no single token matters.
+    sharp: float = 3.0
+
+
+_TINY = Shape(n_embd=128, n_layers=4, n_ff=512, n_head=2, n_kv=1)
 
 # ChatML; newlines are spelled out, since the two Jinja engines trim differently.
 CHAT_TEMPLATE = r"""
@@ -165,13 +183,14 @@ def _merge(word: list[str], pair: tuple[str, str]) -> Iterator[str]:
             i += 1
 
 
-def _vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
+def vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
+    """Return the tokens and the merges of all tiny models."""
     merges = learn_merges(N_VOCAB - 256 - len(SPECIALS))
     return [*byte_alphabet(), *(a + b for a, b in merges), *SPECIALS], merges
 
 
 def _write_tokenizer(folder: Path, *, add_bos: bool) -> None:
-    tokens, merges = _vocabulary()
+    tokens, merges = vocabulary()
     tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -202,6 +221,21 @@ def _write_tokenizer(folder: Path, *, add_bos: bool) -> None:
 # --- weights --------------------------------------------------------------------------------------
 
 
+class Weights(Protocol):
+    """Takes the tensors of a model in a fixed order, and draws the random ones."""
+
+    writer: Any
+
+    def matrix(self, name: str, rows: int, columns: int, gain: float = 1.0) -> None:
+        """Add a random matrix that keeps the size of a unit-size input, times `gain`."""
+
+    def ones(self, name: str, size: int, gain: float = 1.0) -> None: ...
+
+    def add(self, name: str, values: Array) -> None: ...
+
+    def normal(self, rows: int, columns: int, scale: float) -> Array: ...
+
+
 class _Weights:
     """Draws tensors in a fixed order and hands them to the writer."""
 
@@ -210,7 +244,6 @@ class _Weights:
         self.random = np.random.default_rng([KINDS.index(kind), seed])
 
     def matrix(self, name: str, rows: int, columns: int, gain: float = 1.0) -> None:
-        """Add a random matrix that keeps the size of a unit-size input, times `gain`."""
         self.add(name, self.normal(rows, columns, gain / columns**0.5), np.float16)
 
     def normal(self, rows: int, columns: int, scale: float) -> Array:
@@ -231,7 +264,7 @@ def _write_model(path: Path, kind: str, seed: int) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     add_vocabulary(writer, add_bos=kind == "gemma3")
     weights = _Weights(writer, kind, seed)
-    n_embd = 128
+    n_embd = _TINY.n_embd
     writer.add_embedding_length(n_embd)
     # gemma3 multiplies by sqrt(n_embd): the embedding must not drown what the layers add.
     size = n_embd**-0.5 if kind == "gemma3" else 1.0
@@ -239,8 +272,8 @@ def _write_model(path: Path, kind: str, seed: int) -> None:
     norm = "token_embd_norm.weight" if kind == "lfm2" else "output_norm.weight"
     weights.ones(norm, n_embd)
     weights.add("output.weight", _output(weights, n_embd), np.float16)
-    build = {"llama": _llama, "gemma3": _gemma3, "lfm2": _lfm2, "mamba": _mamba}[kind]
-    build(weights, n_embd)
+    build = {"llama": llama, "gemma3": gemma3, "lfm2": _lfm2, "mamba": _mamba}[kind]
+    build(weights, _TINY)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -249,7 +282,7 @@ def _write_model(path: Path, kind: str, seed: int) -> None:
 
 def add_vocabulary(writer: Any, *, add_bos: bool) -> None:
     """Write the vocabulary of all tiny models into the head of a file."""
-    tokens, merges = _vocabulary()
+    tokens, merges = vocabulary()
     n_normal = N_VOCAB - len(SPECIALS)
     kinds = [gguf.TokenType.NORMAL] * n_normal + [gguf.TokenType.CONTROL] * len(SPECIALS)
     writer.add_tokenizer_model("gpt2")
@@ -274,85 +307,94 @@ def _output(weights: _Weights, n_embd: int) -> Array:
     text by itself: a stream of bytes above 127 would be held back as incomplete UTF-8.
     """
     rows = weights.normal(N_VOCAB, n_embd, 3.0 / n_embd**0.5)
-    for i, token in enumerate(_vocabulary()[0]):
-        plain = token.lstrip("Ġ")
-        if token in SPECIALS or not plain.isascii() or not plain.isalpha():
+    for i, token in enumerate(vocabulary()[0]):
+        if not is_plain(token):
             rows[i] = 0.0
     return rows
 
 
-# Sharp attention: with gain 1 it averages over the context, and no single token matters.
-SHARP = 3.0
+def is_plain(token: str) -> bool:
+    """Return whether a token of a byte-level vocabulary is a word of ASCII letters."""
+    word = token.lstrip("Ġ")
+    return word.isascii() and word.isalpha()
 
 
-def _attention(w: _Weights, layer: int, n_embd: int, n_head: int, n_kv: int) -> None:
-    w.ones(f"blk.{layer}.attn_norm.weight", n_embd)
-    w.matrix(f"blk.{layer}.attn_q.weight", n_head * HEAD, n_embd, SHARP)
-    w.matrix(f"blk.{layer}.attn_k.weight", n_kv * HEAD, n_embd, SHARP)
-    w.matrix(f"blk.{layer}.attn_v.weight", n_kv * HEAD, n_embd, 2.0)
-    w.matrix(f"blk.{layer}.attn_output.weight", n_embd, n_head * HEAD)
+def attention(w: Weights, layer: int, shape: Shape, *, gated: bool = False) -> None:
+    """Add the tensors of an attention layer; `gated`: Q has a gate as wide as itself."""
+    at, head = f"blk.{layer}", shape.head
+    w.ones(f"{at}.attn_norm.weight", shape.n_embd)
+    w.matrix(f"{at}.attn_q.weight", (1 + gated) * shape.n_head * head, shape.n_embd, shape.sharp)
+    w.matrix(f"{at}.attn_k.weight", shape.n_kv * head, shape.n_embd, shape.sharp)
+    w.matrix(f"{at}.attn_v.weight", shape.n_kv * head, shape.n_embd, 2.0)
+    w.matrix(f"{at}.attn_output.weight", shape.n_embd, shape.n_head * head)
 
 
-def _feed_forward(w: _Weights, layer: int, n_embd: int, n_ff: int) -> None:
-    w.ones(f"blk.{layer}.ffn_norm.weight", n_embd)
-    w.matrix(f"blk.{layer}.ffn_gate.weight", n_ff, n_embd)
-    w.matrix(f"blk.{layer}.ffn_up.weight", n_ff, n_embd)
-    w.matrix(f"blk.{layer}.ffn_down.weight", n_embd, n_ff)
+def feed_forward(w: Weights, layer: int, shape: Shape, norm: str = "ffn_norm") -> None:
+    """Add the tensors of a gated feed-forward layer."""
+    w.ones(f"blk.{layer}.{norm}.weight", shape.n_embd)
+    w.matrix(f"blk.{layer}.ffn_gate.weight", shape.n_ff, shape.n_embd)
+    w.matrix(f"blk.{layer}.ffn_up.weight", shape.n_ff, shape.n_embd)
+    w.matrix(f"blk.{layer}.ffn_down.weight", shape.n_embd, shape.n_ff)
 
 
-def _describe(w: _Weights, n_layers: int, n_ff: int, n_head: int, n_kv: int | list[int]) -> None:
+def norm_of_heads(w: Weights, layer: int, shape: Shape) -> None:
+    """Add the norms of Q and K, which decide how sharp attention is."""
+    for name in ("attn_q_norm", "attn_k_norm"):
+        w.ones(f"blk.{layer}.{name}.weight", shape.head, shape.sharp)
+
+
+def describe(w: Weights, n_layers: int, n_ff: int, n_head: int, n_kv: int | list[int]) -> None:
+    """Add the sizes that every architecture has."""
     w.writer.add_block_count(n_layers)
     w.writer.add_feed_forward_length(n_ff)
     w.writer.add_head_count(n_head)
     w.writer.add_head_count_kv(n_kv)
 
 
-def _llama(w: _Weights, n_embd: int) -> None:
-    n_layers, n_ff, n_head, n_kv = 4, 512, 2, 1
-    _describe(w, n_layers, n_ff, n_head, n_kv)
-    w.writer.add_rope_dimension_count(HEAD)
-    for layer in range(n_layers):
-        _attention(w, layer, n_embd, n_head, n_kv)
-        _feed_forward(w, layer, n_embd, n_ff)
+def llama(w: Weights, shape: Shape) -> None:
+    """Add the layers of a model with full attention."""
+    describe(w, shape.n_layers, shape.n_ff, shape.n_head, shape.n_kv)
+    w.writer.add_rope_dimension_count(shape.head)
+    for layer in range(shape.n_layers):
+        attention(w, layer, shape)
+        feed_forward(w, layer, shape)
 
 
-def _gemma3(w: _Weights, n_embd: int) -> None:
-    n_layers, n_ff, n_head, n_kv = 4, 512, 2, 1
-    _describe(w, n_layers, n_ff, n_head, n_kv)
-    w.writer.add_key_length(HEAD)
-    w.writer.add_value_length(HEAD)
-    w.writer.add_sliding_window(N_SWA)
-    w.writer.add_sliding_window_pattern([True, False, True, False])
-    for layer in range(n_layers):
-        _attention(w, layer, n_embd, n_head, n_kv)
-        w.ones(f"blk.{layer}.attn_q_norm.weight", HEAD, SHARP)
-        w.ones(f"blk.{layer}.attn_k_norm.weight", HEAD, SHARP)
-        w.ones(f"blk.{layer}.post_attention_norm.weight", n_embd)
-        _feed_forward(w, layer, n_embd, n_ff)
-        w.ones(f"blk.{layer}.post_ffw_norm.weight", n_embd)
+def gemma3(w: Weights, shape: Shape, every: int = 2) -> None:
+    """Add the layers of a model of which all but each `every`th see a window of tokens only."""
+    describe(w, shape.n_layers, shape.n_ff, shape.n_head, shape.n_kv)
+    w.writer.add_key_length(shape.head)
+    w.writer.add_value_length(shape.head)
+    w.writer.add_sliding_window(shape.window)
+    w.writer.add_sliding_window_pattern([bool((n + 1) % every) for n in range(shape.n_layers)])
+    for layer in range(shape.n_layers):
+        attention(w, layer, shape)
+        norm_of_heads(w, layer, shape)
+        w.ones(f"blk.{layer}.post_attention_norm.weight", shape.n_embd)
+        feed_forward(w, layer, shape)
+        w.ones(f"blk.{layer}.post_ffw_norm.weight", shape.n_embd)
 
 
-def _lfm2(w: _Weights, n_embd: int) -> None:
-    n_layers, n_ff, n_head, kernel = 4, 512, 2, 3
-    _describe(w, n_layers, n_ff, n_head, [0, 1, 0, 1])  # 0: a convolution, not attention
+def _lfm2(w: Weights, shape: Shape) -> None:
+    n_embd, kernel = shape.n_embd, 3
+    describe(w, shape.n_layers, shape.n_ff, shape.n_head, [0, 1, 0, 1])  # 0: a convolution
     w.writer.add_shortconv_l_cache(kernel)
-    for layer in range(n_layers):
+    for layer in range(shape.n_layers):
         if layer % 2:
-            _attention(w, layer, n_embd, n_head, 1)
-            w.ones(f"blk.{layer}.attn_q_norm.weight", HEAD, SHARP)
-            w.ones(f"blk.{layer}.attn_k_norm.weight", HEAD, SHARP)
+            attention(w, layer, shape)
+            norm_of_heads(w, layer, shape)
         else:
             w.ones(f"blk.{layer}.attn_norm.weight", n_embd)
             w.add(f"blk.{layer}.shortconv.conv.weight", w.normal(n_embd, kernel, 1.0))
             w.matrix(f"blk.{layer}.shortconv.in_proj.weight", 3 * n_embd, n_embd)
             w.matrix(f"blk.{layer}.shortconv.out_proj.weight", n_embd, n_embd)
-        _feed_forward(w, layer, n_embd, n_ff)
+        feed_forward(w, layer, shape)
 
 
-def _mamba(w: _Weights, n_embd: int) -> None:
-    n_layers, d_state, d_conv, dt_rank = 3, 16, 4, 8
+def _mamba(w: Weights, shape: Shape) -> None:
+    n_embd, n_layers, d_state, d_conv, dt_rank = shape.n_embd, 3, 16, 4, 8
     d_inner = 2 * n_embd  # llama.cpp knows no other expansion (src/models/mamba.cpp)
-    _describe(w, n_layers, 0, 0, 0)
+    describe(w, n_layers, 0, 0, 0)
     w.writer.add_ssm_conv_kernel(d_conv)
     w.writer.add_ssm_inner_size(d_inner)
     w.writer.add_ssm_state_size(d_state)
