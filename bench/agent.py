@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,15 +90,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--slots", type=int, default=1, help="of each server")
     parser.add_argument("--kinds", default="llama,gemma3,lfm2,mamba", help=", ".join(KINDS))
+    parser.add_argument("--model", type=Path, help="a .gguf file instead of the kinds")
+    parser.add_argument("--threads", type=int, default=1, help="of each server")
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
 
 async def measure(options: argparse.Namespace) -> Report:
     """Run one contender after the other, for each kind of model."""
     report = Report("agent", "Agents that alternate", list(COLUMNS), arguments_of(options))
-    for kind in options.kinds.split(","):
-        without = await _contender(kind, BASELINE, options)
-        with_ = await _contender(kind, "kvferry", options)
+    for kind, model in _models(options):
+        without = await _contender(model, BASELINE, options)
+        with_ = await _contender(model, "kvferry", options)
         for name, found in ((BASELINE, without), ("kvferry", with_)):
             times = [seconds * 1000 for seconds in found.ttft_s]
             report.add(
@@ -114,10 +116,17 @@ async def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-async def _contender(kind: str, name: str, options: argparse.Namespace) -> Found:
+def _models(options: argparse.Namespace) -> Iterator[tuple[str, Path]]:
+    if options.model is not None:
+        yield options.model.stem, options.model
+        return
+    for kind in options.kinds.split(","):
+        yield kind, tiny_model(kind).path
+
+
+async def _contender(model: Path, name: str, options: argparse.Namespace) -> Found:
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
-        model = (await asyncio.to_thread(tiny_model, kind)).path
         per_slot = options.tokens + options.turns * (_TOOL_TOKENS + 64) + _MARGIN
         servers = [
             await stack.enter_async_context(
@@ -126,6 +135,7 @@ async def _contender(kind: str, name: str, options: argparse.Namespace) -> Found
                     slots=options.slots,
                     ctx=options.slots * per_slot,
                     kv_dir=home / "kv",
+                    threads=options.threads,
                     # Without kvferry, the server's own RAM cache is on.
                     extra_args=_RAM_CACHE if name == BASELINE else (),
                 )

@@ -8,7 +8,6 @@ the other model than the one before, so every request needs a swap.
 import argparse
 import asyncio
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -45,7 +44,9 @@ class Found:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.swap", description=__doc__)
-    parser.add_argument("--model", type=Path, help="a .gguf file; default: two tiny models")
+    parser.add_argument(
+        *("--model",), type=Path, action="append", help="a .gguf file, twice; default: tiny models"
+    )
     parser.add_argument("--kinds", default="llama,lfm2", help="of the tiny models")
     parser.add_argument("--tokens", type=int, default=3000, help="of each conversation")
     parser.add_argument("--rounds", type=int, default=6, help="turns with each model")
@@ -82,13 +83,13 @@ async def measure(options: argparse.Namespace) -> Report:
 
 
 def _models(options: argparse.Namespace, folder: Path) -> dict[str, Path]:
-    """Return two models by name, as files of one folder, which router mode wants."""
+    """Return two models by name, as links in one folder, which router mode wants."""
     folder.mkdir()
-    kinds = options.kinds.split(",")
-    files = [options.model] * 2 if options.model else [tiny_model(kind).path for kind in kinds]
+    files = options.model or [tiny_model(kind).path for kind in options.kinds.split(",")]
+    files = (files * 2)[:2]
     models = {f"m{number}": folder / f"m{number}.gguf" for number in range(2)}
     for path, file in zip(models.values(), files, strict=True):
-        shutil.copy(file, path)
+        path.symlink_to(file.resolve())
     return models
 
 
