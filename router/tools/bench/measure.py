@@ -6,7 +6,7 @@ All work is done in one idle slot. A step begins when nothing else runs on the s
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -24,7 +24,7 @@ from router.store import shapes
 from router.store.format.layout import Layout
 from router.tools.doctor.facts import DirectoryProbeStore
 
-LENGTHS = (1024, 4096, 8192, 16384, 32768)
+LENGTHS = (1024, 4096, 8192, 16384, 32768, 65536)
 # A slot keeps room for an answer.
 _SPARE = 64
 _WORDS = "amber basin cedar delta ember fjord grove haven inlet joist knoll ledge mason north"
@@ -81,6 +81,7 @@ class ServerBench:
         seconds: float,
         shares: int,
         progress: Callable[[str], None],
+        lengths: Sequence[int] = LENGTHS,
     ) -> None:
         self._client = client
         self._other = other
@@ -90,6 +91,7 @@ class ServerBench:
         self._left_s = seconds / shares
         self._shares = shares
         self._progress = progress
+        self._lengths = lengths
         self._notes: list[str] = []
         self._layout: Layout | None = None
         self._saves = True
@@ -127,10 +129,10 @@ class ServerBench:
         )
 
     async def _points(self, slot: int, props: Props) -> tuple[Point, ...]:
-        lengths = [n for n in LENGTHS if n <= props.n_ctx - _SPARE]
+        lengths = [n for n in self._lengths if n <= props.n_ctx - _SPARE]
         if not lengths:
             lengths = [max(props.n_ctx // 2, 8)]
-        if len(lengths) < len(LENGTHS):
+        if len(lengths) < len(self._lengths):
             self._notes.append(f"a slot of this server holds {props.n_ctx:,} tokens")
         tokens = await _some_tokens(self._client, lengths[-1] + 1)
         await erase(self._client, slot)
