@@ -18,7 +18,7 @@ REAL_MODELS := tests/e2e/test_real_models.py
 # Flaky tests of all targets of a `make test-all`: failed beside other tests, passed alone.
 export FLAKES ?= $(CURDIR)/.cache/flakes
 
-.PHONY: demo test test-all test-thorough test-binary test-archs test-device test-slow test-hosts test-clients soak fuzz check bench clean
+.PHONY: demo test test-all test-thorough test-binary test-archs test-device gpu-bundle test-slow test-hosts test-clients soak fuzz check bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kvferry demo
@@ -118,11 +118,18 @@ test-device: $(VENV)/.test
 	KVFERRY_TEST_FLAVOUR=binary LLAMA_ARG_N_GPU_LAYERS=99 $(RUN) -m real $(DEVICE_TESTS)
 	KVFERRY_TEST_FLAVOUR=binary LLAMA_ARG_N_GPU_LAYERS=1 $(RUN) -m real $(DEVICE_TESTS)
 
+# What `bench/gpu/run` needs on a machine with a GPU and without a network, in .gpu/. For one Python
+# (GPU_PYTHON=3.12) there is room for sglang-router, too.
+gpu-bundle: $(VENV)/.test $(LLAMA)/.source
+	$(BIN)/python -m bench.gpu.bundle $(addprefix --python ,$(GPU_PYTHON))
+
 $(LLAMA)/.built: $(LLAMA)/.source
 	$(PYTHON) -m venv $(LLAMA)/venv
 	$(LLAMA)/venv/bin/python -m pip install --quiet --disable-pip-version-check cmake
 	$(LLAMA)/venv/bin/cmake -S $(LLAMA)/llama.cpp -B $(LLAMA)/build -DCMAKE_BUILD_TYPE=Release \
-	  -DGGML_NATIVE=OFF -DLLAMA_BUILD_TESTS=ON -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF >/dev/null
+	  -DGGML_NATIVE=OFF -DLLAMA_BUILD_TESTS=ON -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF \
+	  -DLLAMA_BUILD_NUMBER=$$(sed -n 's/^Version: \([0-9]*\).*/\1/p' $(LLAMA)/PKG-INFO) \
+	  -DLLAMA_BUILD_COMMIT=package >/dev/null
 	$(LLAMA)/venv/bin/cmake --build $(LLAMA)/build -j$(JOBS) --target llama-server test-llama-archs >/dev/null
 	touch $@
 

@@ -7,7 +7,8 @@ import http.client
 import json
 import selectors
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from types import MappingProxyType
@@ -42,6 +43,15 @@ class Reply:
         """Return the server's own seconds for prompt and generation. Not for streams."""
         timings = self.json().get("timings") or {}
         return float(timings.get("prompt_ms", 0.0) + timings.get("predicted_ms", 0.0)) / 1000
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Ask again every tenth of a second until it is so. Raises WrongAnswerError after a minute."""
+    pause, deadline = threading.Event(), perf_counter() + 60.0
+    while not condition():
+        if perf_counter() > deadline:
+            raise WrongAnswerError("what was waited for did not come in a minute")
+        pause.wait(0.1)
 
 
 class Client:

@@ -49,3 +49,11 @@ class Conversation:
     def heard(self, answer: str) -> None:
         """Add the turn of the assistant that followed."""
         self.messages.append({"role": "assistant", "content": answer})
+
+
+def prompt_of(client: Client, n_tokens: int, seed: int) -> list[int]:
+    """Return a prompt of exactly `n_tokens` tokens of random words."""
+    text = words(random.Random(seed), words_for(client, n_tokens) * 6 // 5 + 8)
+    tokens: list[int] = client.post("/tokenize", {"content": text}).json()["tokens"]
+    assert len(tokens) >= n_tokens
+    return tokens[:n_tokens]

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -44,6 +45,7 @@ class Report:
     # The parts in which a wide table is shown: title and columns of each.
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     load_before: float = field(default_factory=lambda: os.getloadavg()[0])
+    machine: str = ""  # of a run that was written; empty: this machine, now
 
     def add(self, *cells: Cell) -> None:
         """Add a row; None is an empty cell. Raises ValueError for a wrong number of cells."""
@@ -57,12 +59,23 @@ class Report:
         console = console or Console(width=None if os.isatty(1) else 140)
         for title, columns in self._shown().items():
             console.print(self._table(title, columns))
-        for note in [*self.notes, machine_line(self.load_before)]:
+        for note in [*self.notes, self.machine or machine_line(self.load_before)]:
             console.print(f"- {note}", markup=False, highlight=False)
 
     def records(self) -> list[dict[str, Cell]]:
         """Return each row as a mapping from column to cell."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Return what `write` wrote, to be shown: `markdown` repeats the machine of the run."""
+        rows = content["rows"]
+        columns = list(rows[0]) if rows else []
+        report = cls(content["bench"], content["title"], columns, content["arguments"])
+        report.rows = [list(row.values()) for row in rows]
+        report.notes, report.machine = content["notes"], content["machine"]
+        report.parts = content["parts"]
+        return report
 
     def _shown(self) -> Mapping[str, Sequence[str]]:
         return self.parts or {self.title: self.columns}
@@ -92,7 +105,9 @@ class Report:
                 f"| {' | '.join(map(shown, row))} |" for row in (columns, *self._cells(columns))
             )
             lines += [header, "|---" * len(columns) + "|", *rows, ""]
-        lines += [f"- {note}" for note in [*self.notes, machine_line(self.load_before)]]
+        lines += [
+            f"- {note}" for note in [*self.notes, self.machine or machine_line(self.load_before)]
+        ]
         return "\n".join(lines) + "\n"
 
     def write(self, path: Path) -> None:
@@ -104,6 +119,7 @@ class Report:
             "arguments": self.arguments,
             "rows": self.records(),
             "notes": self.notes,
+            "parts": self.parts,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1, default=str) + "\n")

@@ -1,0 +1,81 @@
+"""`python -m bench.gpu.moves`: `kvferry bench` on two servers with one device and one folder."""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.report import Report, arguments_of, run_bench
+from router.base.types import BackendId
+from router.llama.client import LlamaClient
+from router.llama.server_client import Connections, Timeouts
+from router.tools.bench.measure import Measured, ServerBench
+from router.tools.bench.report import lines, pays_from
+from tests.support.servers.llama_server import LlamaServer
+
+COLUMNS = (
+    *("folder", "prompt", "prefill tok/s", "cold s", "restored s", "x sooner", "elsewhere s"),
+    *("save s", "restore s", "MB", "save GB/s", "restore GB/s"),
+)
+_MARGIN = 256
+_SECONDS = 1e6  # the part's own limit ends it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the bench and return the exit code."""
+    parser = argparse.ArgumentParser(prog="bench.gpu.moves", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--lengths", default="1024,4096,16384", help="tokens")
+    parser.add_argument("--folder", type=Path, required=True, help="where states are saved")
+    parser.add_argument("--threads", type=int, default=1)
+    return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
+
+
+async def measure(options: argparse.Namespace) -> Report:
+    """Measure the first of two servers, and restores into the second one."""
+    report = Report("moves", "Computed, saved, restored", list(COLUMNS), arguments_of(options))
+    lengths = tuple(map(int, options.lengths.split(",")))
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-", dir=options.folder) as folder:
+        servers = [
+            LlamaServer(
+                options.model,
+                ctx=lengths[-1] + _MARGIN,
+                kv_dir=Path(folder),
+                threads=options.threads,
+            )
+            for _ in range(2)
+        ]
+        try:
+            await asyncio.gather(*(server.start() for server in servers))
+            found = await _measured([server.url for server in servers], Path(folder), lengths)
+        finally:
+            for server in servers:
+                await server.stop()
+    for point in found.points:
+        size = point.size_bytes or 0
+        report.add(
+            *(found.file_system, point.tokens, point.prefill_tokens_per_s, point.cold_s),
+            *(point.here_s, point.cold_s / point.here_s if point.here_s else None),
+            *(point.elsewhere_s, point.save_s, point.restore_s, size / 1e6),
+            *(size / 1e9 / s if s else None for s in (point.save_s, point.restore_s)),
+        )
+    moved = [point for point in found.points if point.here_s is not None]
+    report.notes += [line.rstrip(".") for line in lines(found)]
+    report.notes.append(f"moving pays from {pays_from(moved) if moved else None} tokens")
+    return report
+
+
+async def _measured(urls: Sequence[str], folder: Path, lengths: tuple[int, ...]) -> Measured:
+    async with Connections() as connections:
+        first, second = (
+            LlamaClient(BackendId(name), url, connections, Timeouts())
+            for name, url in zip("ab", urls, strict=True)
+        )
+        bench = ServerBench(first, second, folder, _SECONDS, 1, print, lengths)
+        return await bench.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
