@@ -15,6 +15,9 @@ from time import perf_counter
 from bench.report import Report, arguments_of, run_bench
 from tests.support.paths import ROOT
 
+# Only these: the machine's own plugins are not ours to trust (pytest-benchmark warns beside xdist,
+# and a warning is an error).
+_PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin")
 _LAYERS = "LLAMA_ARG_N_GPU_LAYERS"
 
 
@@ -37,12 +40,14 @@ async def _measure(options: argparse.Namespace) -> Report:
     report = Report(
         "device tests", "Save, restore, cut, pad, restream", columns, arguments_of(options)
     )
+    plugins = [option for name in _PLUGINS for option in ("-p", name)]
+    env = {"PYTHON": sys.executable, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     for layers in ("99", "1") if _LAYERS in os.environ else ("0",):
         begun = perf_counter()
         done = await asyncio.to_thread(
             subprocess.run,
-            [str(ROOT / "tests" / "run"), "-m", "real", *options.tests],
-            env=os.environ | {"PYTHON": sys.executable, _LAYERS: layers},
+            [str(ROOT / "tests" / "run"), "-m", "real", *plugins, *options.tests],
+            env=os.environ | env | {_LAYERS: layers},
             stdout=subprocess.PIPE,
             text=True,
         )
