@@ -69,7 +69,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     made.close()
 
 
-def test_part_that_hangs_is_cut_with_all_that_it_started(run: Run, tmp_path: Path) -> None:
+def test_hanging_part_is_cut_with_its_children(run: Run, tmp_path: Path) -> None:
     child = "import time; time.sleep(600)"
     code = (
         "import subprocess, sys\n"
@@ -87,7 +87,7 @@ def test_part_that_hangs_is_cut_with_all_that_it_started(run: Run, tmp_path: Pat
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_parts_are_left_out_and_named_when_no_time_is_left(run: Run, tmp_path: Path) -> None:
+def test_part_without_time_is_left_out_and_named(run: Run, tmp_path: Path) -> None:
     run._deadline = 0.0
 
     run._part(Part("late", 60.0, ["-c", ""]), os.environ)
@@ -95,7 +95,7 @@ def test_parts_are_left_out_and_named_when_no_time_is_left(run: Run, tmp_path: P
     assert "| late | left out |" in (tmp_path / "gpu.md").read_text()
 
 
-def test_page_has_the_tables_of_each_run_and_keeps_its_text() -> None:
+def test_page_gets_tables_and_keeps_its_text() -> None:
     report = Report("moves", "Moved", ["prompt", "s"], {})
     report.add(1024, 0.25)
     content = {
@@ -194,7 +194,7 @@ def test_cuda_build_without_a_card_says_so(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="needs root and ip")
-def test_bundle_is_small_and_all_that_a_machine_without_a_network_needs(tmp_path: Path) -> None:
+def test_bundle_is_small_and_complete_without_a_network(tmp_path: Path) -> None:
     """Sizes as promised; then a clone without an environment, in an empty network namespace."""
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
