@@ -3,7 +3,6 @@
 import structlog
 
 from router.assembly.backends import key_of, kv_dir_of, moves_kv
-from router.assembly.learned_rates import RatesKeeper
 from router.assembly.part_settings import (
     known_of,
     limits_of,
@@ -30,7 +29,6 @@ class InForce:
         """Set up without a configuration. `memory_bytes`: of the machine, for bodies."""
         self.settings = Settings()
         self.keys = Keys(parts.telemetry, parts.usage)
-        self.rates = RatesKeeper(parts.store, parts.engine)
         self._parts = parts
         self._backends = watched.backends
         self._memory_bytes = memory_bytes
@@ -53,6 +51,5 @@ class InForce:
         set_level(wanted.logging.level)
         for door in open_doors(wanted):
             log.warning("open_door", what=door.what, remedy=door.remedy)
-        await self.rates.load()
         await engine.snapshots_found(found)
         self._backends.configure(wanted)

@@ -23,7 +23,6 @@ from router.assembly.backends import (
 from router.assembly.certificates import Certificates
 from router.assembly.hosts import Hosts, cold_of, hosts_of
 from router.assembly.in_force import InForce
-from router.assembly.learned_rates import RatesKeeper
 from router.assembly.part_settings import (
     memory_of_machine,
     servers_of,
@@ -72,7 +71,6 @@ class Router:
     reload: Reload
     store: KvStore
     journal: SlotJournal
-    rates: RatesKeeper
     certificates: Certificates
     hosts: Hosts | None = None
     cold: ColdTier | None = None
@@ -96,7 +94,6 @@ class Router:
                 await self.engine.stop(save=self.config.store.save_on_shutdown)
                 for backend in tuple(self.engine.infos):
                     await self.journal.flush(backend, await self.engine.seen_of(backend))
-                await self.rates.save()
                 await self.selection.until_quiet()
                 if self.hosts is not None:
                     self.hosts.peers.close()
@@ -127,7 +124,6 @@ async def build(
         watched = watched_backends(config, parts, stack)
         in_force = InForce(parts, watched, await asyncio.to_thread(memory_of_machine))
         await in_force.take(config)
-        tasks.supervise(in_force.rates.run, name="rates")
         tasks.supervise(parts.usage.run, name="usage")
         engine.tell(servers_of(config))
         tasks.supervise(parts.on_demand.supervisor.watch_logs, name="logs of servers")
@@ -178,7 +174,6 @@ async def build(
             reload,
             parts.store,
             watched.journal,
-            in_force.rates,
             parts.certificates,
             hosts,
             cold,

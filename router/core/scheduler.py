@@ -119,8 +119,6 @@ class Scheduler:
                 backend_attach.put_off(state, event, now)
             case ev.Probed():
                 backend_attach.probed(state, event, now)
-            case ev.RatesFound():
-                state.inventory.learned |= event.rates
             case ev.SnapshotsFound():
                 backend_attach.snapshots_found(state, event)
             case ev.SaveAsked():

@@ -13,8 +13,6 @@ from router.base.tokens import Tokens, count, head
 from router.base.types import (
     BackendId,
     BackendInfo,
-    KvDir,
-    LearnedRates,
     MemoryKind,
     Namespace,
     Request,
@@ -335,15 +333,6 @@ class SchedulerView:
         if not known.may_write:
             return f"no state is written for a while, after failures: {known.backoff.reason}"
         return known.limited or None
-
-    def learned_rates(self) -> dict[KvDir, dict[Namespace, LearnedRates]]:
-        """Return the learned speeds of the models that are up, by their KV directories."""
-        found: dict[KvDir, dict[Namespace, LearnedRates]] = {}
-        for backend in self._state.inventory.up.values():
-            info, learned = backend.info, backend.rates.learned
-            if info.kv_dir is not None and learned is not None:
-                found.setdefault(info.kv_dir, {})[info.namespace] = learned
-        return found
 
     def serves(self, backend: BackendId, request: Request) -> bool:
         """Return whether a backend is up, fits the request and is not draining."""

@@ -27,7 +27,6 @@ from router.llama.http1 import HttpError, Pool, Response, Target, _Connection
 from router.llama.routes import Shape
 from router.llama.wire import ParsedRequest, parse_completion, pin_slot, strip_slot
 from router.prompts.chat_template import LocalTemplate, _compiled
-from router.store.learned_rates import read_rates
 from router.store.sidecars import Sidecars
 from router.store.slot_journal import read_entries
 from router.web.server.content_encodings import ENCODINGS, BrokenEncodingError, Decoding
@@ -175,8 +174,6 @@ def files(raw: bytes) -> None:
     """Find bytes in the small files of a KV directory."""
     (_KV / "kvf-slot-a-0.journal").write_bytes(raw)
     read_entries(KvDir(str(_KV)), BackendId("a"), ("p",), {"a"})
-    (_KV / "kvf-rates.json").write_bytes(raw)
-    read_rates(KvDir(str(_KV)))
     name = f"kvf-{'0' * 32}.json"
     (_KV / name).write_bytes(raw)
     with suppress(KvError):

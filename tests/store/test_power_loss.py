@@ -12,8 +12,6 @@ import pytest
 
 from router.base.errors import KvError
 from router.base.types import KvDir
-from router.store.learned_rates import read_rates, write_rates
-from tests.store.test_learned_rates import RATES, A
 from tests.support.files.state_files import full
 from tests.support.files.stores import Stores, put
 
@@ -74,10 +72,3 @@ async def test_no_snapshot_comes_back_wrong(
         assert (tmp_path / name).read_bytes() == written[snapshot.id]
         right += 1
     assert right == (len(written) if fsync else 0), lost
-
-
-def test_lost_rates_are_no_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(tmp_path, monkeypatch)
-    write_rates(KvDir(str(tmp_path)), {A: RATES})
-    assert disk.lose_power()
-    assert read_rates(KvDir(str(tmp_path))) == {}

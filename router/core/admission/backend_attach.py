@@ -1,15 +1,11 @@
 """Take in what exists at the start: backends with slots in use, snapshots on disk."""
 
-from collections.abc import Mapping
-
 from msgspec.structs import replace
 
 from router.base.types import (
     NO_TENANT,
     BackendId,
     BackendInfo,
-    LearnedRates,
-    Namespace,
     RequestId,
 )
 from router.core.execution.job_ends import end, watch
@@ -32,7 +28,7 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
     wipe.
     """
     info = event.info
-    backend = state.inventory.take(info, _rates_for(info, state.inventory.learned))
+    backend = state.inventory.take(info, _rates_for(info))
     statuses = {status.index: status for status in event.slots}
     for slot in backend.slots:
         slot.note_use(state.inventory.uses.get(info.namespace, 0))  # as far as is known
@@ -99,7 +95,7 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
         return  # it went down meanwhile
     backend = state.inventory.backends[info.id]
     backend.come_up(info)
-    _expect(backend.rates, info, state.inventory.learned)
+    _expect(backend.rates, info)
     _value_anew(state, backend)
     for slot in backend.slots:
         slot.hold(replace(slot.content, saved=False))  # nothing could be saved so far
@@ -130,18 +126,17 @@ def _value_anew(state: State, backend: Backend) -> None:
         state.inventory.catalog.value_anew(lambda snapshot: worth_of(state.inventory, snapshot))
 
 
-def _rates_for(info: BackendInfo, learned: Mapping[Namespace, LearnedRates]) -> Rates:
-    """Return priors for a new backend, from its probe or an earlier run, if there was one."""
+def _rates_for(info: BackendInfo) -> Rates:
+    """Return priors for a new backend, from its probe."""
     rates = Rates()
-    _expect(rates, info, learned)
+    _expect(rates, info)
     return rates
 
 
-def _expect(rates: Rates, info: BackendInfo, learned: Mapping[Namespace, LearnedRates]) -> None:
+def _expect(rates: Rates, info: BackendInfo) -> None:
     """Take what the probe measured as priors, where nothing was learned from traffic.
 
-    The probe's state is small: its transfers take as long as they do for any state at least. What
-    an earlier run learned is better, unless the probe shows that the server is another one now.
+    The probe's state is small: its transfers take as long as they do for any state at least.
     """
     if info.prefill_s_per_token and not is_known(rates):
         rates.prefill = LinearFit(info.prefill_s_per_token, rates.prefill.b)
@@ -153,8 +148,3 @@ def _expect(rates: Rates, info: BackendInfo, learned: Mapping[Namespace, Learned
         rates.save = LinearFit(info.save_s, rates.save.b)
     if info.restore_s and not rates.restore.n:
         rates.restore = LinearFit(info.restore_s, rates.restore.b)
-    known = learned.get(info.namespace)
-    if known is not None and info.prefill_s_per_token:
-        fast, slow = sorted((known.prefill[0], info.prefill_s_per_token))
-        if slow <= TUNING.probes_differ * fast:
-            rates.expect(known)

@@ -7,7 +7,6 @@ from router.base.tokens import count
 from router.base.types import (
     BackendId,
     BackendInfo,
-    LearnedRates,
     Namespace,
     Request,
     RequestId,
@@ -36,7 +35,6 @@ class Inventory:
     catalog: Catalog = field(default_factory=Catalog)
     backends: dict[BackendId, Backend] = field(default_factory=dict)  # up, or to come back
     up: dict[BackendId, Backend] = field(default_factory=dict)
-    learned: dict[Namespace, LearnedRates] = field(default_factory=dict)  # by an earlier run
     slots: SlotTable = field(default_factory=SlotTable)
     jobs: dict[RequestId, Job] = field(default_factory=dict)  # the holders of leases
     # Backends that get no new requests: their jobs end, and their slots are saved.

@@ -9,9 +9,7 @@ from router.base.tokens import Tokens
 from router.base.types import (
     BackendId,
     BackendInfo,
-    LearnedRates,
     MemoryKind,
-    Namespace,
     Outcome,
     Reported,
     Request,
@@ -138,12 +136,6 @@ class Probed(Struct, frozen=True):
     """A backend was probed in the slots lent for the probe; `info` now holds more about it."""
 
     info: BackendInfo
-
-
-class RatesFound(Struct, frozen=True):
-    """An earlier run had learned these speeds, by namespace. Told before backends come up."""
-
-    rates: Mapping[Namespace, LearnedRates]
 
 
 class SnapshotsFound(Struct, frozen=True):
@@ -400,7 +392,6 @@ Event = (
     | ProbeDue
     | Probed
     | ProbePutOff
-    | RatesFound
     | SnapshotsFound
     | SaveAsked
     | SaveUnasked

@@ -112,11 +112,6 @@ class Rates:
         self.expect(other.values)
 
     @property
-    def learned(self) -> LearnedRates | None:
-        """Return what traffic taught; None: nothing yet."""
-        return self.values if self.prefill.n else None
-
-    @property
     def values(self) -> LearnedRates:
         """Return the speeds as they are now, guesses included."""
         lines = (self.prefill, self.save, self.restore, self.rewrite)
