@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 import pytest
 
+from bench.client import until
 from bench.gpu import build as module
 from bench.gpu import page
 from bench.gpu.build import BuildError, build
@@ -83,8 +84,14 @@ def test_hanging_part_is_cut_with_its_children(run: Run, tmp_path: Path) -> None
     assert [part["status"] for part in run.found["parts"]] == ["failed"]
     assert "cut after" in (tmp_path / "gpu.md").read_text()
     pid = int((tmp_path / "pid").read_text())
-    stat = Path(f"/proc/{pid}/stat")
-    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    until(lambda: has_ended(pid))
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def test_part_without_time_is_left_out_and_named(run: Run, tmp_path: Path) -> None:
