@@ -10,8 +10,8 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, closing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=3000, help="of each conversation")
     parser.add_argument("--rounds", type=int, default=6, help="turns with each model")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--slots", type=int, default=2, help="of each server")
+    parser.add_argument("--busy", type=int, default=0, help="loops that keep processors at work")
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
 
@@ -58,8 +60,11 @@ async def measure(options: argparse.Namespace) -> Report:
     """Measure each contender with servers of its own."""
     title = "Two models, one loaded at a time"
     report = Report("swap", title, list(COLUMNS), arguments_of(options))
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as made:
+    async with AsyncExitStack() as stack:
+        made = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-"))
         home = Path(made)
+        for _ in range(options.busy):
+            await stack.enter_async_context(_loop())
         models = _models(options, home / "models")
         load_s, end_s = await _load_and_end_s(next(iter(models.values())), options)
         async with _kvferry(models, options, home) as ferry:
@@ -82,6 +87,17 @@ async def measure(options: argparse.Namespace) -> Report:
     return report
 
 
+@asynccontextmanager
+async def _loop() -> AsyncIterator[None]:
+    """Keep a processor at work, as other programs do."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+    try:
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
 def _models(options: argparse.Namespace, folder: Path) -> dict[str, Path]:
     """Return two models by name, as links in one folder, which router mode wants."""
     folder.mkdir()
@@ -96,7 +112,7 @@ def _models(options: argparse.Namespace, folder: Path) -> dict[str, Path]:
 async def _load_and_end_s(model: Path, options: argparse.Namespace) -> tuple[float, float]:
     loads, ends = [], []
     for _ in range(3):
-        server = LlamaServer(model, slots=2, ctx=_ctx(options), threads=options.threads)
+        server = LlamaServer(model, slots=options.slots, ctx=_ctx(options), threads=options.threads)
         begun = perf_counter()
         await server.start()
         loads.append(perf_counter() - begun)
@@ -108,7 +124,8 @@ async def _load_and_end_s(model: Path, options: argparse.Namespace) -> tuple[flo
 
 def _ctx(options: argparse.Namespace) -> int:
     per_slot: int = options.tokens + options.rounds * 64 + 1024
-    return 2 * per_slot
+    slots: int = options.slots
+    return slots * per_slot
 
 
 def _kvferry(
@@ -118,7 +135,8 @@ def _kvferry(
     argv = [sys.executable, "-c", "from router.tools.cli import main; main()", "serve"]
     for name, path in models.items():
         argv += ["--model", f"{name}={path}"]
-    argv += ["--loaded", "1", "--slots", "2", "--ctx", str(_ctx(options) // 2)]
+    ctx = _ctx(options) // options.slots
+    argv += ["--loaded", "1", "--slots", str(options.slots), "--ctx", str(ctx)]
     argv += ["--server-args", f"-t {options.threads}", "--kv-dir", str(home / "kv")]
     argv += ["--listen", url.removeprefix("http://")]
     env = os.environ | {"XDG_STATE_HOME": str(home / "state")}
@@ -130,7 +148,7 @@ def _router_mode(
 ) -> AbstractAsyncContextManager[rig.Proxy]:
     port = free_port()
     argv = [program, "--models-dir", str(folder), "--models-max", "1", "--port", str(port)]
-    argv += ["-np", "2", "-c", str(_ctx(options)), "-t", str(options.threads)]
+    argv += ["-np", str(options.slots), "-c", str(_ctx(options)), "-t", str(options.threads)]
     url = f"http://127.0.0.1:{port}"
     return rig.started("router-mode", argv, url, "/health", folder.parent)
 
