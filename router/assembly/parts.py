@@ -110,7 +110,7 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         clients,
         on_demand,
         engine,
-        TokenizerRegistry(config.tokenizer, tasks),
+        TokenizerRegistry(config.tokenizer, tasks, lambda: engine.view.is_serving),
         tasks,
         Drivers(clock.now),
     )
@@ -175,7 +175,7 @@ def watched_backends(config: Config, parts: Parts, stack: AsyncExitStack) -> Wat
     )
     on_demand.connect(engine, backends)
     # Closed after the monitors: a server that is being asked ends late.
-    stack.push_async_callback(on_demand.supervisor.aclose)
+    stack.push_async_callback(on_demand.aclose)
     stack.push_async_callback(backends.aclose)
     return Watched(backends, journal, selection)
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,18 @@ from router.config.schema import TokenizerConfig, TokenizerMode
 from router.llama.client import LlamaClient
 from router.llama.replies import InfillAnswer, Props
 from router.prompts.chat_template import prove
-from router.prompts.infill import learn_rule
+from router.prompts.infill import InfillRule, learn_rule
 from router.prompts.local_tokenizer import Encoder, LocalTokenizerError, load_local
 from router.prompts.reader import PromptReader, Vocabulary
 from router.prompts.special_tokens import discover_specials
 from router.prompts.tokenizer import SegmentTokenizer
 
 log = structlog.get_logger(__name__)
+
+# Looks in a row without a request at work after which a vocabulary is loaded, and looks after which
+# it is loaded all the same.
+_LOOKS_S = 1.0
+_QUIET, _QUIET_MOST = 5, 60
 
 
 @dataclass(slots=True)
@@ -54,8 +60,11 @@ class _Speakers:
 class TokenizerRegistry:
     """The tokenizers and readers; backends of the same namespace share a tokenizer."""
 
-    def __init__(self, config: TokenizerConfig, tasks: Tasks) -> None:
-        self._config = config
+    def __init__(
+        self, config: TokenizerConfig, tasks: Tasks, is_serving: Callable[[], bool]
+    ) -> None:
+        """Set up without backends. `is_serving`: whether a request is at work here."""
+        self._config, self._is_serving = config, is_serving
         self._tasks = tasks
         self._speakers: dict[Namespace, _Speakers] = {}
         self._tokenizers: dict[Namespace, tuple[BackendId, SegmentTokenizer]] = {}
@@ -87,12 +96,20 @@ class TokenizerRegistry:
     ) -> None:
         """Learn how a backend tokenizes; `infill` are its answers in the probe.
 
-        `recalled`: it tokenizes as before it left. Raises BackendError.
+        `recalled`: it tokenizes as before it left. What is known of the same process stays. Raises
+        BackendError.
         """
         if self._config.mode is TokenizerMode.OFF:
             return
-        if recalled and client.id in self._vocabularies:
+        _, known = self._vocabularies.get(client.id, (None, None))
+        same = known is not None and (known.client, known.media_marker) == (
+            client,
+            props.media_marker,
+        )
+        if known is not None and (recalled or same):
             self._come_back(client, props, namespace)
+            if infill and known.infill is None:
+                known.infill = await self._rule(client, props, infill, known.tokenizer)
             return
         speakers = self._speakers.setdefault(namespace, _Speakers())
         speakers.clients[client.id] = client
@@ -130,29 +147,58 @@ class TokenizerRegistry:
                 spawn=self._tasks.spawn,
                 cache_bytes=self._config.cache_bytes,
             )
-            if reason := await tokenizer.self_check(await self._local(props, specials)):
+            asked = self._config.mode is TokenizerMode.LOCAL
+            local = await self._local(props, specials) if asked else None
+            if reason := await tokenizer.self_check(local):
                 log.info("tokenizer_whole_texts", backend=client.id, reason=reason)
+            if not asked:
+                follows = self._use_local(tokenizer, props, specials)
+                self._tasks.spawn(follows, name=f"load the tokenizer of {client.id}")
             self._tokenizers[namespace] = (client.id, tokenizer)
         template = None
         if self._config.mode is not TokenizerMode.BACKEND:
             template = await prove(
                 props.chat_template, props.bos_token, props.eos_token, client.apply_template
             )
-        rule = None
-        if infill:
-            rule = await learn_rule(
-                infill,
-                props.bos_token,
-                props.n_ctx,
-                tokenizer.tokenize_plain,
-                partial(tokenizer.tokenize, add_special=False),
-                client.detokenize,
-            )
-            if rule is None:
-                log.info("infill_not_read", backend=client.id, reason="its answers fit no rule")
+        rule = await self._rule(client, props, infill, tokenizer) if infill else None
         vocabulary = Vocabulary(client, tokenizer, props.media_marker, template, rule)
         self._vocabularies[client.id] = speakers, vocabulary
         return PromptReader(vocabulary)
+
+    async def _rule(
+        self,
+        client: LlamaClient,
+        props: Props,
+        infill: Sequence[InfillAnswer],
+        tokenizer: SegmentTokenizer,
+    ) -> InfillRule | None:
+        rule = await learn_rule(
+            infill,
+            props.bos_token,
+            props.n_ctx,
+            tokenizer.tokenize_plain,
+            partial(tokenizer.tokenize, add_special=False),
+            client.detokenize,
+        )
+        if rule is None:
+            log.info("infill_not_read", backend=client.id, reason="its answers fit no rule")
+        return rule
+
+    async def _use_local(
+        self, tokenizer: SegmentTokenizer, props: Props, specials: dict[str, int]
+    ) -> None:
+        """Load the model's own vocabulary at a quiet moment, and use it from then on.
+
+        A large one takes a core for seconds. Meanwhile the backend tokenizes.
+        """
+        quiet = waited = 0
+        while quiet < _QUIET and waited < _QUIET_MOST:
+            await asyncio.sleep(_LOOKS_S)
+            quiet, waited = 0 if self._is_serving() else quiet + 1, waited + 1
+        local = await self._local(props, specials)
+        if local is not None:
+            with suppress(BackendError):  # it went away: the next one tries again
+                await tokenizer.try_local(local)
 
     async def _local(self, props: Props, specials: dict[str, int]) -> Encoder | None:
         """Load the local tokenizer: the configured one, or the model's own file if it is here.

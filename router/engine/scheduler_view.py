@@ -316,6 +316,11 @@ class SchedulerView:
             bytes_per_token=rates.bytes_per_token.value,
         )
 
+    @property
+    def is_serving(self) -> bool:
+        """Return whether a request is prepared or runs, on any backend."""
+        return any(isinstance(job, RequestJob) for job in self._state.inventory.jobs.values())
+
     def is_waited_for(self, backend: BackendId) -> bool:
         """Return whether a queued request could be served by a slot more of the backend."""
         inventory, queue = self._state.inventory, self._state.queue

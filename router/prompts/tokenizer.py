@@ -140,20 +140,28 @@ class SegmentTokenizer:
     async def self_check(self, local: Encoder | None = None) -> str | None:
         """Compare the cut, then `local`, with full calls; use those that agree. Call at attach.
 
+        `try_local` does the second part, at any time.
+
         Returns the reason why texts are not cut; None if they are. Special tokens that fail by
         themselves are dropped.
         """
         reason = await self._prove_cut()
-        if local is not None and self._framing is not None:
-            if await self._local_agrees(local):
-                self._local = local
-            else:
-                _log.warning(
-                    "local_tokenizer_refused", reason="its token ids differ from the backend's"
-                )
+        if local is not None:
+            await self.try_local(local)
         if reason is not None:
             _log.warning("tokenizer_not_segmenting", reason=reason)
         return reason
+
+    async def try_local(self, local: Encoder) -> None:
+        """Use a local tokenizer from now on, if it agrees with full calls. Raises BackendError."""
+        if self._framing is None:
+            return
+        if await self._local_agrees(local):
+            self._local = local
+        else:
+            _log.warning(
+                "local_tokenizer_refused", reason="its token ids differ from the backend's"
+            )
 
     async def _prove_cut(self) -> str | None:
         self._framing = await learn_framing(self._call)

@@ -27,7 +27,7 @@ async def fake() -> AsyncIterator[FakeLlama]:
 async def test_what_nobody_speaks_is_forgotten(fake: FakeLlama) -> None:
     """Otherwise a server that restarts with another model each day would fill the memory."""
     tasks = Tasks()
-    vocabularies = TokenizerRegistry(TokenizerConfig(), tasks)
+    vocabularies = TokenizerRegistry(TokenizerConfig(), tasks, bool)
     async with Connections() as connections:
         a, b = (LlamaClient(name, fake.url, connections, Timeouts()) for name in (A, B))
         props = await a.props()
@@ -54,7 +54,7 @@ async def test_a_local_tokenizer_that_was_asked_for_is_missed_aloud(
     with structlog.testing.capture_logs() as lines:
         async with Connections() as connections:
             a = LlamaClient(A, fake.url, connections, Timeouts())
-            await TokenizerRegistry(wanted, tasks).prepare(a, await a.props(), ONE)
+            await TokenizerRegistry(wanted, tasks, bool).prepare(a, await a.props(), ONE)
     await tasks.aclose()
 
     (line,) = [line for line in lines if line["event"] == "local_tokenizer_not_used"]
@@ -66,7 +66,7 @@ async def test_a_local_tokenizer_that_was_asked_for_is_missed_aloud(
 async def test_one_in_doubt_is_asked_last(fake: FakeLlama) -> None:
     """Doubted backends may hang, and another one returns the same tokens."""
     tasks = Tasks()
-    vocabularies = TokenizerRegistry(TokenizerConfig(), tasks)
+    vocabularies = TokenizerRegistry(TokenizerConfig(), tasks, bool)
     async with Connections() as connections, FakeLlama() as other:
         a, b = (
             LlamaClient(name, server.url, connections, Timeouts())
