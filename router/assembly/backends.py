@@ -184,6 +184,10 @@ class Backends:
         else:
             self._engine.tell(ev.Undrained(name))
 
+    def prove(self, name: BackendId) -> None:
+        """Have a backend probed now, in slots that are lent."""
+        self._members[name].monitor.prove()
+
     def detached(self, name: BackendId) -> None:
         """End a backend that the engine has released. Never blocks; its monitor reports no more."""
         member = self._members[name]

@@ -68,13 +68,13 @@ class BackendReactions:
         self.engine.tell(ev.BackendDown(backend))
         self.tokenizers.leave(backend, keep=self.on_demand.keeps(backend))
 
-    def probed(self, attached: Attached) -> None:
+    def probed(self, attached: Attached, kept: frozenset[int]) -> None:
         """Take the result of a probe, or its slots back if it made way for a request."""
         self.on_demand.remember(attached)
         if attached.probe.untried:
-            self.engine.tell(ev.ProbePutOff(attached.info.id))
+            self.engine.tell(ev.ProbePutOff(attached.info.id, kept))
         else:
-            self.engine.tell(ev.Probed(attached.info))
+            self.engine.tell(ev.Probed(attached.info, kept))
 
     def misnamed(self, name: Namespace, ago_s: float) -> None:
         """Purge the states that were saved under a name within `ago_s`."""
@@ -94,9 +94,12 @@ class BackendReactions:
         """Look in the background for unknown clients of a backend."""
         self.engine.poll_for_strangers(backend)
 
-    def is_waited_for(self, backend: BackendId) -> bool:
-        """Return whether a request waits that the backend could serve with a slot more."""
-        return self.selection.is_waited_for(backend)
+    def is_in_the_way(self, backend: BackendId) -> bool:
+        """Return whether a probe of the backend would delay a request.
+
+        Other servers may share its processor or its card, so one that runs anywhere counts.
+        """
+        return self.engine.view.is_serving or self.selection.is_waited_for(backend)
 
     def known_namespaces(self) -> set[Namespace]:
         """Return all namespaces that a backend could belong to."""
@@ -175,6 +178,10 @@ class EngineReactions:
     def seen(self, backend: BackendId, slots: Sequence[SeenSlot]) -> None:
         """Write what idle slots hold to the journal."""
         self.journal.note(backend, slots)
+
+    def prove(self, backend: BackendId) -> None:
+        """Have a backend probed before it ends."""
+        self.backends.prove(backend)
 
     def detached(self, backend: BackendId) -> None:
         """Let go of a drained backend."""

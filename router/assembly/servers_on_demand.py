@@ -9,16 +9,18 @@ import structlog
 
 from router.assembly.backends import Backends, StartError, timeouts_of
 from router.base.errors import BackendError
+from router.base.tasks import Tasks
 from router.base.types import BackendId, KvDir
 from router.config.schema import BackendConfig, Config
 from router.core.model import events as ev
 from router.engine.engine import Engine
 from router.llama.attach.attached import Attached
 from router.llama.attach.probe_result import ProbeResult
+from router.llama.attach.proofs import Proof, read_proofs, write_proofs
 from router.llama.client import LlamaClient
 from router.llama.replies import ModelsInfo, Props
 from router.llama.server_client import Connections
-from router.servers.launch import Identity, launches_of, state_dir
+from router.servers.launch import launches_of, state_dir
 from router.servers.program import ServerNotFoundError
 from router.servers.supervisor import Supervisor
 
@@ -45,8 +47,9 @@ class ServersOnDemand:
         self._served = {
             server: model for model in config.servers.models for server in model.servers
         }
-        self._identities: dict[BackendId, Identity] = {}  # of the latest process
-        self._learned: dict[BackendId, tuple[Identity, Attached]] = {}
+        self._identities: dict[BackendId, str] = {}  # of the latest process
+        self._proofs: dict[str, Proof] = {}  # by identity
+        self._tasks = Tasks()
         self._engine: Engine
         self._backends: Backends
         try:
@@ -69,6 +72,11 @@ class ServersOnDemand:
             before_start=self._make_kv_dir,
         )
 
+    async def aclose(self) -> None:
+        """End all servers."""
+        await self.supervisor.aclose()
+        await self._tasks.aclose()
+
     def connect(self, engine: Engine, backends: Backends) -> None:
         """Set what is told of servers that are ready, or have ended."""
         self._engine, self._backends = engine, backends
@@ -81,6 +89,7 @@ class ServersOnDemand:
             raise StartError(f"servers: kv_dir: {error}") from error
         if self._kv_dir is None:
             return
+        self._proofs = await asyncio.to_thread(read_proofs, self._kv_dir)
         for model in self._models:  # a warning: the file may come before its first request
             if model.model is not None and not await asyncio.to_thread(model.model.is_file):
                 log.warning("model_file_missing", model=model.name, path=str(model.model))
@@ -111,24 +120,31 @@ class ServersOnDemand:
 
     def remember(self, attached: Attached) -> None:
         """Note what was learned of a server, for the next process that is equal to it."""
-        name = attached.info.id
-        if name not in self._identities:
+        identity = self._identities.get(attached.info.id)
+        if identity is None or attached.recalled or attached.probe.untried:
             return
-        if attached.probe.untried or attached.probe.problem:  # perhaps the disk was full
-            self._learned.pop(name, None)
-        else:
-            self._learned[name] = self._identities[name], attached
+        self._proofs.pop(identity, None)
+        if not attached.probe.problem:  # perhaps the disk was full
+            props = replace(attached.props, media_marker="")
+            self._proofs[identity] = Proof(props, attached.models, attached.probe)
+        self._tasks.spawn(self._write_proofs(), name="write proofs")
+
+    async def _write_proofs(self) -> None:
+        assert self._kv_dir is not None
+        try:
+            await asyncio.to_thread(write_proofs, self._kv_dir, dict(self._proofs))
+        except OSError as error:
+            log.warning("proofs_not_written", kv_dir=str(self._kv_dir), reason=error.strerror)
 
     def recall(self, server: BackendId, props: Props, models: ModelsInfo) -> ProbeResult | None:
         """Return what the probe of an equal process found; None: there was none.
 
         A probe takes longer than to load a small model.
         """
-        identity, before = self._learned.get(server, (None, None))
-        if before is None or identity != self._identities.get(server):
+        before = self._proofs.get(self._identities.get(server, ""))
+        if before is None or models != before.models:
             return None
-        same_props = replace(props, media_marker="") == replace(before.props, media_marker="")
-        return before.probe if same_props and models == before.models else None
+        return before.probe if replace(props, media_marker="") == before.props else None
 
     def key(self, server: BackendId) -> str | None:
         """Return the API key of a server on demand; None: it has none, or is no such server."""
@@ -138,7 +154,7 @@ class ServersOnDemand:
         """Return whether a backend is a server on demand, which may come back as it was."""
         return server in self._served
 
-    def _ready(self, server: BackendId, url: str, identity: Identity) -> None:
+    def _ready(self, server: BackendId, url: str, identity: str) -> None:
         self._identities[server] = identity
         model = self._served[server]
         given: dict[str, object] = {"name": server, "url": url, "kv_dir": str(self._kv_dir)}

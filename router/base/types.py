@@ -226,6 +226,7 @@ class BackendInfo(Struct, frozen=True):
     output_s_per_token: float | None = None  # likewise, of one token by itself
     save_s: float | None = None  # likewise, of a small state
     restore_s: float | None = None  # likewise
+    untried: bool = False  # a probe is still to come; until then nothing is saved
 
     @property
     def is_managed(self) -> bool:

@@ -49,6 +49,8 @@ class Scheduler:
         idle_saves.save_idle(state, now)
         if state.inventory.draining:
             backend_drain.detach(state, now)
+        if state.stopping and state.saves_on_stop:
+            backend_drain.prove_all(state, now)
         return state.out
 
     def explain_admitted(self) -> None:

@@ -100,6 +100,9 @@ class EngineListener(Protocol):
     def detached(self, backend: BackendId) -> None:
         """Note that a backend is drained."""
 
+    def prove(self, backend: BackendId) -> None:
+        """Probe a backend in the slots that are lent."""
+
 
 class _Deaf:
     """A listener that does nothing."""
@@ -108,6 +111,7 @@ class _Deaf:
     def abandoned(self, *_: object) -> None: ...
     def seen(self, *_: object) -> None: ...
     def detached(self, *_: object) -> None: ...
+    def prove(self, *_: object) -> None: ...
 
 
 class Engine:
@@ -423,6 +427,8 @@ class Engine:
                 self._tasks.spawn(self._transfers.quarantine(effect), name="quarantine")
             case ef.Detach():
                 self.listener.detached(effect.backend)
+            case ef.Prove():
+                self.listener.prove(effect.backend)
             case ef.StartServer():
                 assert self._servers is not None
                 self._servers.start(effect.server)

@@ -3,8 +3,10 @@
 import os
 import re
 import secrets
+import stat
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 
 from msgspec import Struct
@@ -23,7 +25,8 @@ _SECRET = re.compile(
 )
 
 
-Identity = tuple[object, ...]
+# Variables that may change what a server computes; another run has others besides.
+_MATTERS = ("LLAMA_", "GGML_", "CUDA_", "HIP_", "HSA_", "ROCR_", "VK_", "OMP_", "LD_")
 
 
 class Launch(Struct, frozen=True):
@@ -39,17 +42,24 @@ class Launch(Struct, frozen=True):
     socket: Path | None = None  # where it listens; None: at a port
     is_container: bool = False  # perhaps: a process that it did not start may listen for it
 
-    def identity(self) -> Identity:
-        """Return a value that is equal for processes that would behave alike. Blocking.
+    def identity(self) -> str:
+        """Return a digest that is equal for processes of any run that would behave alike. Blocking.
 
-        It is the command line, the environment, and each file that the command line names.
+        It covers the command line, what matters of the environment, and each file that the command
+        line names.
         """
         files: list[tuple[str, int, int]] = []
         for word in self.argv:
             with suppress(OSError):
                 found = os.stat(word)
-                files.append((word, found.st_size, found.st_mtime_ns))
-        return self.argv, tuple(sorted(self.env.items())), tuple(files)
+                if stat.S_ISREG(found.st_mode):  # its socket is another one after each start
+                    files.append((word, found.st_size, found.st_mtime_ns))
+        env = [
+            pair
+            for pair in sorted(self.env.items())
+            if pair[0].startswith(_MATTERS) and pair[0] != _KEY_VARIABLE
+        ]
+        return blake2b(repr((self.argv, env, files)).encode(), digest_size=16).hexdigest()
 
     def url(self, port: int) -> str:
         """Return where the server answers that was started for a port."""

@@ -22,6 +22,8 @@ from router.config.schema import parse
 from router.hosts.messages import Hello, PromptRead, QuoteAsk, QuoteReply
 from router.llama import json_offload, replies, trial
 from router.llama.answer_counts import AnswerCounts
+from router.llama.attach.proofs import NAME as PROOFS
+from router.llama.attach.proofs import read_proofs
 from router.llama.early_events import Answerer, EarlyEvents
 from router.llama.http1 import HttpError, Pool, Response, Target, _Connection
 from router.llama.routes import Shape
@@ -174,6 +176,8 @@ def files(raw: bytes) -> None:
     """Find bytes in the small files of a KV directory."""
     (_KV / "kvf-slot-a-0.journal").write_bytes(raw)
     read_entries(KvDir(str(_KV)), BackendId("a"), ("p",), {"a"})
+    (_KV / PROOFS).write_bytes(raw)
+    read_proofs(_KV)
     name = f"kvf-{'0' * 32}.json"
     (_KV / name).write_bytes(raw)
     with suppress(KvError):

@@ -1,5 +1,7 @@
 """Command lines of servers on demand."""
 
+import socket as socketlib
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +105,27 @@ def test_the_secrets_of_others_are_theirs(
 def test_a_key_of_ones_own(program: str) -> None:
     (one,) = launches({"name": "a", "model": "/m.gguf", "env": {"LLAMA_API_KEY": "mine"}})
     assert one.env["LLAMA_API_KEY"] == one.api_key == "mine"
+
+
+def test_equal_servers_of_two_runs_have_one_identity(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key and the socket are new in each run; other variables belong to the terminal."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    model = {"name": "a", "model": str(tmp_path / "m.gguf"), "args": ["-fa", "on"]}
+    (tmp_path / "m.gguf").write_bytes(b"one")
+    (before,) = launches(model, sockets=True)
+    first = before.identity()
+    monkeypatch.setenv("TERM_SESSION_ID", "2")
+    socket = tmp_path / "kvferry" / "run" / "a.sock"
+    socket.parent.mkdir(parents=True)
+    with closing(socketlib.socket(socketlib.AF_UNIX)) as bound:
+        bound.bind(str(socket))
+        (again,) = launches(model, sockets=True)
+
+        assert (before.api_key, again.identity()) != (again.api_key, "")
+        assert again.identity() == first
+    monkeypatch.setenv("LLAMA_ARG_CTX_CHECKPOINTS", "4")
+    (variable,) = launches(model, sockets=True)
+    (tmp_path / "m.gguf").write_bytes(b"two")
+    assert len({first, variable.identity(), again.identity()}) == 3

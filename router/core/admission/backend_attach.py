@@ -1,5 +1,7 @@
 """Take in what exists at the start: backends with slots in use, snapshots on disk."""
 
+from collections.abc import Collection
+
 from msgspec.structs import replace
 
 from router.base.types import (
@@ -12,6 +14,7 @@ from router.core.execution.job_ends import end, watch
 from router.core.execution.state import State
 from router.core.inventory.backend import Backend
 from router.core.model import events as ev
+from router.core.model.effects import Prove
 from router.core.model.jobs import ProbeLoan
 from router.core.model.rates import LinearFit, Mean, Rates
 from router.core.model.slots import NOTHING, UNKNOWN, Resident, Work
@@ -58,9 +61,31 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
     They are lent until `Probed` or until the backend goes down. None while a server-placed request
     is on its way: the server may pick these slots.
     """
-    backend, name = event.backend, probe_name(event.backend)
-    leaves = state.stopping or backend in state.inventory.draining
-    if leaves or name in state.inventory.jobs or backend in state.inventory.gated:
+    if not (state.stopping or event.backend in state.inventory.draining):
+        _lend(state, event.backend, now)
+
+
+def prove(state: State, backend: Backend, now: float) -> None:
+    """Order a probe of a backend that is to end unprobed, once: it then has a job.
+
+    What its slots hold could not be saved so far, and would be lost with it.
+    """
+    least = max(state.inventory.catalog.limits.min_tokens, 1)
+    wanted = backend.info.untried and state.inventory.policy.moves_kv and not backend.proof_asked
+    if not wanted or not any(
+        slot.is_idle and slot.content.savable and len(slot.content.resident) >= least
+        for slot in backend.slots
+    ):
+        return
+    backend.proof_asked = True
+    _lend(state, backend.id, now)
+    if probe_name(backend.id) in state.inventory.jobs:
+        state.out.append(Prove(backend.id))
+
+
+def _lend(state: State, backend: BackendId, now: float) -> None:
+    name = probe_name(backend)
+    if name in state.inventory.jobs or backend in state.inventory.gated:
         return
     info = state.inventory.info(backend)
     if info is not None and not info.is_managed:
@@ -70,7 +95,9 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
     if chosen:
         work = Work(busy_until=now + TUNING.probe_s)
         lease, *others = [slot.lease(name, work) for slot in chosen]
-        state.inventory.jobs[name] = ProbeLoan(id=name, lease=lease, others=others)
+        before = {slot.id.index: slot.content for slot in chosen}
+        loan = ProbeLoan(id=name, lease=lease, others=others, before=before)
+        state.inventory.jobs[name] = loan
     for slot in chosen:
         slot.hold(replace(slot.content, tenant=NO_TENANT, keep_s=0.0))
 
@@ -78,9 +105,8 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
 def put_off(state: State, event: ev.ProbePutOff, now: float) -> None:
     """Take back the slots of a probe that made way for a request."""
     job = state.inventory.jobs.get(probe_name(event.backend))
-    if job is not None:
-        managed = state.backend_of(job).info.is_managed
-        end(state, job, now, UNKNOWN if managed else NOTHING)
+    if isinstance(job, ProbeLoan):
+        _take_back(state, job, event.kept, now)
 
 
 def probed(state: State, event: ev.Probed, now: float) -> None:
@@ -91,7 +117,7 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     """
     info = event.info
     job = state.inventory.jobs.get(probe_name(info.id))
-    if job is None:
+    if not isinstance(job, ProbeLoan):
         return  # it went down meanwhile
     backend = state.inventory.backends[info.id]
     backend.come_up(info)
@@ -101,7 +127,18 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
         slot.hold(replace(slot.content, saved=False))  # nothing could be saved so far
         if slot.is_idle and not info.is_managed:
             slot.hold(replace(slot.content, resident=NOTHING))
-    end(state, job, now, UNKNOWN if info.is_managed else NOTHING)
+    _take_back(state, job, event.kept, now)
+
+
+def _take_back(state: State, job: ProbeLoan, kept: Collection[int], now: float) -> None:
+    """Take back the slots of a probe. What was put back there has no checkpoints any more."""
+    backend = state.backend_of(job)
+    end(state, job, now, UNKNOWN if backend.info.is_managed else NOTHING)
+    for slot in backend.slots:
+        before = job.before.get(slot.id.index)
+        if before is not None and slot.id.index in kept and slot.is_idle:
+            resident = replace(before.resident, checkpoints=())
+            slot.hold(replace(before, resident=resident, saved=False))
 
 
 def snapshots_found(state: State, event: ev.SnapshotsFound) -> None:

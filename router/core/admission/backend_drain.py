@@ -3,11 +3,13 @@
 from msgspec.structs import replace
 
 from router.base.types import BackendId
+from router.core.admission.backend_attach import probe_name, prove
 from router.core.execution.job_ends import lose_backend
 from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.effects import Detach, StopServer
 from router.core.model.servers import ServerPhase
+from router.core.model.slots import Phase
 
 
 def begin(state: State, backend: BackendId) -> None:
@@ -30,6 +32,10 @@ def detach(state: State, now: float) -> None:
     leases = (x for job in ours for x in (job.lease, *job.others))
     held = {lease.slot.backend for lease in leases}
     for backend in sorted(state.inventory.draining - held):
+        if (there := state.inventory.up.get(backend)) is not None:
+            prove(state, there, now)
+            if probe_name(backend) in state.inventory.jobs:
+                continue
         state.inventory.draining.remove(backend)
         lose_backend(state, backend, now)
         state.out.append(Detach(backend))
@@ -37,6 +43,14 @@ def detach(state: State, now: float) -> None:
         if server is not None and server.phase is ServerPhase.LEAVING:
             server.stop(now)
             state.out.append(StopServer(backend))
+
+
+def prove_all(state: State, now: float) -> None:
+    """Order probes of what was not probed before the router stops, where nothing runs any more."""
+    for backend in state.inventory.up.values():
+        phases = backend.slots.phases
+        if phases[Phase.IDLE] == len(backend.slots.slots):
+            prove(state, backend, now)
 
 
 def configured(state: State, event: ev.Configured) -> None:

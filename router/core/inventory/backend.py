@@ -34,6 +34,7 @@ class Backend:
     # Prefills of the router's own that were lost, and when another one is tried, in clock seconds.
     lost_prefills: int = 0
     extends_again_at: float | None = None
+    proof_asked: bool = False  # it was to end before it was probed, so a probe was ordered
 
     @property
     def id(self) -> BackendId:
@@ -43,7 +44,7 @@ class Backend:
         """Take what the backend is now. What it was seen not to do counts no longer."""
         self.info = info
         self.unused_restores = self.lost_prefills = 0
-        self.limited, self.extends_again_at = "", None
+        self.limited, self.extends_again_at, self.proof_asked = "", None, False
 
     def lose(self) -> None:
         """Drop what was of a process that has ended, or may have."""

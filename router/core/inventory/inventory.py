@@ -7,6 +7,7 @@ from router.base.tokens import count
 from router.base.types import (
     BackendId,
     BackendInfo,
+    MemoryKind,
     Namespace,
     Request,
     RequestId,
@@ -258,10 +259,13 @@ class Inventory:
         return any(name in self.up and name not in self.draining for name in names)
 
     def reusable(self, slot: Slot, n_prompt: int, common: int) -> int:
-        """Return the prompt tokens that need no computing in a slot that shares `common`."""
-        held = slot.content.resident
+        """Return the prompt tokens that need no computing in a slot that shares `common`.
+
+        Before a probe the most is hoped for: the server itself finds out what a live slot can do.
+        """
+        held, info = slot.content.resident, self.backend_of(slot.id).info
         return reusable_tokens(
-            self.backend_of(slot.id).info.memory_kind,
+            MemoryKind.FULL if info.untried else info.memory_kind,
             n_prompt,
             common,
             len(held),

@@ -150,6 +150,15 @@ class Detach(Struct, frozen=True):
     backend: BackendId
 
 
+class Prove(Struct, frozen=True):
+    """Probe a backend that is to end, in slots that are lent already.
+
+    Answered by `Probed`, `ProbePutOff` or `BackendDown`.
+    """
+
+    backend: BackendId
+
+
 class StartServer(Struct, frozen=True):
     """Start a server's process. Answered by `BackendUp`, or by `ServerEnded` if it fails."""
 
@@ -200,6 +209,7 @@ Effect = (
     | Delete
     | Quarantine
     | Detach
+    | Prove
     | StartServer
     | StopServer
     | ModelReady

@@ -121,9 +121,10 @@ class Configured(Struct, frozen=True):
 
 
 class ProbePutOff(Struct, frozen=True):
-    """A probe gives its slots back: a request came first."""
+    """A probe gives its slots back: a request came first. `kept`: they hold what they held."""
 
     backend: BackendId
+    kept: frozenset[int] = frozenset()
 
 
 class ProbeDue(Struct, frozen=True):
@@ -133,9 +134,13 @@ class ProbeDue(Struct, frozen=True):
 
 
 class Probed(Struct, frozen=True):
-    """A backend was probed in the slots lent for the probe; `info` now holds more about it."""
+    """A backend was probed in the slots lent for the probe; `info` now holds more about it.
+
+    `kept`: the slots that hold what they held before, by index.
+    """
 
     info: BackendInfo
+    kept: frozenset[int] = frozenset()
 
 
 class SnapshotsFound(Struct, frozen=True):

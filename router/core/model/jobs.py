@@ -21,7 +21,7 @@ from router.base.types import (
 from router.core.model.effects import SaveReason
 from router.core.model.plan import Plan
 from router.core.model.server_placement import SlotClaim
-from router.core.model.slots import NOTHING, Resident
+from router.core.model.slots import NOTHING, Content, Resident
 
 
 class SaveStep(Struct, frozen=True):
@@ -123,7 +123,12 @@ class SaveJob(LeaseHolder):
 
 @dataclass(slots=True, kw_only=True)
 class ProbeLoan(LeaseHolder):
-    """Slots lent to the probe of their backend, which may write anything there."""
+    """Slots lent to the probe of their backend, which may write anything there.
+
+    `before`: what they held, by index; the probe puts back what it can.
+    """
+
+    before: dict[int, Content] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)

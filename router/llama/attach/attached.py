@@ -34,8 +34,11 @@ class BackendListener(Protocol):
     def down(self, backend: BackendId) -> None:
         """Take a backend out of use."""
 
-    def probed(self, attached: Attached) -> None:
-        """Take the result of a probe; the borrowed slots come back."""
+    def probed(self, attached: Attached, kept: frozenset[int]) -> None:
+        """Take the result of a probe; the borrowed slots come back.
+
+        `kept`: those that hold what they held.
+        """
 
     def misnamed(self, name: Namespace, ago_s: float) -> None:
         """Note that states saved under a name within `ago_s` may be of other adapters."""
@@ -46,8 +49,8 @@ class BackendListener(Protocol):
     def poll_for_strangers(self, backend: BackendId) -> None:
         """Look for unknown clients of a backend, in the background."""
 
-    def is_waited_for(self, backend: BackendId) -> bool:
-        """Return whether a request waits that the backend could serve with a slot more."""
+    def is_in_the_way(self, backend: BackendId) -> bool:
+        """Return whether a probe of the backend would delay a request: one waits or runs."""
 
     def known_namespaces(self) -> set[Namespace]:
         """Return all namespaces that a backend could belong to."""

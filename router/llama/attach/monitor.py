@@ -5,6 +5,7 @@ Reports to the engine when a backend comes up or goes down; the engine decides w
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from router.llama.attach.diagnosis import Trouble, unusable
 from router.llama.attach.drivers import Drivers
 from router.llama.attach.model_file import model_digest
 from router.llama.attach.namespace import digest, is_same, namespace
-from router.llama.attach.probe import is_still_so, probe
+from router.llama.attach.probe import Probe, is_still_so
 from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
 from router.llama.replies import ModelsInfo, Props
@@ -40,15 +41,15 @@ log = structlog.get_logger(__name__)
 # default: often enough over a day, and so seldom that clients do not notice. (The probe takes one
 # or two slots away for a second.)
 _PROBE_AGAIN_CHECKS = 10
-# A probe makes way for a request that waits, once it has taken so many seconds; but only so often,
-# or a busy server with one slot would never be probed. A probe of a small model takes 0.3 s.
-GRACE_S = 1.0
-_PUT_OFF_MOST = 3
+# The first probe of a process may take so many seconds before it gives way to a request: one of a
+# small model takes 0.3 s, and saves it a prefill where a snapshot fits.
+GRACE_S = 0.8
 # With more than one poll of the slots a second, a server does not notice abandoned requests
 # (llama-server.md section 5.6).
 _STRANGERS_INTERVAL_S = 1.5
 
 
+PROBED_NOW = "it answers, and is probed before its first request"
 EMPTIES_SLOTS = (
     "it moves idle slots into its RAM cache at every start (its defaults: unified KV,"
     " --cache-ram): kvferry keeps conversations on their server and moves no KV"
@@ -80,6 +81,9 @@ class MonitorSettings:
 Recall = Callable[[Props, ModelsInfo], ProbeResult | None]
 
 
+def _nothing(*_: object) -> None: ...
+
+
 class Monitor:
     """Monitor of one backend: call `run`, until cancelled."""
 
@@ -97,7 +101,12 @@ class Monitor:
     ) -> None:
         """Set up the monitor. `drivers` is shared by all monitors."""
         self._listener = listener
-        self._put_off = 0  # probes, since it came up
+        self._probe: Probe | None = None  # of this process; it may have been put off
+        self._put_off = False  # the probe gave way to a request, and goes on at the next check
+        self._wants_proof = False  # the backend is to end: the next probe gives way to nobody
+        self._gives_way = True  # the present one
+        self._patient_until = 0.0  # loop time: it does not give way before
+        self.is_ready = False  # it can take a request, which a first probe would give way to
         self._adapters_asked_at = self._adapters_told_at = 0.0  # loop time
         self.client = client
         self.attached: Attached | None = None
@@ -155,6 +164,11 @@ class Monitor:
             self._hung_up = True
             self._doubt.set()
 
+    def prove(self) -> None:
+        """Probe the backend now, in slots that are lent, and give way to nobody: it is to end."""
+        self._wants_proof = True
+        self._doubt.set()
+
     async def check_again(self) -> None:
         """Check now; return when that check is over and its result is known."""
         mine = self._begun + 1
@@ -166,6 +180,7 @@ class Monitor:
         """Give up a drained backend; its `run` is cancelled."""
         self._drivers.release(self.client.id)
         self.attached, self.detached, self.problem = None, True, "drained"
+        self.is_ready = False
         self._tell()
 
     def _tell(self) -> None:
@@ -224,7 +239,8 @@ class Monitor:
             await self._attach(props)
         elif self.attached.probe.untried:
             self._checks_since_probe += 1
-            if self._put_off or self._checks_since_probe >= _PROBE_AGAIN_CHECKS:
+            due = self._checks_since_probe >= _PROBE_AGAIN_CHECKS
+            if self._put_off or self._wants_proof or due:
                 self._checks_since_probe = 0
                 await self._probe_again(props)
         if not props.is_sleeping:  # a poll of the slots would wake it (llama-server.md section 5.7)
@@ -274,29 +290,40 @@ class Monitor:
             self._drivers.release(self.client.id)
         elif sure:
             self._lose()
+        self.is_ready = self.attached is not None
         if self.attached is None and found.trouble is not self._told:
             self._told = found.trouble
             log.warning("backend_down", backend=self.client.id, reason=found.reason, do=found.do)
 
     def _lose(self) -> None:
-        self.attached = None
+        self.attached, self._probe, self.is_ready = None, None, False
         self._drivers.release(self.client.id)
         self._listener.down(self.client.id)
         self.client.give_up()
 
     async def _attach(self, props: Props) -> None:
         """Attach the backend, probed; or unprobed, if a request would wait for the probe."""
-        self._put_off = 0
+        self.is_ready, self._put_off, self._gives_way = True, False, True
+        self._patient_until = asyncio.get_running_loop().time() + GRACE_S
+        self.problem = PROBED_NOW
+        unprobed: Attached | None = None
         try:
+            # First all but the probe: a request that comes during the probe waits for no more.
+            if self._listener.recall(self.client.id, props, await self.client.models()) is None:
+                unprobed = await self._learn_unprobed(props)
             attached = await self._learn(props, None)
         except ProbePutOffError:
-            self._put_off += 1
-            attached = await self._learn(props, None, with_probe=False)
+            self._put_off = True
+            if unprobed is None or unprobed.kept:  # the probe may have used one of these slots
+                unprobed = await self._learn_unprobed(props)
+            slots = tuple(await _slots(self.client, props))
+            attached = dataclasses.replace(unprobed, slots=slots)
             attached.probe.put_off()
         except (BackendError, KvError) as error:
+            self._probe = None
             if not await self._still_answers(props):
                 raise
-            attached = await self._learn(props, None, with_probe=False)
+            attached = await self._learn_unprobed(props)
             attached.probe.fail(str(error))
         self.attached = attached
         self.models, self.generates = attached.info.models, attached.info.generates
@@ -304,6 +331,11 @@ class Monitor:
         self._checks_since_probe = 0
         _log_attached("backend_up", attached)
         self._listener.up(attached)
+
+    async def _learn_unprobed(self, props: Props) -> Attached:
+        attached = await self._learn(props, None, with_probe=False)
+        untried = self._kv_dir is not None
+        return dataclasses.replace(attached, info=replace(attached.info, untried=untried))
 
     async def _still_answers(self, props: Props) -> bool:
         """Return whether the same process answers, after its probe has failed."""
@@ -320,34 +352,42 @@ class Monitor:
         while nothing runs would be simpler. On a busy backend that moment may never come, and
         attaching would lose the resident tokens of the slots.
         """
+        # A backend that gives slots back may be told to prove itself in that moment.
+        self._gives_way, self._wants_proof = not self._wants_proof, False
         borrowed = self._listener.borrow(self.client.id)
         if not borrowed:
             return
         try:
             attached = await self._learn(props, borrowed)
         except ProbePutOffError:
-            self._put_off += 1
+            self._put_off = True
             assert self.attached is not None
-            self._listener.probed(self.attached)  # gives the slots back
+            self._listener.probed(self.attached, self._kept(borrowed))  # gives the slots back
             return
         except (BackendError, KvError):
             # Probe requests may still run in the slots: only attaching anew is safe.
             self._lose()
             raise
+        kept, self._probe = self._kept(borrowed), None
         self.attached = attached
         _log_attached("backend_probed", attached)
-        self._listener.probed(attached)
+        self._listener.probed(attached, kept)
+
+    def _kept(self, borrowed: Collection[int]) -> frozenset[int]:
+        """Return the borrowed slots that the probe has left as they were."""
+        touched = () if self._probe is None else self._probe.touched
+        return frozenset(borrowed).difference(touched)
+
+    def _makes_way(self) -> bool:
+        late = asyncio.get_running_loop().time() > self._patient_until
+        return late and self._gives_way and self._listener.is_in_the_way(self.client.id)
 
     async def _learn(
         self, props: Props, only: Collection[int] | None, *, with_probe: bool = True
     ) -> Attached:
-        loop = asyncio.get_running_loop()
-        began = self._adapters_told_at = loop.time()
-
-        def makes_way() -> bool:
-            late = loop.time() > began + GRACE_S and self._put_off < _PUT_OFF_MOST
-            return late and self._listener.is_waited_for(self.client.id)
-
+        self._adapters_told_at = asyncio.get_running_loop().time()
+        if self._probe is None and with_probe and self.watch.probe:
+            self._probe = Probe(self.client, self._store, self._kv_dir, tenants=self.watch.tenants)
         attached = await attach(
             self.client,
             props,
@@ -355,17 +395,18 @@ class Monitor:
             store=self._store,
             extra_models=self._extra_models,
             max_running=self._max_running,
-            with_probe=with_probe and self.watch.probe,
-            makes_way=makes_way,
+            probe=self._probe if with_probe else None,
+            makes_way=self._makes_way,
             empties_unknown=only is None,
-            tenants=self.watch.tenants,
             known=self._listener.known_namespaces(),
             only=only,
-            recall=partial(self._listener.recall, self.client.id),
+            recall=partial(self._listener.recall, self.client.id) if only is None else _nothing,
             entries=()
             if only is not None
             else await self._listener.recall_slots(self.client.id, self._kv_dir, props),
         )
+        if not attached.probe.untried and only is None:
+            self._probe = None
         namespace, infill = attached.info.namespace, attached.probe.infill
         await self._listener.prepare(self.client, props, namespace, infill, attached.recalled)
         return attached
@@ -406,20 +447,19 @@ async def attach(
     store: SnapshotStore | None,
     extra_models: tuple[str, ...] = (),
     max_running: int | None = None,
-    with_probe: bool = True,
-    tenants: bool = False,
+    probe: Probe | None = None,
     known: set[Namespace] | None = None,
     only: Collection[int] | None = None,
-    recall: Recall = lambda *_: None,
+    recall: Recall = _nothing,
     entries: Sequence[JournalEntry] = (),
     makes_way: Callable[[], bool] = lambda: False,
     empties_unknown: bool = False,
 ) -> Attached:
-    """Learn all facts about a backend, and probe it. Raises BackendError.
+    """Learn all facts about a backend; go on with its `probe`. Raises BackendError.
 
     The probe uses any idle slot, or only the idle ones in `only`. No probe if one is recalled.
-    `entries`: what slots of this process held once. `makes_way`: see `probe`. `empties_unknown`:
-    empty the other slots of a server with adapters.
+    `entries`: what slots of this process held once. `makes_way`: see `Probe.run`.
+    `empties_unknown`: empty the other slots of a server with adapters.
     """
     models = await client.models()
     lora = await _lora(client)
@@ -435,8 +475,8 @@ async def attach(
     if recalled is not None and not await is_still_so(client, store, kv_dir, allowed, recalled):
         recalled = None
     found = recalled or ProbeResult()
-    if with_probe and recalled is None:
-        found = await probe(client, store, kv_dir, allowed, tenants=tenants, makes_way=makes_way)
+    if probe is not None and recalled is None:
+        found = await probe.run(allowed, makes_way)
     facts = digest(props, models, lora, _layout_name(found, props))
     file = await asyncio.to_thread(model_digest, props.model_path, models.size)
     info = BackendInfo(
@@ -464,6 +504,7 @@ async def attach(
         output_s_per_token=found.output_s,
         save_s=found.save_s,
         restore_s=found.restore_s,
+        untried=found.untried and kv_dir is not None,
     )
     after = tuple(await _slots(client, props))
     kept = _kept(entries, slots, after, info.namespace)

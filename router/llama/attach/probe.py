@@ -8,6 +8,7 @@ same results.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ from router.base.errors import (
     ProbePutOffError,
 )
 from router.base.ports import SnapshotStore
-from router.base.tokens import Tokens, count, head, join, pack, tail, unpack
+from router.base.tasks import spawn
+from router.base.tokens import EMPTY, Tokens, count, head, join, pack, tail, unpack
 from router.base.types import KvDir, MemoryKind, SlotStatus
 from router.llama.attach.namespace import Behaviour, alike
 from router.llama.attach.probe_result import (
@@ -59,6 +61,15 @@ _LONGER = (1200, 4600)
 _LONGER_S = 2.0  # seconds for such a text: a hint must not cost the server more
 # Tokens of a chunk that --cache-reuse would move (presets: 256). Shorter on a slow server.
 _CHUNK = 520
+# Tokens of the text after which a load looks at the likeliest next ones again: at most 64 computed.
+_GLANCE = 62
+# Tokens of a long text that are computed at once: a server ends a batch before it looks whether
+# somebody still waits for it.
+_AT_ONCE = 64
+# Tries of a step that is left for requests; then one waits for it. Without a limit a server with
+# one slot that is always asked would never be probed.
+_TRIES = 3
+_LOOKS_S = 0.05  # seconds between two looks for requests
 # Tokens that a live slot goes back by: more than what lies between a checkpoint and the end.
 _BACK = 24
 
@@ -66,170 +77,229 @@ _BACK = 24
 _NO_LOGITS = "logits computation"
 
 
-async def probe(
-    client: LlamaClient,
-    store: SnapshotStore | None,
-    kv_dir: KvDir | None,
-    slots: list[SlotStatus],
-    *,
-    tenants: bool = False,
-    makes_way: Callable[[], bool] = lambda: False,
-) -> ProbeResult:
-    """Probe one backend. Raises BackendError if it goes away; all else is in the result.
+class Probe:
+    """The probe of one server process, in steps; between them, and within, it gives way.
 
-    Works in an idle slot, an empty one if there is one; the slot's content is restored.
-    `tenants`: tenants are kept apart, so look for a RAM cache that mixes them. `makes_way` is asked
-    between the steps: if it is time to end, ProbePutOffError is raised and nothing is known.
-    """
-    found, slot = ProbeResult(), _idle(slots)
-    if slot is None:
-        found.problem = "every slot was busy; the router probes it again later"
-        found.untried = True
-        return found
-    room, tokens = _room(slot), await _text(client, slot)
-    keep = await put_aside(client, store, kv_dir, slot)
-    try:
-        if store is None or kv_dir is None:
-            found.problem = "no kv_dir is configured for this backend"
-            await _prefill(client, slot.index, tokens, found)
-        else:
-            trial = _Trial(client, store, kv_dir, slot.index, room, found, makes_way)
-            try:
-                await trial.run(tokens)
-            finally:
-                await discard(store, kv_dir, trial.name)
-        put_off_if(makes_way)
-        await erase(client, slot.index)
-        found.behaviour = await client.fingerprint(slot.index, tokens)
-        found.infill = await infill_answers(client, slot.index)
-        put_off_if(makes_way)
-        found.by_prefix = await places_by_prefix(client, slots, slot, tokens)
-        found.keeps_idle_slots = await keeps_idle_slots(client, slots, slot, tokens)
-        if tenants:
-            found.ram_cache = await has_ram_cache(client, slot.index, tokens)
-    except BackendRefusedError as error:
-        if _NO_LOGITS not in str(error):
-            raise
-        found.generates, found.problem, found.note = False, None, NO_KV
-        found.restores_wrong = True
-    finally:
-        await put_back(client, store, kv_dir, slot, keep, restores=not found.restores_wrong)
-    return found
-
-
-def put_off_if(makes_way: Callable[[], bool]) -> None:
-    """Raise ProbePutOffError if the probe is to make way for a request."""
-    if makes_way():
-        raise ProbePutOffError
-
-
-async def is_still_so(
-    client: LlamaClient,
-    store: SnapshotStore | None,
-    kv_dir: KvDir | None,
-    slots: list[SlotStatus],
-    before: ProbeResult,
-) -> bool:
-    """Return whether the model predicts what it did in the probe of an equal process before.
-
-    Layout and speed depend on what the process was started with. What it predicts depends on files
-    as well, which may have been replaced: adapters, control vectors, what a script reads.
-    """
-    if not before.behaviour or not before.generates:
-        return True
-    slot = _idle(slots)
-    if slot is None:
-        return False
-    keep = await put_aside(client, store, kv_dir, slot)
-    try:
-        tokens = await _text(client, slot)
-        await erase(client, slot.index)
-        return alike(await client.fingerprint(slot.index, tokens), before.behaviour)
-    finally:
-        await put_back(client, store, kv_dir, slot, keep)
-
-
-def _idle(slots: list[SlotStatus]) -> SlotStatus | None:
-    """Return the idle slot that holds least; None: all are busy."""
-    idle = (slot for slot in slots if not slot.is_processing)
-    return min(idle, key=lambda s: (s.n_tokens or 0, s.index), default=None)
-
-
-async def _text(client: LlamaClient, slot: SlotStatus) -> Tokens:
-    """Return the tokens of the probe's text, as many as fit into half of a slot."""
-    ids = await client.tokenize(TEXT, add_special=True, parse_special=True)
-    return head(pack(ids), _room(slot))
-
-
-def _room(slot: SlotStatus) -> int:
-    return max((slot.n_ctx or 512) // 2, 8)
-
-
-async def _prefill(client: LlamaClient, slot: int, tokens: Tokens, found: ProbeResult) -> None:
-    """Prefill an erased slot, so that time and result are its own."""
-    await erase(client, slot)
-    reported = await client.prefill(slot, tokens)
-    found.n_tokens = count(tokens)
-    found.prefill_s = reported.prompt_s if reported.cached_tokens == 0 else None
-
-
-class _Trial:
-    """Trial of saving and restoring in one slot.
-
-    A failure goes into `found.problem` and ends the trial: a server is used without snapshots
-    rather than with doubtful ones.
+    A step that was left is begun anew later, perhaps in another slot: no step needs what an earlier
+    one left there. After `_TRIES` tries, or in a slot whose content would be lost, it is not left.
+    A problem ends the trial of saved states: a server is used without snapshots rather than with
+    doubtful ones.
     """
 
     def __init__(
         self,
         client: LlamaClient,
-        store: SnapshotStore,
-        kv_dir: KvDir,
-        slot: int,
-        room: int,
-        found: ProbeResult,
-        makes_way: Callable[[], bool],
+        store: SnapshotStore | None,
+        kv_dir: KvDir | None,
+        *,
+        tenants: bool = False,
     ) -> None:
-        self._makes_way = makes_way
-        self.name = store.staging_name()
-        self._client = client
-        self._store = store
-        self._kv_dir = kv_dir
-        self._slot = slot
-        self._room = room  # tokens that the text may have
-        self._found = found
+        """Set up. `tenants`: they are kept apart, so look for a RAM cache that mixes them."""
+        self._client, self._tenants = client, tenants
+        self._found = ProbeResult()
+        self._tokens, self._fresh = EMPTY, Behaviour()
+        self._windowed = self._whole = self._proved = False
+        self._done = self._tries = 0
+        self.touched: set[int] = set()  # slots that do not hold what they held, in the last run
+        if store is None or kv_dir is None:
+            self._folder, self._steps = None, [self._compute]
+        else:
+            self._folder = _Folder(store, kv_dir, store.staging_name())
+            longer = [partial(self._outgrow, length) for length in _LONGER]
+            self._steps = [self._try_text, self._try_whole, *longer, self._end_windows]
+            self._steps += [self._try_restore, self._try_chunks]
+        self._steps += [self._behave, self._infill, self._place]
 
-    async def run(self, tokens: Tokens) -> None:
-        """Run the whole trial. Raises BackendError if the server goes away.
+    async def run(
+        self, slots: list[SlotStatus], makes_way: Callable[[], bool] = lambda: False
+    ) -> ProbeResult:
+        """Go on to the end. Raises BackendError if the server goes away, and ProbePutOffError.
+
+        Works in an idle slot, an empty one if there is one; the slot's content is restored.
+        `makes_way`: whether it is time to leave the slots to a request.
+        """
+        found, slot = self._found, _idle(slots)
+        if slot is None:
+            problem = "every slot was busy; the router probes it again later"
+            return ProbeResult(problem=problem, untried=True)
+        self._slot, self._slots, self._status = slot.index, slots, slot
+        self._room = _room(slot)
+        self._tokens = self._tokens or await _text(self._client, slot)
+        store, kv_dir = self._store_and_dir
+        if self._tries < _TRIES and makes_way():
+            self._tries += 1
+            raise ProbePutOffError
+        keep = await put_aside(self._client, store, kv_dir, slot)
+        self.touched, put_off = {slot.index}, False
+        try:
+            while self._done < len(self._steps):
+                stays = self._tries >= _TRIES or (keep is not None and not self._proved)
+                await self._step(None if stays else makes_way)
+        except ProbePutOffError:
+            put_off = True
+            raise
+        except BackendRefusedError as error:
+            if _NO_LOGITS not in str(error):
+                raise
+            found.generates, found.problem, found.note = False, None, NO_KV
+            found.restores_wrong = True
+        finally:
+            try:
+                # A slot that was empty is left as it is: a request waits, and this may be in work.
+                if keep is not None or not put_off:
+                    restores = not found.restores_wrong
+                    await put_back(self._client, store, kv_dir, slot, keep, restores=restores)
+                    if keep is not None and restores:
+                        self.touched.clear()
+            finally:
+                if not put_off:
+                    await self._close()
+        return found
+
+    async def _close(self) -> None:
+        """Delete the file of the trial."""
+        if self._folder is not None:
+            await discard(self._folder.store, self._folder.kv_dir, self._folder.name)
+
+    @property
+    def _store_and_dir(self) -> tuple[SnapshotStore | None, KvDir | None]:
+        folder = self._folder
+        return (None, None) if folder is None else (folder.store, folder.kv_dir)
+
+    async def _step(self, makes_way: Callable[[], bool] | None) -> None:
+        """Take the next step. Raises ProbePutOffError if it was left for a request."""
+        if makes_way is None:
+            await self._steps[self._done]()
+        else:
+            try:
+                async with asyncio.timeout(None) as limit:
+                    watching = spawn(_watch(makes_way, limit), name="watch for requests")
+                    try:
+                        await self._steps[self._done]()
+                    finally:
+                        watching.cancel()
+            except TimeoutError:
+                self._tries += 1
+                raise ProbePutOffError from None
+        self._done, self._tries = self._done + 1, 0
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    async def _compute(self) -> None:
+        self._found.problem = "no kv_dir is configured for this backend"
+        await self._prefill(self._tokens)
+
+    async def _behave(self) -> None:
+        for part in (head(self._tokens, _GLANCE), self._tokens):
+            await erase(self._client, self._slot)
+            seen = await self._client.fingerprint(self._slot, part)
+            self._found.glance, self._found.behaviour = self._found.behaviour, seen
+
+    async def _infill(self) -> None:
+        self._found.infill = await infill_answers(self._client, self._slot)
+
+    async def _place(self) -> None:
+        """Find out how the server places requests, and what becomes of its idle slots."""
+        client, found, tokens = self._client, self._found, self._tokens
+        found.by_prefix = await places_by_prefix(client, self._slots, self._status, tokens)
+        found.keeps_idle_slots = await keeps_idle_slots(client, self._slots, self._status, tokens)
+        if self._tenants:
+            found.ram_cache = await has_ram_cache(client, self._slot, tokens)
+
+    async def _try_text(self) -> None:
+        self._fresh = await self._save(self._tokens)
+        if self._found.layout is not None:
+            self._found.memory_kind = self._found.layout.memory_kind
+            self._windowed = self._found.memory_kind is MemoryKind.SLIDING_WINDOW
+
+    async def _try_whole(self) -> None:
+        """Find out whether an unpadded file with further blocks serves an extended prompt.
 
         Several attention blocks are those of a sliding window or of a sparse attention. With
-        `--swa-full` a window serves every prompt, too, until it is outgrown.
+        `--swa-full` a window serves every prompt, too, until it is outgrown: it is not in such a
+        file, yet the server reuses the file for prompts that diverge inside the window
+        (llama-server.md 0.9).
         """
-        found = self._found
-        fresh = await self._save(tokens)
-        if found.layout is None:
+        if self._windowed:
+            reused = await self._reuse(self._name, _extended(self._tokens, 1))
+            self._whole = reused >= count(self._tokens)
+            if self._whole:
+                self._found.memory_kind = MemoryKind.FULL
+
+    async def _outgrow(self, length: int) -> None:
+        """Save a longer text until the window shows, if it takes at most `_LONGER_S`."""
+        found, rate = self._found, _rate(self._found)
+        if not self._windowed or found.problem is not None or _window(found.layout):
             return
-        found.memory_kind = found.layout.memory_kind
-        if found.memory_kind is MemoryKind.SLIDING_WINDOW:
-            whole = await self._keeps_all(tokens)
-            if whole:
-                found.memory_kind = MemoryKind.FULL
-            if found.problem is None:
-                tokens, fresh = await self._outgrow_window(tokens, fresh)
-            if whole and found.window:
-                found.memory_kind, found.problem = MemoryKind.UNKNOWN, SWA_FULL
-                found.restores_wrong = True
+        if rate is None or length * rate > _LONGER_S:
+            return
+        text = await _text(self._client, self._status)
+        longer = head(join([text] * (length // count(text) + 1)), min(length, self._room))
+        if count(longer) > count(self._tokens):
+            self._fresh = await self._save(longer)
+            self._tokens = longer
+
+    async def _end_windows(self) -> None:
+        found = self._found
+        if self._windowed and found.problem is None:
+            found.window = _window(found.layout)
+            if found.memory_kind is MemoryKind.SLIDING_WINDOW:
+                found.padded = Padding.NEEDED
+                if not found.window:
+                    found.note = (
+                        f"its sliding window is longer than the {count(self._tokens)} tokens that"
+                        " were tried: the window will be learned from the first long state"
+                    )
+        if self._whole and found.window:
+            found.memory_kind, found.problem = MemoryKind.UNKNOWN, SWA_FULL
+            found.restores_wrong = True
         if found.problem is None and not found.extends:
             found.problem = NO_EXTENSION
-        if found.problem is None and await self._verify():
-            await self._restore(tokens, fresh)
-        # KV of other memory kinds cannot be moved, except with --swa-full.
-        if found.problem is None and found.memory_kind is MemoryKind.FULL:
-            rate = _rate(found)
-            longest = _CHUNK if rate is None else min(_CHUNK, int(_LONGER_S / 2 / rate))
-            chunk = head(join([tokens] * (_CHUNK // count(tokens) + 1)), min(longest, self._room))
-            if chunk and await moves_chunks(self._client, self._slot, chunk):
-                found.problem = MOVES_CHUNKS
+
+    async def _try_restore(self) -> None:
+        if self._found.problem is None and await self._verify():
+            await self._restore(self._tokens, self._fresh)
+        self._proved = True  # that a restored content is right, or else `restores_wrong`
+
+    async def _try_chunks(self) -> None:
+        """Look for moved KV: that of other memory kinds cannot be moved, except with --swa-full."""
+        found, tokens, rate = self._found, self._tokens, _rate(self._found)
+        if found.problem is not None or found.memory_kind is not MemoryKind.FULL:
+            return
+        longest = _CHUNK if rate is None else min(_CHUNK, int(_LONGER_S / 2 / rate))
+        chunk = head(join([tokens] * (_CHUNK // count(tokens) + 1)), min(longest, self._room))
+        if chunk and await moves_chunks(self._client, self._slot, chunk):
+            found.problem = MOVES_CHUNKS
+
+    # --- what the steps do ------------------------------------------------------------------------
+
+    @property
+    def _name(self) -> str:
+        assert self._folder is not None
+        return self._folder.name
+
+    @property
+    def _store(self) -> SnapshotStore:
+        assert self._folder is not None
+        return self._folder.store
+
+    @property
+    def _kv_dir(self) -> KvDir:
+        assert self._folder is not None
+        return self._folder.kv_dir
+
+    async def _prefill(self, tokens: Tokens) -> None:
+        """Prefill an erased slot, so that time and result are its own."""
+        await erase(self._client, self._slot)
+        n = count(tokens)
+        parts = [*range(_AT_ONCE, n, _AT_ONCE)] if n >= _LONGER[0] // 2 else []
+        first = await self._client.prefill(self._slot, head(tokens, [*parts, n][0]))
+        took_s = first.prompt_s or 0.0
+        for end in [*parts, n][1:]:
+            reported = await self._client.prefill(self._slot, head(tokens, end))
+            took_s += reported.prompt_s or 0.0
+        self._found.n_tokens = n
+        self._found.prefill_s = took_s if took_s and first.cached_tokens == 0 else None
 
     async def _save(self, tokens: Tokens) -> Behaviour:
         """Compute and save `tokens`, read the file; return what two more tokens predict.
@@ -237,18 +307,16 @@ class _Trial:
         The live slot is tried as well: extended, and with the same prompt again.
         """
         found = self._found
-        put_off_if(self._makes_way)
         found.live_extension = found.live_again = found.live_back = None
-        await _prefill(self._client, self._slot, tokens, found)
-        put_off_if(self._makes_way)
+        await self._prefill(tokens)
         try:
-            saved = await self._client.save(self._slot, self.name)
+            saved = await self._client.save(self._slot, self._name)
         except BackendError as error:
             found.problem = f"the server refuses to save a slot: {error}"
             return []
         found.can_save = True
         found.save_s, found.size_bytes = saved.seconds, saved.size_bytes
-        path = Path(self._kv_dir) / self.name
+        path = Path(self._kv_dir) / self._name
         try:
             async with asyncio.timeout(QUICK_S):
                 seen = await asyncio.to_thread(_read, path, saved.size_bytes)
@@ -283,44 +351,13 @@ class _Trial:
             found.caches_by_default = longer.cached_tokens != 0
         return fresh
 
-    async def _keeps_all(self, tokens: Tokens) -> bool:
-        """Return whether an unpadded file with further blocks serves an extended prompt.
-
-        One with a window does only with --swa-full. The window is not in such a file, yet the
-        server reuses the file for prompts that diverge inside the window (llama-server.md 0.9).
-        """
-        return await self._reuse(self.name, _extended(tokens, 1)) >= count(tokens)
-
-    async def _outgrow_window(self, tokens: Tokens, fresh: Behaviour) -> tuple[Tokens, Behaviour]:
-        """Save longer texts until the window shows, while they take at most `_LONGER_S`."""
-        found, text, rate = self._found, tokens, _rate(self._found)
-        for length in _LONGER:
-            if _window(found.layout) or rate is None or length * rate > _LONGER_S:
-                break
-            longer = head(join([text] * (length // count(text) + 1)), min(length, self._room))
-            if count(longer) <= count(tokens):
-                break
-            tokens, fresh = longer, await self._save(longer)
-            if found.problem is not None:
-                break
-        found.window = _window(found.layout)
-        if found.memory_kind is not MemoryKind.SLIDING_WINDOW:
-            return tokens, fresh
-        found.padded = Padding.NEEDED
-        if not found.window:
-            found.note = (
-                f"its sliding window is longer than the {count(tokens)} tokens that were tried: "
-                "the window will be learned from the first long state"
-            )
-        return tokens, fresh
-
     async def _verify(self) -> bool:
         """Verify the file as the store uses it, padded if needed; False on a problem."""
         found = self._found
         assert found.size_bytes is not None
         try:
             staged = await self._store.verify(
-                self._kv_dir, self.name, found.size_bytes, found.memory_kind
+                self._kv_dir, self._name, found.size_bytes, found.memory_kind
             )
         except KvError as error:
             found.problem = f"the state file cannot be used: {error}"
@@ -340,12 +377,12 @@ class _Trial:
         found, n = self._found, count(tokens)
         if found.memory_kind is not MemoryKind.FULL:
             await self._client.prefill(self._slot, pack(reversed(unpack(tokens))))
-        found.restored_extension = await self._reuse(self.name, _extended(tokens, 1))
+        found.restored_extension = await self._reuse(self._name, _extended(tokens, 1))
         again = await self._client.fingerprint(self._slot, _extended(tokens, 2))
         half = head(tokens, (n + 1) // 2)
         # Not the beginning: the text is one paragraph twice, and would just continue after `half`.
         other = tail(tokens, n - n // 4)
-        found.restored_divergence = await self._reuse(self.name, join([half, other]))
+        found.restored_divergence = await self._reuse(self._name, join([half, other]))
         if found.problem is None and found.restored_divergence:
             await self._compare_ending(tokens, join([half, other]))
         if found.problem is not None:
@@ -378,7 +415,6 @@ class _Trial:
         probabilities differ by 0.23 if the beginning is computed by itself.)
         """
         found = self._found
-        put_off_if(self._makes_way)
         restored = await self._client.fingerprint(self._slot, _extended(prompt, 1))
         await erase(self._client, self._slot)
         for part in (tokens, prompt):
@@ -396,7 +432,7 @@ class _Trial:
         found, name = self._found, self._store.staging_name()
         prompt = join([half, then])
         whole = await self._client.fingerprint(self._slot, prompt)
-        source, target = Path(self._kv_dir) / self.name, Path(self._kv_dir) / name
+        source, target = Path(self._kv_dir) / self._name, Path(self._kv_dir) / name
         try:
             async with asyncio.timeout(QUICK_S):
                 size = await asyncio.to_thread(_cut, source, target, count(half))
@@ -420,7 +456,6 @@ class _Trial:
 
     async def _reuse(self, name: str, prompt: Tokens) -> int:
         """Restore a file and return how many tokens of `prompt` are then cached."""
-        put_off_if(self._makes_way)
         await self._client.erase(self._slot)
         try:
             restored = await self._client.restore(self._slot, name)
@@ -429,6 +464,62 @@ class _Trial:
             return 0
         self._found.restore_s = restored.seconds
         return (await self._client.prefill(self._slot, prompt)).cached_tokens or 0
+
+
+class _Folder(NamedTuple):
+    """Where the trial of saving writes its file."""
+
+    store: SnapshotStore
+    kv_dir: KvDir
+    name: str
+
+
+async def _watch(makes_way: Callable[[], bool], limit: asyncio.Timeout) -> None:
+    while not makes_way():  # noqa: ASYNC110 - queue, readers and hosts would each have an event
+        await asyncio.sleep(_LOOKS_S)
+    limit.reschedule(0.0)
+
+
+async def is_still_so(
+    client: LlamaClient,
+    store: SnapshotStore | None,
+    kv_dir: KvDir | None,
+    slots: list[SlotStatus],
+    before: ProbeResult,
+) -> bool:
+    """Return whether the model predicts what it did in the probe of an equal process before.
+
+    Layout and speed depend on what the process was started with. What it predicts depends on files
+    as well, which may have been replaced: adapters, control vectors, what a script reads.
+    """
+    if not before.glance or not before.generates:
+        return True
+    slot = _idle(slots)
+    if slot is None:
+        return False
+    keep = await put_aside(client, store, kv_dir, slot)
+    try:
+        tokens = head(await _text(client, slot), _GLANCE)
+        await erase(client, slot.index)
+        return alike(await client.fingerprint(slot.index, tokens), before.glance)
+    finally:
+        await put_back(client, store, kv_dir, slot, keep)
+
+
+def _idle(slots: list[SlotStatus]) -> SlotStatus | None:
+    """Return the idle slot that holds least; None: all are busy."""
+    idle = (slot for slot in slots if not slot.is_processing)
+    return min(idle, key=lambda s: (s.n_tokens or 0, s.index), default=None)
+
+
+async def _text(client: LlamaClient, slot: SlotStatus) -> Tokens:
+    """Return the tokens of the probe's text, as many as fit into half of a slot."""
+    ids = await client.tokenize(TEXT, add_special=True, parse_special=True)
+    return head(pack(ids), _room(slot))
+
+
+def _room(slot: SlotStatus) -> int:
+    return max((slot.n_ctx or 512) // 2, 8)
 
 
 def _extended(tokens: Tokens, n: int) -> Tokens:

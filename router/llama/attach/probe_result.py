@@ -60,6 +60,7 @@ class ProbeResult:
     unread: str | None = None  # why the layout of its state files is opaque
     restores_wrong: bool = False  # a restored state gives other answers, or none can be restored
     behaviour: Behaviour = field(default_factory=list)
+    glance: Behaviour = field(default_factory=list)  # likewise, after a part of the text
     keeps_idle_slots: bool = True
     n_tokens: int = 0  # of the saved text
     prefill_s: float | None = None

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
+from msgspec import Struct
+
 CELL_BYTES = 12  # pos, n_seq_id, seq_id
 EXT_BYTES = 12  # x, y, token: M-RoPE and PLE (`has_cell_ext`)
 
@@ -39,8 +41,7 @@ class Stream:
         return self.offset + 4
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionBlock:
+class AttentionBlock(Struct, frozen=True, tag="attention"):
     """The block of one `llama_kv_cache`. Layer data is in `streams`; one of them has cells."""
 
     offset: int
@@ -87,8 +88,7 @@ class AttentionBlock:
         return f"attention {flags} k={runs(stream.k)} v={runs(stream.v)}"
 
 
-@dataclass(frozen=True, slots=True)
-class RecurrentBlock:
+class RecurrentBlock(Struct, frozen=True, tag="recurrent"):
     """The block of a `llama_memory_recurrent`: one cell, however long the sequence."""
 
     offset: int

@@ -20,6 +20,7 @@ from router.config.schema import BackendConfig, Config, TokenizerMode
 from router.llama.attach.attached import Attached
 from router.llama.attach.diagnosis import Trouble, Unusable, unusable
 from router.llama.attach.monitor import attach
+from router.llama.attach.probe import Probe
 from router.llama.client import LlamaClient
 from router.llama.replies import Props, slots_from
 from router.llama.server_client import Connections
@@ -193,16 +194,16 @@ async def _try_out(
     if folder is not None and folder.usable and facts.actions:
         kv_dir = KvDir(str(facts.backend.kv_dir))
     store = DirectoryProbeStore()
+    # The probe uses only the three methods of DirectoryProbeStore.
+    own = cast(SnapshotStore, store)
     untried = await _why_untried(client, props, store, kv_dir)
     attached = await attach(
         client,
         props,
         kv_dir=kv_dir,
-        # probe() uses only the three methods of DirectoryProbeStore.
-        store=cast(SnapshotStore, store),
+        store=own,
         extra_models=facts.backend.models,
-        with_probe=not untried,
-        tenants=tenants,
+        probe=None if untried else Probe(client, own, kv_dir, tenants=tenants),
         known=known,
     )
     # A refused save leaves no file either, and is no reason to report a missing file.
@@ -221,7 +222,7 @@ async def _why_untried(
         return "every slot is busy"
     if any(not slot.n_tokens for slot in idle):
         return ""
-    used = min(idle, key=lambda slot: slot.n_tokens or 0)  # the slot that probe() will take
+    used = min(idle, key=lambda slot: slot.n_tokens or 0)  # the slot that the probe will take
     if kv_dir is not None and await _can_put_back(client, store, kv_dir, used):
         return ""
     return "every idle slot holds KV that could not be put back"

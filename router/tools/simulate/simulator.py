@@ -347,7 +347,7 @@ class Simulator:
                 self._at(self.now + self._on_demand.stop_s, ended)
             case ef.Detach():
                 pass  # the server is idle; `StopServer` follows
-            case ef.Limited():  # pragma: no cover - simulated servers do what they promise
+            case ef.Limited() | ef.Prove():  # pragma: no cover - they do what they promise
                 pass
             case ef.Erase() | ef.ModelReady():  # pragma: no cover - no tenants, prompts are read
                 pass

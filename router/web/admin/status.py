@@ -95,6 +95,10 @@ class StatusRoutes:
         view = self._engine.view
         standing = {name: self._selection.standing(name) for name in self._selection.monitors}
         usable = Standing.UP in standing.values() or view.takes_requests(self._now())
+        usable = usable or any(
+            what is Standing.DOWN and self._selection.monitors[name].is_ready
+            for name, what in standing.items()
+        )
         peers = [] if self._hosts is None else self._hosts.peers.all()
         usable = usable or any(peer.is_usable for peer in peers)
         if view.is_stopping:

@@ -4,14 +4,16 @@ import pytest
 from msgspec.structs import replace
 
 from router.base.errors import NoBackendError, QueueFullError
-from router.base.types import Outcome, RequestId, SlotStatus, SnapshotId
+from router.base.tokens import Tokens
+from router.base.types import BackendInfo, MemoryKind, Outcome, RequestId, SlotStatus, SnapshotId
 from router.core.model import events as ev
-from router.core.model.effects import Delete, Detach, Save, SaveReason
+from router.core.model.effects import Delete, Detach, Prove, Save, SaveReason
 from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import Phase
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.planner import plan
+from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -71,6 +73,62 @@ def test_what_is_worth_it_is_saved_before() -> None:
     assert isinstance(second, Save)
     assert s.handle(ev.SaveFailed(second.request, A1, "disk full"), NOW) == [Detach(A)]
     assert SnapshotId("s") in s.state.inventory.catalog
+
+
+def unprobed(*contents: Tokens) -> tuple[Scheduler, BackendInfo]:
+    """Return a scheduler with a backend that was not probed, and the facts that a probe finds."""
+    tried = backend("a", len(contents))
+    found = dict(zip((A0, A1), contents, strict=False))
+    untried = replace(tried, untried=True, kv_dir=None, memory_kind=MemoryKind.UNKNOWN)
+    return scheduler(untried, holding=found), tried
+
+
+def test_unprobed_backend_is_probed_before_its_slots_are_saved() -> None:
+    """Regression: the first swap lost all conversations of a server without an idle moment."""
+    s, tried = unprobed(LONG, run_of(900, 7))
+
+    assert s.handle(DRAINING, NOW) == [Prove(A)]
+    (first,) = s.handle(ev.Probed(tried, frozenset({0, 1})), NOW)
+    (second,) = s.handle(ev.Saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
+
+    assert first == Save(SAVE, A0, NS, SaveReason.IDLE)
+    assert isinstance(second, Save)
+    assert second.slot == A1
+
+
+def test_slot_that_the_probe_could_not_put_back_is_not_saved() -> None:
+    s, tried = unprobed(LONG)
+    s.handle(DRAINING, NOW)
+
+    assert s.handle(ev.Probed(tried), NOW) == [Detach(A)]
+
+
+@pytest.mark.parametrize("answer", [ev.ProbePutOff(A, frozenset({0})), ev.BackendDown(A)])
+def test_probe_that_fails_holds_up_no_drain(answer: ev.Event) -> None:
+    s, _ = unprobed(LONG)
+    s.handle(DRAINING, NOW)
+
+    assert s.handle(answer, NOW) == [Detach(A)]
+
+
+def test_unprobed_backend_with_nothing_worth_a_save_is_detached_at_once() -> None:
+    s, _ = unprobed(run_of(50))
+    s.state.inventory.catalog.limits = LARGE
+
+    assert s.handle(DRAINING, NOW) == [Detach(A)]
+
+
+def test_unprobed_backend_is_probed_before_the_router_stops() -> None:
+    s, tried = unprobed(LONG)
+
+    assert s.handle(ev.Stopping(save=True), NOW) == [Prove(A)]
+    assert names(s.handle(ev.Probed(tried, frozenset({0})), NOW)) == ["Save"]
+
+
+def test_router_that_stops_without_saves_probes_nothing() -> None:
+    s, _ = unprobed(LONG)
+
+    assert s.handle(ev.Stopping(save=False), NOW) == []
 
 
 def test_what_was_saved_there_is_restored_elsewhere() -> None:

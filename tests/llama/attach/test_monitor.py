@@ -10,7 +10,6 @@ from structlog.testing import capture_logs
 
 from router.base.errors import BackendTimeoutError
 from router.base.types import BackendId, KvDir, MemoryKind, Namespace
-from router.llama.attach import monitor as monitor_module
 from router.llama.attach.attached import Attached
 from router.llama.attach.drivers import Drivers
 from router.llama.attach.monitor import Monitor, MonitorSettings
@@ -74,6 +73,13 @@ class Watched:
                 self.changed.clear()
                 await self.changed.wait()
 
+    async def changed_to(self, n: int) -> None:
+        """Wait for the report number `n`."""
+        async with asyncio.timeout(30):
+            while len(self.said) < n:
+                self.changed.clear()
+                await self.changed.wait()
+
 
 class Reports:
     """What a monitor tells and asks, noted."""
@@ -88,7 +94,7 @@ class Reports:
     def down(self, _: BackendId) -> None:
         self.watched.say("down")
 
-    def probed(self, attached: Attached) -> None:
+    def probed(self, attached: Attached, kept: frozenset[int]) -> None:
         self.watched.up.append(attached)
         self.watched.say("probed")
 
@@ -100,7 +106,7 @@ class Reports:
 
     def poll_for_strangers(self, _: BackendId) -> None: ...
 
-    def is_waited_for(self, _: BackendId) -> bool:
+    def is_in_the_way(self, _: BackendId) -> bool:
         return self.watched.waited_for
 
     def known_namespaces(self) -> set[Namespace]:
@@ -135,7 +141,7 @@ async def watched(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Watched]:
 
 
 async def test_what_is_learned(watched: Watched) -> None:
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     info = watched.up[0].info
 
     assert (info.n_slots, info.n_ctx, info.models) == (2, 4096, frozenset({"fake", "alias"}))
@@ -150,22 +156,22 @@ async def test_what_is_learned(watched: Watched) -> None:
 async def test_nothing_is_left_of_the_look(
     watched: Watched, fake: FakeLlama, tmp_path: Path
 ) -> None:
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
 
     assert [slot.tokens for slot in fake.slots] == [[], []]
     assert [name for name in os.listdir(tmp_path) if name.startswith("kvf-")] == []
 
 
 async def test_down_and_up_again(watched: Watched, fake: FakeLlama) -> None:
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     await fake.go_down()
     watched.monitor.doubt()
-    await watched.until("prepare", "up", "down")
+    await watched.until("prepare", "prepare", "up", "down")
     assert watched.monitor.attached is None
     assert watched.monitor.models == {"fake", "alias"}  # still known for a while
     await fake.come_up()
     watched.monitor.doubt()
-    await watched.until("prepare", "up", "down", "prepare", "up")
+    await watched.until("prepare", "prepare", "up", "down", "prepare", "prepare", "up")
 
 
 async def test_what_is_wrong_is_logged_once(fake: FakeLlama, tmp_path: Path) -> None:
@@ -204,20 +210,20 @@ async def test_what_is_wrong_is_logged_once(fake: FakeLlama, tmp_path: Path) -> 
 async def test_doubt_about_a_healthy_backend_changes_nothing(
     watched: Watched, fake: FakeLlama
 ) -> None:
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     looks = len(fake.seen)
     for _ in range(3):
         watched.monitor.doubt()
         await until_seen(fake, looks + 1)
         looks = len(fake.seen)
-    assert watched.said == ["prepare", "up"]
+    assert watched.said == ["prepare", "prepare", "up"]
 
 
 async def test_a_look_during_which_a_request_failed_needs_no_second(
     watched: Watched, fake: FakeLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each check takes up to `health.timeout`, and requests wait for all of them."""
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     begun, over = asyncio.Event(), asyncio.Event()
     looks: list[list[str]] = []  # the reports made before each check began
 
@@ -232,15 +238,15 @@ async def test_a_look_during_which_a_request_failed_needs_no_second(
     await begun.wait()
     watched.monitor.doubt()
     over.set()
-    await watched.until("prepare", "up", "down")
-    assert looks.count(["prepare", "up"]) == 1
+    await watched.until("prepare", "prepare", "up", "down")
+    assert looks.count(["prepare", "prepare", "up"]) == 1
 
 
 async def test_in_doubt_until_a_look_goes_well(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A backend stays in doubt too while its only failed check is not yet decisive."""
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     client = watched.monitor.client
     await watched.monitor.check_again()
     seen = [client.doubted]
@@ -266,47 +272,47 @@ async def test_in_doubt_until_a_look_goes_well(
         await second.wait()  # at once, before the next regular check
         while client.doubted:  # noqa: ASYNC110 - it yields
             await asyncio.sleep(0)
-    assert watched.said == ["prepare", "up"]
+    assert watched.said == ["prepare", "prepare", "up"]
 
 
 async def test_a_suspicion_that_two_looks_confirm(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
 
     async def health() -> None:
         raise BackendTimeoutError("it hangs")
 
     monkeypatch.setattr(watched.monitor.client, "health", health)
     watched.monitor.suspect()
-    await watched.until("prepare", "up", "down")
+    await watched.until("prepare", "prepare", "up", "down")
 
 
 async def test_restart_between_two_looks(watched: Watched, fake: FakeLlama) -> None:
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     fake.marker = "another process"
     watched.monitor.doubt()
-    await watched.until("prepare", "up", "down", "prepare", "up")
+    await watched.until("prepare", "prepare", "up", "down", "prepare", "prepare", "up")
 
 
 async def test_a_process_that_ends_is_noticed_before_the_next_look(
     watched: Watched, fake: FakeLlama
 ) -> None:
     """A kept connection that closes shows the end; no request has to be sent or to fail."""
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     await fake.go_down()
-    await watched.until("prepare", "up", "down")
+    await watched.until("prepare", "prepare", "up", "down")
 
 
 async def test_one_that_hangs_up_for_no_reason_is_looked_at_once(
     watched: Watched, fake: FakeLlama
 ) -> None:
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     for _ in range(3):
         fake.hang_up()
         await asyncio.sleep(0.1)  # a check takes a few milliseconds
     assert fake.seen.count(("GET", "/props")) == 2
-    assert watched.said == ["prepare", "up"]
+    assert watched.said == ["prepare", "prepare", "up"]
 
 
 async def test_without_kv_dir(fake: FakeLlama) -> None:
@@ -314,7 +320,7 @@ async def test_without_kv_dir(fake: FakeLlama) -> None:
     async with Connections() as connections, asyncio.TaskGroup() as group:
         watched = Watched(fake, connections, None)
         task = group.create_task(watched.monitor.run())
-        await watched.until("prepare", "up")
+        await watched.until("prepare", "prepare", "up")
         task.cancel()
 
     attached = watched.up[0]
@@ -331,7 +337,7 @@ async def test_wrong_kv_dir(fake: FakeLlama, tmp_path: Path) -> None:
         assert watched.store is not None
         await watched.store.load()
         task = group.create_task(watched.monitor.run())
-        await watched.until("prepare", "up")
+        await watched.until("prepare", "prepare", "up")
         task.cancel()
         await watched.store.aclose()
 
@@ -342,12 +348,12 @@ async def test_wrong_kv_dir(fake: FakeLlama, tmp_path: Path) -> None:
 
 async def test_content_of_slots_survives_the_look(fake: FakeLlama, watched: Watched) -> None:
     """The borrowed slot gets its content back when both slots hold content."""
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     for slot in fake.slots:
         slot.tokens, slot.id_task = list(b"mine" * (slot.index + 2)), 1
     fake.marker = "another process"
     watched.monitor.doubt()
-    await watched.until("prepare", "up", "down", "prepare", "up")
+    await watched.until("prepare", "prepare", "up", "down", "prepare", "prepare", "up")
 
     assert [bytes(slot.tokens) for slot in fake.slots] == [b"mine" * 2, b"mine" * 3]
     assert [status.n_tokens for status in watched.up[1].slots] == [8, 12]
@@ -372,17 +378,17 @@ async def busy(fake: FakeLlama) -> FakeLlama:
 
 async def test_what_was_busy_is_tried_later(busy: FakeLlama, watched: Watched) -> None:
     """The later probe uses only slots that the engine lends."""
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     assert watched.up[0].info.kv_dir is None
     assert "busy" in (watched.up[0].probe.problem or "")
     busy.slots[1].busy = False
     await looks(watched, busy, 10)
-    await watched.until("prepare", "up", "borrow")  # no slot can be lent
+    await watched.until("prepare", "prepare", "up", "borrow")  # no slot can be lent
     assert busy.counts == {}
 
     watched.lent = {1}
     await looks(watched, busy, 10)
-    await watched.until("prepare", "up", "borrow", "borrow", "prepare", "probed")
+    await watched.until("prepare", "prepare", "up", "borrow", "borrow", "prepare", "probed")
     info = watched.up[1].info
     assert (info.kv_dir is not None, info.memory_kind) == (True, MemoryKind.FULL)
     assert {slot for _, slot in busy.counts} == {1}
@@ -398,14 +404,14 @@ async def test_a_probe_that_fails_on_a_server_that_answers(
     """The backend serves without snapshots, and is probed again."""
     fake.faults.refuses = "no such sampler"
     watched.monitor.doubt()
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     assert watched.up[0].info.kv_dir is None
     assert "no such sampler" in (watched.up[0].probe.problem or "")
 
     fake.faults.refuses = ""
     watched.lent = {0, 1}
     await looks(watched, fake, 10)
-    await watched.until("prepare", "up", "borrow", "prepare", "probed")
+    await watched.until("prepare", "prepare", "up", "borrow", "prepare", "probed")
     assert watched.up[1].info.kv_dir is not None
 
 
@@ -413,7 +419,7 @@ async def test_adapters_are_asked_for_only_where_there_are_some(
     fake: FakeLlama, watched: Watched
 ) -> None:
     """The server answers between its batches only, so each question may wait for seconds."""
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     asked = fake.seen.count(("GET", "/lora-adapters"))
     await looks(watched, fake, 3)
 
@@ -422,10 +428,10 @@ async def test_adapters_are_asked_for_only_where_there_are_some(
 
 async def test_slot_that_is_lent_but_busy_is_left_alone(busy: FakeLlama, watched: Watched) -> None:
     """Another client came in between: the probe is tried later."""
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     watched.lent = {0, 1}
     await looks(watched, busy, 10)
-    await watched.until("prepare", "up", "borrow", "prepare", "probed")
+    await watched.until("prepare", "prepare", "up", "borrow", "prepare", "probed")
 
     assert watched.up[1].info.kv_dir is None
     assert busy.counts == {}
@@ -433,13 +439,13 @@ async def test_slot_that_is_lent_but_busy_is_left_alone(busy: FakeLlama, watched
 
 async def test_backend_that_dies_while_it_is_tried(busy: FakeLlama, watched: Watched) -> None:
     """Requests of the probe may still run in the lent slots: the whole backend is given up."""
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     busy.slots[0].busy, watched.lent = False, {0}
     busy.action_gate.clear()
     await looks(watched, busy, 10)
     await busy.until(lambda: busy.actions_waiting == 1)
     await busy.go_down()
-    await watched.until("prepare", "up", "borrow", "down")
+    await watched.until("prepare", "prepare", "up", "borrow", "down")
 
     assert watched.monitor.attached is None
 
@@ -448,7 +454,7 @@ async def test_a_server_under_two_names_is_used_under_one(
     fake: FakeLlama, watched: Watched
 ) -> None:
     """Two backends on one server would send requests to each other's idle slots."""
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     async with Connections() as connections, asyncio.TaskGroup() as group:
         twin = Watched(fake, connections, None, "b", watched.drivers)
         task = group.create_task(twin.monitor.run())
@@ -460,57 +466,57 @@ async def test_a_server_under_two_names_is_used_under_one(
         assert [line["event"] for line in logs] == ["backend_down"]
 
         await watched.monitor.check_again()
-        assert watched.said == ["prepare", "up"]
+        assert watched.said == ["prepare", "prepare", "up"]
         watched.monitor.detach()
         await twin.monitor.check_again()
-        assert twin.said == ["prepare", "up"]
+        assert twin.said == ["prepare", "prepare", "up"]
         task.cancel()
 
 
 async def test_after_a_restart_each_has_its_own(fake: FakeLlama, watched: Watched) -> None:
     """The first monitor to see the new process takes it; the other one releases the old."""
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     fake.marker = "<__media_another__>"
     ((_, path, build),) = watched.drivers.held_s()
     another = (fake.marker, path, build)
     watched.drivers.take(another, BackendId("b"))
     await watched.monitor.check_again()
-    assert watched.said == ["prepare", "up", "down"]
+    assert watched.said == ["prepare", "prepare", "up", "down"]
     assert list(watched.drivers.held_s()) == [another]
 
     watched.drivers.release(BackendId("b"))
     await watched.monitor.check_again()
-    assert watched.said == ["prepare", "up", "down", "prepare", "up"]
+    assert watched.said == ["prepare", "prepare", "up", "down", "prepare", "prepare", "up"]
 
 
 async def test_servers_that_do_not_tell_which_they_are(fake: FakeLlama, watched: Watched) -> None:
     """Older servers all report the same marker, and are different servers all the same."""
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     fake.marker = "<__media__>"
     ((_, path, build),) = watched.drivers.held_s()
     watched.drivers.take((fake.marker, path, build), BackendId("b"))
     await watched.monitor.check_again()
-    assert watched.said == ["prepare", "up", "down", "prepare", "up"]
+    assert watched.said == ["prepare", "prepare", "up", "down", "prepare", "prepare", "up"]
 
 
 async def test_servers_of_two_models_with_one_marker_are_two(
     fake: FakeLlama, watched: Watched
 ) -> None:
     """An operator may set one LLAMA_MEDIA_MARKER for all servers."""
-    await watched.until("prepare", "up")
+    await watched.until("prepare", "prepare", "up")
     ((_, _, build),) = watched.drivers.held_s()
     fake.marker = "<__theirs__>"
     watched.drivers.take((fake.marker, "another.gguf", build), BackendId("b"))
     await watched.monitor.check_again()
-    assert watched.said == ["prepare", "up", "down", "prepare", "up"]
+    assert watched.said == ["prepare", "prepare", "up", "down", "prepare", "prepare", "up"]
 
 
 @pytest.fixture
 async def late(
     monkeypatch: pytest.MonkeyPatch, fake: FakeLlama, tmp_path: Path
 ) -> AsyncIterator[Watched]:
-    """Yield a monitor with a probe that is late at once."""
-    monkeypatch.setattr(monitor_module, "GRACE_S", -1.0)
+    """Yield a monitor of a backend that a request waits for, with a probe that is late at once."""
+    monkeypatch.setattr("router.llama.attach.monitor.GRACE_S", -1.0)
     async with Connections() as connections, asyncio.TaskGroup() as group:
         made = Watched(fake, connections, tmp_path)
         assert made.store is not None
@@ -538,18 +544,27 @@ async def test_a_probe_makes_way_for_a_request_that_waits(late: Watched) -> None
     assert late.up[-1].info.kv_dir is not None
 
 
-async def test_a_probe_that_is_put_off_gives_its_slots_back(late: Watched) -> None:
-    """It is tried again at each check, and no longer put off after three times."""
+async def test_probe_goes_on_with_the_step_that_it_left(late: Watched) -> None:
+    """It gives its slots back each time, and makes a step in three tries at most."""
     await late.until("prepare", "up")
     late.lent = {0, 1}
     said = ["prepare", "up"]
-    for _ in range(2):
+    while late.up[-1].probe.untried:
         late.monitor.doubt()
         said += ["borrow", "probed"]
-        await late.until(*said)
-        assert late.up[-1].probe.untried
+        await late.changed_to(len(said))
 
-    late.monitor.doubt()
-    await late.until(*said, "borrow", "prepare", "probed")
+    tries = late.said.count("borrow")
+    assert late.said[-2:] == ["prepare", "probed"]
+    assert 10 < tries <= 3 * 10
+    assert late.up[-1].info.memory_kind is MemoryKind.FULL
 
+
+async def test_probe_for_a_backend_that_ends_gives_way_to_nobody(late: Watched) -> None:
+    await late.until("prepare", "up")
+    late.lent = {0, 1}
+
+    late.monitor.prove()
+
+    await late.until("prepare", "up", "borrow", "prepare", "probed")
     assert not late.up[-1].probe.untried

@@ -16,6 +16,7 @@ from router.base.types import BackendId, KvDir, MemoryKind, Namespace, Reported,
 from router.llama.attach import probe
 from router.llama.attach.attached import Attached
 from router.llama.attach.monitor import attach
+from router.llama.attach.probe import Probe
 from router.llama.attach.probe_result import MOVES_CHUNKS, NO_KV, SWA_FULL, WRONG_ENDING, Padding
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
@@ -55,7 +56,12 @@ async def examine(client: LlamaClient, folder: Path, *known: Namespace) -> Attac
     await store.load()
     try:
         return await attach(
-            client, await client.props(), kv_dir=kv_dir, store=store, known=set(known)
+            client,
+            await client.props(),
+            kv_dir=kv_dir,
+            store=store,
+            probe=Probe(client, store, kv_dir),
+            known=set(known),
         )
     finally:
         await store.aclose()

@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from router.base.decoding import msgpack_decoder
+from router.llama.attach.proofs import NAME as PROOFS
 from tests.support.conversations.conversing import differs_in_earnest
 from tests.support.conversations.prompts import Json
 from tests.support.servers.llama_server import LlamaServer
@@ -85,7 +86,7 @@ async def _differences(
         records = _records(kv_dir)
         recorded |= records
         named = {f"kvf-{name}.{kind}" for name in records for kind in ("kv", "json")}
-        owned = named | foreign | {LOCK}
+        owned = named | foreign | {LOCK, PROOFS}
         owned |= {name for name in os.listdir(kv_dir) if name.endswith(".journal")}
         others = set(os.listdir(kv_dir)) - owned
         aside = {name for name in others if _SET_ASIDE.fullmatch(name)}

@@ -353,6 +353,8 @@ class World:
                 self.released.add(effect.backend)
             case ef.StartServer() | ef.StopServer() | ef.ModelReady() | ef.Limited():
                 raise AssertionError("no servers on demand here")
+            case ef.Prove():
+                raise AssertionError("all servers here are probed")
             case ef.Quarantine():
                 assert effect.snapshot.id not in self.gone, "quarantined twice"
                 self.gone.add(effect.snapshot.id)

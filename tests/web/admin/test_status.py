@@ -53,6 +53,21 @@ async def test_state(fake: FakeLlama, kvferry: RunningRouter) -> None:
     assert PROMPT not in str(state)
 
 
+async def test_server_that_is_probed_is_healthy_and_serves(fake: FakeLlama, tmp_path: Path) -> None:
+    """A probe on a slow machine takes half a minute; the first request does not wait for it."""
+    fake.action_gate.clear()
+    async with running([("a", fake.url)], tmp_path, wait_for=()) as kvferry:
+        await fake.until(lambda: fake.actions_waiting > 0)
+        health = await kvferry.get("/kvferry/health")
+        answer = await kvferry.complete(PROMPT)
+        fake.action_gate.set()
+        await kvferry.until(lambda state: state["backends"][0]["snapshots"])
+
+    assert (health.status, health.json["status"]) == (200, "ok")
+    assert health.json["backends"] == {"a": "it answers, and is probed before its first request"}
+    assert answer.status == 200
+
+
 async def test_queue_is_shown(fake: FakeLlama, kvferry: RunningRouter) -> None:
     fake.decode_gate.clear()
     async with asyncio.TaskGroup() as group:
