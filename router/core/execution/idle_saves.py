@@ -70,10 +70,11 @@ def save_for_host(state: State, slot_id: SlotId, now: float) -> None:
 
 
 def never_save(state: State, tenant: Tenant) -> None:
-    """Save nothing that idle slots have of a tenant, with whatever salt."""
+    """Keep nothing that idle slots have of a tenant, or are being saved of it, with any salt."""
     for backend in state.inventory.backends.values():
         for slot in backend.slots:
-            if slot.phase is Phase.IDLE and is_of(slot.content.tenant, tenant):
+            at_rest = slot.phase is Phase.IDLE or bool(slot.work.saving)
+            if at_rest and is_of(slot.content.tenant, tenant):
                 slot.hold(replace(slot.content, savable=False))
 
 

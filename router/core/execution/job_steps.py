@@ -46,7 +46,7 @@ from router.core.model.jobs import (
 )
 from router.core.model.memory_kinds import goes_back
 from router.core.model.server_placement import SlotClaim
-from router.core.model.slots import NOTHING, UNKNOWN, Content, Resident, Slot
+from router.core.model.slots import EMPTY_SLOT, NOTHING, UNKNOWN, Content, Resident, Slot
 from router.core.model.tenancy import model_of, namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.branch_saves import branch_save_pays
@@ -198,9 +198,10 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
     job = state.inventory.jobs.get(event.request)
     held = job is not None and job.lease_of(event.slot) is not None
     # Without a lease the slot may be gone, or another one by now.
-    keep_s = state.inventory.slots[event.slot].content.keep_s if held else 0.0
-    if info is None or info.namespace != model_of(snapshot.namespace):
-        # The backend went away during the save: nothing vouches for the file.
+    content = state.inventory.slots[event.slot].content if held else EMPTY_SLOT
+    if info is None or info.namespace != model_of(snapshot.namespace) or not content.savable:
+        # The backend went away during the save, so nothing vouches for the file, or its tenant was
+        # purged.
         state.delete([snapshot])
     else:
         backend = state.inventory.backends[info.id]
@@ -209,7 +210,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
         backend.rates.observe_save(
             len(snapshot), snapshot.size_bytes, event.seconds, event.handling_s
         )
-        state.keep(snapshot, info.memory_kind, now=now, keep_s=keep_s)
+        state.keep(snapshot, info.memory_kind, now=now, keep_s=content.keep_s)
         if not snapshot.shape.useful:
             # Shorter than the window, which the probe has not seen to its end: save none so short.
             window = max(info.window, len(snapshot))

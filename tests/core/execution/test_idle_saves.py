@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from router.base.types import Prompt, RequestId, SlotId, SlotStatus, SnapshotId, Tenant
 from router.core.execution.idle_saves import wakeup
 from router.core.model import events as ev
-from router.core.model.effects import Save, SaveReason
+from router.core.model.effects import Delete, Save, SaveReason
 from router.core.model.policy import PolicyName
 from tests.support.scheduler.build import (
     A0,
@@ -64,6 +64,19 @@ def test_what_a_purged_tenant_has_in_idle_slots_is_not_saved() -> None:
     assert save.slot == SlotId(A, 2)
     assert s.handle(ev.SaveFailed(save.request, save.slot, "disk full"), NOW) == []
     assert s.handle(ev.Tick(), NOW + 1000) == []
+
+
+def test_what_is_being_saved_of_a_purged_tenant_is_deleted() -> None:
+    """Regression: the operator was told a count, and the transcript stayed on disk."""
+    s = scheduler(backend("a", 1), holding={A0: LONG})
+    slot(s, A0).hold(replace(slot(s, A0).content, tenant=Tenant("alice~salt")))
+    assert names(s.handle(ev.Tick(), NOW)) == ["Save"]
+    s.handle(ev.TenantPurged(Tenant("alice")), NOW)
+
+    made = snapshot("s", LONG)
+    assert s.handle(ev.Saved(SAVE_1, A0, made, 0.001), NOW) == [Delete(made)]
+    assert s.handle(ev.Tick(), NOW + 1000) == []
+    assert SnapshotId("s") not in s.state.inventory.catalog
 
 
 def test_a_save_is_no_use_of_a_slot_and_a_request_is() -> None:
