@@ -231,12 +231,11 @@ class Fetching:
             fetch = self._under_way[key] = _UnderWay()
 
             async def work() -> None:
-                try:
-                    fetch.snapshot = await self._fetched(holder, request, info, way)
-                finally:
-                    del self._under_way[key]
+                fetch.snapshot = await self._fetched(holder, request, info, way)
 
             fetch.task = spawn(work(), name=f"fetch from {holder.name}")
+            # Not within the task: one that is cancelled before its first step does not run.
+            fetch.task.add_done_callback(lambda _: self._under_way.pop(key))
         assert fetch.task is not None
         fetch.n_waiting += 1
         try:
