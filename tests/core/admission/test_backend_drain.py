@@ -111,7 +111,7 @@ def test_probe_that_fails_holds_up_no_drain(answer: ev.Event) -> None:
     assert s.handle(answer, NOW) == [Detach(A)]
 
 
-def test_unprobed_backend_with_nothing_worth_a_save_is_detached_at_once() -> None:
+def test_unprobed_backend_with_too_little_is_detached_at_once() -> None:
     s, _ = unprobed(run_of(50))
     s.state.inventory.catalog.limits = LARGE
 
