@@ -16,7 +16,7 @@ from router.base.decoding import UndecodableError, json_bytes
 from router.base.errors import BadRequestError
 from router.base.tokens import Tokens, pack, pieces, unpack
 from router.llama import json_offload
-from router.llama.bodies.anthropic import anthropic_to_chat
+from router.llama.bodies.anthropic import BILLING_PREFIX, anthropic_to_chat, without_stamp
 from router.llama.bodies.cache_hints import NO_HINTS, CacheHints, hints_of
 from router.llama.bodies.filters import NO_FILTERS, Filters, filtered
 from router.llama.bodies.responses import responses_to_chat
@@ -141,6 +141,9 @@ def parse_completion(
     """
     body = parse_body(raw)
     changed = filtered(body, filters) if filters else None
+    if shape is Shape.CHAT and BILLING_PREFIX in raw:
+        unstamped = without_stamp(body if changed is None else changed)
+        changed = changed if unstamped is None else unstamped
     parsed = parse_request(shape, body if changed is None else changed)
     sent = raw if changed is None else json_bytes(changed)
     if isinstance(parsed.prompt_source, TokenPrompt):

@@ -89,6 +89,33 @@ def normalize_billing_header(text: str) -> str:
     return text
 
 
+def without_stamp(body: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a chat body whose first message has no changing stamp; None: it has none anyway.
+
+    LiteLLM and converters pass on Claude Code's system prompt as a chat's, and the server replaces
+    the stamp on /v1/messages only: each request would be another prompt from its beginning.
+    """
+    messages = body.get("messages")
+    first = messages[0] if isinstance(messages, list) and messages else None
+    if not isinstance(messages, list) or not isinstance(first, dict):
+        return None
+    content = first.get("content")
+    if isinstance(content, str):
+        changed: object = normalize_billing_header(content)
+    elif isinstance(content, list):
+        changed = [
+            block | {"text": normalize_billing_header(text)}
+            if isinstance(block, dict) and (text := _text(block, "text"))
+            else block
+            for block in content
+        ]
+    else:
+        return None
+    if changed == content or first.get("role") not in ("system", "developer"):
+        return None
+    return body | {"messages": [first | {"content": changed}, *messages[1:]]}
+
+
 def _convert_message(message: object) -> list[Any]:
     """Convert one message to at most one of its own role, then one for each tool result."""
     if not isinstance(message, dict):

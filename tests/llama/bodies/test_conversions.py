@@ -21,7 +21,13 @@ from router.llama.bodies.anthropic import (
 )
 from router.llama.replies import ids_from, prompt_from
 from router.llama.routes import Shape
-from router.llama.wire import ChatPrompt, UnknownPrompt, parse_request, tokenize_body
+from router.llama.wire import (
+    ChatPrompt,
+    UnknownPrompt,
+    parse_completion,
+    parse_request,
+    tokenize_body,
+)
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import CHAT_TEMPLATE, tiny_model
 from tests.support.paths import TEMPLATES
@@ -397,6 +403,25 @@ def test_arguments_are_written_as_the_server_writes_them(value: object, written:
 def test_billing_stamp(given: str, expected: str) -> None:
     """Only a prompt that begins with the header is changed, and only its first stamp."""
     assert expected == normalize_billing_header(given)
+
+
+def test_stamp_of_a_chat_is_replaced_as_on_messages() -> None:
+    """Regression: of 1,569 tokens 1,532 were computed for each request of a converter."""
+    fixed = BILLING.replace("a5145", "fffff")
+    for content, expected in ((BILLING, fixed), ([text(BILLING)], [text(fixed)])):
+        body = {"messages": [{"role": "system", "content": content}, user()], "n": 1}
+        parsed, sent = parse_completion(Shape.CHAT, orjson.dumps(body))
+        wanted = body | {"messages": [{"role": "system", "content": expected}, user()]}
+        assert orjson.loads(sent) == wanted
+        assert parsed.body["messages"] == wanted["messages"]
+
+
+@pytest.mark.parametrize(
+    "message", [user(BILLING), {"role": "system", "content": " " + BILLING}, {"role": "system"}, 3]
+)
+def test_body_without_a_stamp_in_front_is_sent_as_it_came(message: object) -> None:
+    raw = orjson.dumps({"messages": [message, user(BILLING)]})
+    assert parse_completion(Shape.CHAT, raw)[1] is raw
 
 
 @pytest.mark.parametrize("depth", [300, 480, 900])
