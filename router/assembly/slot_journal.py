@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -55,11 +56,14 @@ class SlotJournal:
 
         What changes in a slot afterwards is noted as before.
         """
-        for kv_dir in self._store.kv_dirs:
-            try:
-                await self._store.journal(kv_dir, partial(erase_entries, kv_dir))
-            except KvError as error:
-                log.warning("slot_journal_not_erased", kv_dir=kv_dir, reason=str(error))
+        async with AsyncExitStack() as stack:
+            for lock in tuple(self._writing.values()):  # a write under way would put its file back
+                await stack.enter_async_context(lock)
+            for kv_dir in self._store.kv_dirs:
+                try:
+                    await self._store.journal(kv_dir, partial(erase_entries, kv_dir))
+                except KvError as error:
+                    log.warning("slot_journal_not_erased", kv_dir=kv_dir, reason=str(error))
 
     def _lock(self, backend: BackendId) -> asyncio.Lock:
         return self._writing.setdefault(backend, asyncio.Lock())
