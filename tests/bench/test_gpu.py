@@ -51,12 +51,14 @@ def test_all_parts_run_on_cpus_and_write_tables(tmp_path: Path) -> None:
     ways = {(row["model"], row["KV"], row["way"]): row for row in reports["answers"]["rows"]}
     assert len(ways) == 3 * 2 * 4
     equal = "of 32 tokens equal"
-    for (model, kv, way), row in ways.items():
+    for (_, _, way), row in ways.items():
         if way == "restored by kvferry":
             assert row["computed"] < row["prompt"] / 4
-            assert row[equal] >= ways[model, kv, "in two requests"][equal]
+            assert row["logprob differs by"] < 0.3
+            assert row[equal] >= 1
         if way == "another prompt":  # else the comparison proves nothing
             assert row[equal] < 32
+            assert (row["logprob differs by"] or 1.0) > 0.3
 
 
 @pytest.fixture
