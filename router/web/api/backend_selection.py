@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Set
+from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -28,6 +29,8 @@ from router.llama.attach.monitor import Monitor
 from router.llama.client import LlamaClient
 from router.llama.wire import ParsedRequest
 from router.prompts.reader import PromptReader
+
+_LOOKS_S = 0.25
 
 
 class BackendSelection:
@@ -214,6 +217,34 @@ class BackendSelection:
             raise NoBackendError("no backend for this model is up") from None
         finally:
             self.waiting -= 1
+
+    @property
+    def is_attaching(self) -> bool:
+        """Return whether no backend is up and one will be in a moment: its server answers."""
+        if self._engine.infos or self._stopping:
+            return False
+        return any(one.is_ready and one.attached is None for one in self.monitors.values())
+
+    async def until_attached(self) -> None:
+        """Wait while a backend is being attached: before, no name of a model is known.
+
+        A first probe gives way to whoever waits.
+        """
+        self.waiting += 1
+        try:
+            # When it is over, whoever needs a backend says that there is none.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._engine.view.queue_limits.no_backend_s):
+                    while self.is_attaching:
+                        await self._next_look()
+        finally:
+            self.waiting -= 1
+
+    async def _next_look(self) -> None:
+        """Wait until a backend is up, or for a moment: an attach that fails is no news."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOKS_S):
+                await self._news.wait()
 
     def is_waited_for(self, backend: BackendId) -> bool:
         """Return whether a request waits that the backend could serve with a slot more."""

@@ -197,6 +197,8 @@ class Completions:
 
     async def describe(self, call: Call) -> None:
         """Set the request for the scheduler, and its reader. Raises ModelNotFoundError."""
+        if self._selection.is_attaching:
+            await self._selection.until_attached()
         model, parsed = self._selection.resolve(call.model), call.parsed
         if parsed is None:
             call.request = self._not_a_completion(call, model)

@@ -54,6 +54,8 @@ class Passing:
         answer = await self._elsewhere.if_only_there(call)
         if answer is not None:
             return answer
+        if self._selection.is_attaching:
+            await self._selection.until_attached()
         model = self._selection.resolve(call.model)
         looks = call.http.method in ("GET", "HEAD")
         try:

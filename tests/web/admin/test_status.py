@@ -59,13 +59,17 @@ async def test_server_that_is_probed_is_healthy_and_serves(fake: FakeLlama, tmp_
     async with running([("a", fake.url)], tmp_path, wait_for=()) as kvferry:
         await fake.until(lambda: fake.actions_waiting > 0)
         health = await kvferry.get("/kvferry/health")
-        answer = await kvferry.complete(PROMPT)
+        models, answer, embedding = await asyncio.gather(
+            kvferry.get("/v1/models"),
+            kvferry.complete(PROMPT),
+            kvferry.post("/v1/embeddings", {"input": "x", "model": "any"}),
+        )
         fake.action_gate.set()
         await kvferry.until(lambda state: state["backends"][0]["snapshots"])
 
     assert (health.status, health.json["status"]) == (200, "ok")
     assert health.json["backends"] == {"a": "it answers, and is probed before its first request"}
-    assert answer.status == 200
+    assert (models.status, answer.status, embedding.status) == (200, 200, 200)
 
 
 async def test_queue_is_shown(fake: FakeLlama, kvferry: RunningRouter) -> None:
