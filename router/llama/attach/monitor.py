@@ -312,6 +312,7 @@ class Monitor:
             if self._listener.recall(self.client.id, props, await self.client.models()) is None:
                 unprobed = await self._learn_unprobed(props)
             attached = await self._learn(props, None)
+            self._end_probe(attached)
         except ProbePutOffError:
             self._put_off = True
             if unprobed is None or unprobed.kept:  # the probe may have used one of these slots
@@ -368,10 +369,16 @@ class Monitor:
             # Probe requests may still run in the slots: only attaching anew is safe.
             self._lose()
             raise
-        kept, self._probe = self._kept(borrowed), None
+        kept = self._kept(borrowed)
+        self._end_probe(attached)
         self.attached = attached
         _log_attached("backend_probed", attached)
         self._listener.probed(attached, kept)
+
+    def _end_probe(self, attached: Attached) -> None:
+        """Forget the probe if it has come to its end."""
+        if not attached.probe.untried:
+            self._probe = None
 
     def _kept(self, borrowed: Collection[int]) -> frozenset[int]:
         """Return the borrowed slots that the probe has left as they were."""
@@ -405,8 +412,6 @@ class Monitor:
             if only is not None
             else await self._listener.recall_slots(self.client.id, self._kv_dir, props),
         )
-        if not attached.probe.untried and only is None:
-            self._probe = None
         namespace, infill = attached.info.namespace, attached.probe.infill
         await self._listener.prepare(self.client, props, namespace, infill, attached.recalled)
         return attached

@@ -119,6 +119,7 @@ class Probe:
         `makes_way`: whether it is time to leave the slots to a request.
         """
         found, slot = self._found, _idle(slots)
+        self.touched = set()
         if slot is None:
             problem = "every slot was busy; the router probes it again later"
             return ProbeResult(problem=problem, untried=True)
@@ -130,7 +131,8 @@ class Probe:
             self._tries += 1
             raise ProbePutOffError
         keep = await put_aside(self._client, store, kv_dir, slot)
-        self.touched, put_off = {slot.index}, False
+        self.touched.add(slot.index)
+        put_off = False
         try:
             while self._done < len(self._steps):
                 stays = self._tries >= _TRIES or (keep is not None and not self._proved)

@@ -47,6 +47,7 @@ class Watched:
         self.said: list[str] = []
         self.up: list[Attached] = []
         self.lent: set[int] = set()
+        self.kept: frozenset[int] = frozenset()
         self.waited_for = False
         self.changed = asyncio.Event()
         self.drivers = Drivers(lambda: 0.0) if drivers is None else drivers
@@ -96,6 +97,7 @@ class Reports:
 
     def probed(self, attached: Attached, kept: frozenset[int]) -> None:
         self.watched.up.append(attached)
+        self.watched.kept = kept
         self.watched.say("probed")
 
     def misnamed(self, *_: object) -> None: ...
@@ -558,6 +560,23 @@ async def test_probe_goes_on_with_the_step_that_it_left(late: Watched) -> None:
     assert late.said[-2:] == ["prepare", "probed"]
     assert 10 < tries <= 3 * 10
     assert late.up[-1].info.memory_kind is MemoryKind.FULL
+
+
+async def test_slots_that_a_probe_did_not_touch_are_kept(late: Watched, fake: FakeLlama) -> None:
+    """Also those of a probe that gives way at once after one that used a slot."""
+    await late.until("prepare", "up")
+    late.lent, late.waited_for = {0, 1}, False
+    fake.action_gate.clear()
+    late.monitor.doubt()
+    await fake.until(lambda: fake.actions_waiting == 1)
+    late.waited_for = True
+    await late.changed_to(4)
+    assert late.kept == {1}
+
+    late.monitor.doubt()
+    await late.changed_to(6)
+    assert late.kept == {0, 1}
+    fake.action_gate.set()
 
 
 async def test_probe_for_a_backend_that_ends_gives_way_to_nobody(late: Watched) -> None:
