@@ -49,16 +49,21 @@ def _number(package: Path) -> str:
     return found[1] if found else "0"
 
 
+def said(*command: str) -> str:
+    """Return what a program prints; empty if it is not there, fails or hangs."""
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout if found.returncode == 0 else ""
+
+
 def card_facts() -> dict[str, str]:
     """Return name, driver and compute capability of the first card; empty if there is none."""
     fields = ("name", "driver_version", "compute_cap", "memory.total", "pcie.link.gen.max")
-    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    except OSError:
-        return {}
-    line = found.stdout.splitlines()[:1] if found.returncode == 0 else []
-    return dict(zip(fields, map(str.strip, line[0].split(",")), strict=False)) if line else {}
+    lines = said("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
+    first = lines.partition("\n")[0]
+    return dict(zip(fields, map(str.strip, first.split(",")), strict=False)) if first else {}
 
 
 def _cuda_flags() -> Iterator[str]:
@@ -119,7 +124,6 @@ def _site_packages() -> Iterator[Path]:
 def _driver_libraries(toolkit: Path) -> Iterator[Path]:
     """Yield libraries of the driver: one to link against, or the one that runs."""
     yield from toolkit.glob("**/stubs/libcuda.so")
-    listed = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True)
-    yield from map(Path, re.findall(r"libcuda\.so\S*.*=> (\S+)", listed.stdout))
+    yield from map(Path, re.findall(r"libcuda\.so\S*.*=> (\S+)", said("ldconfig", "-p")))
     for folder in map(Path, _DRIVER_FOLDERS):
         yield from sorted(folder.glob("libcuda.so*"))

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from bench.gpu.build import BuildError, build, card_facts, find_nvcc
+from bench.gpu.build import BuildError, build, card_facts, find_nvcc, said
 from bench.gpu.models import CARD, SMALL, write_model
 from bench.gpu.page import tables
 from router.servers.program import ServerNotFoundError, find_server
@@ -171,20 +171,15 @@ class Run:
         return into / "bin" / "llama-server"
 
     def _facts(self, server: Path | None) -> Json:
-        argv = [str(server)] if server else [sys.executable, "-m", "router.servers.prebuilt"]
-        said = subprocess.run([*argv, "--version"], capture_output=True, text=True)
-        version = [line for line in (said.stderr + said.stdout).splitlines() if "version" in line]
+        told = "" if server is None else said("sh", "-c", f"'{server}' --version 2>&1")
+        version = [line for line in told.splitlines() if "version" in line]
         nvcc = find_nvcc()
-        compiler = (
-            subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-            if nvcc
-            else ""
-        )
+        compiler = "" if nvcc is None or self._options.cpu else said(str(nvcc), "--version")
         return {
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "commit": _commit(),
             "card": {} if self._options.cpu else card_facts(),
-            "cuda": compiler.splitlines()[-1] if compiler and not self._options.cpu else "",
+            "cuda": compiler.splitlines()[-1] if compiler else "",
             "llama-server": version[0] if version else "the wheel's",
             "cores": os.cpu_count(),
             "python": platform.python_version(),
@@ -327,10 +322,7 @@ def _unpacked(archive: Path, into: Path) -> Path:
 
 
 def _commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
-    return found.stdout.strip() or "unknown"
+    return said("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD").strip() or "unknown"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
