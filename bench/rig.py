@@ -12,10 +12,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.client import Client, until
 from router.servers.program import family, free_port
 from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.llama_server import LlamaServer
@@ -164,7 +165,14 @@ async def kvferry(
     argv = [*under, sys.executable, *start, "serve", "--config", str(config)]
     url = f"http://127.0.0.1:{port}"
     async with started(name, argv, url, "/kvferry/health", folder) as proxy:
+        await asyncio.to_thread(_until_probed, url)
         yield proxy
+
+
+def _until_probed(url: str) -> None:
+    """Wait for the probes, which the first requests of a bench would put off."""
+    with closing(Client(url)) as client:
+        until(lambda: all(b.get("probed") for b in client.get("/kvferry/state").json()["backends"]))
 
 
 @asynccontextmanager

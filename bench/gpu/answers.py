@@ -106,7 +106,6 @@ def _restored(url: str, backend: str, n_tokens: int) -> Json:
     """Return the answer on a server that never saw the prompt, when the other one is drained."""
     client, counter = Client(url), Client(backend)
     prompt, longer = _prompts(counter, n_tokens)
-    until(lambda: all(each.get("snapshots") for each in _state(client)["backends"]))
     _answer(client, prompt, None)
     held = max(_state(client)["slots"], key=lambda slot: int(slot["resident_tokens"] or 0))
     client.post(f"/kvferry/backends/{held['backend']}/drain", {})

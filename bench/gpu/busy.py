@@ -16,7 +16,7 @@ from time import perf_counter
 import aiohttp
 
 from bench import rig
-from bench.client import Client, Json, until
+from bench.client import Client, Json
 from bench.conversation import prompt_of
 from bench.gpu.streams import streaming
 from bench.report import Report, arguments_of, run_bench
@@ -60,19 +60,11 @@ async def measure(options: argparse.Namespace) -> Report:
             if contender == KVFERRY:
                 way = rig.kvferry(contender, [server.url], home, kv_dir=home / "kv")
                 url = (await stack.enter_async_context(way)).url
-                await asyncio.to_thread(_until_probed, url)
             session = await stack.enter_async_context(aiohttp.ClientSession())
             for number, n_tokens in enumerate(lengths):
                 prompt = await asyncio.to_thread(_prompt, server.url, n_tokens, number)
                 report.add(contender, n_tokens, *await _twice(session, url, prompt))
     return report
-
-
-def _until_probed(url: str) -> None:
-    with closing(Client(url)) as client:
-        until(
-            lambda: all(b.get("snapshots") for b in client.get("/kvferry/state").json()["backends"])
-        )
 
 
 def _prompt(url: str, n_tokens: int, seed: int) -> list[int]:

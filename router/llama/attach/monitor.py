@@ -4,9 +4,8 @@ Reports to the engine when a backend comes up or goes down; the engine decides w
 """
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,25 +14,20 @@ from msgspec.structs import replace
 
 from router.base.errors import (
     BackendError,
-    BackendRefusedError,
     BackendTimeoutError,
     KvError,
     ProbePutOffError,
     TwinError,
 )
 from router.base.ports import SnapshotStore
-from router.base.types import BackendInfo, KvDir, MemoryKind, Namespace, SlotStatus
+from router.base.types import KvDir
 from router.llama.attach.attached import Attached, BackendListener
 from router.llama.attach.diagnosis import Trouble, unusable
 from router.llama.attach.drivers import Drivers
-from router.llama.attach.model_file import model_digest
-from router.llama.attach.namespace import digest, is_same, namespace
-from router.llama.attach.probe import Probe, is_still_so
-from router.llama.attach.probe_result import ProbeResult
+from router.llama.attach.learning import attach, has_adapters, nothing_known, slots_of
+from router.llama.attach.probe import Probe
 from router.llama.client import LlamaClient
-from router.llama.replies import ModelsInfo, Props
-from router.store.format.head import VERSION
-from router.store.slot_journal import JournalEntry
+from router.llama.replies import Props
 
 log = structlog.get_logger(__name__)
 
@@ -44,6 +38,9 @@ _PROBE_AGAIN_CHECKS = 10
 # The first probe of a process may take so many seconds before it gives way to a request: one of a
 # small model takes 0.3 s, and saves it a prefill where a snapshot fits.
 GRACE_S = 0.8
+# After so many times that it gave way, it takes as long again each time. Without that a server that
+# is asked all the time would be probed for a minute.
+_PUT_OFF_MOST = 3
 # With more than one poll of the slots a second, a server does not notice abandoned requests
 # (llama-server.md section 5.6).
 _STRANGERS_INTERVAL_S = 1.5
@@ -77,13 +74,6 @@ class MonitorSettings:
     tenants: bool = False  # tenants are kept apart
 
 
-# Returns what a probe of an equal process found; None: there was none.
-Recall = Callable[[Props, ModelsInfo], ProbeResult | None]
-
-
-def _nothing(*_: object) -> None: ...
-
-
 class Monitor:
     """Monitor of one backend: call `run`, until cancelled."""
 
@@ -102,7 +92,7 @@ class Monitor:
         """Set up the monitor. `drivers` is shared by all monitors."""
         self._listener = listener
         self._probe: Probe | None = None  # of this process; it may have been put off
-        self._put_off = False  # the probe gave way to a request, and goes on at the next check
+        self._put_offs = 0  # the probe gave way to requests, and goes on at the next check
         self._wants_proof = False  # the backend is to end: the next probe gives way to nobody
         self._gives_way = True  # the present one
         self._patient_until = 0.0  # loop time: it does not give way before
@@ -240,7 +230,7 @@ class Monitor:
         elif self.attached.probe.untried:
             self._checks_since_probe += 1
             due = self._checks_since_probe >= _PROBE_AGAIN_CHECKS
-            if self._put_off or self._wants_proof or due:
+            if self._put_offs or self._wants_proof or due:
                 self._checks_since_probe = 0
                 await self._probe_again(props)
         if not props.is_sleeping:  # a poll of the slots would wake it (llama-server.md section 5.7)
@@ -254,7 +244,7 @@ class Monitor:
         """
         now = asyncio.get_running_loop().time()
         due = now >= self._adapters_asked_at + _STRANGERS_INTERVAL_S
-        if props.is_sleeping or not due or not _has_adapters(attached.lora):
+        if props.is_sleeping or not due or not has_adapters(attached.lora):
             return False
         self._adapters_asked_at = now
         try:
@@ -303,7 +293,7 @@ class Monitor:
 
     async def _attach(self, props: Props) -> None:
         """Attach the backend, probed; or unprobed, if a request would wait for the probe."""
-        self.is_ready, self._put_off, self._gives_way = True, False, True
+        self.is_ready, self._put_offs, self._gives_way = True, 0, True
         self._patient_until = asyncio.get_running_loop().time() + GRACE_S
         self.problem = PROBED_NOW
         unprobed: Attached | None = None
@@ -314,10 +304,10 @@ class Monitor:
             attached = await self._learn(props, None)
             self._end_probe(attached)
         except ProbePutOffError:
-            self._put_off = True
+            self._put_offs = 1
             if unprobed is None or unprobed.kept:  # the probe may have used one of these slots
                 unprobed = await self._learn_unprobed(props)
-            slots = tuple(await _slots(self.client, props))
+            slots = tuple(await slots_of(self.client, props))
             attached = dataclasses.replace(unprobed, slots=slots)
             attached.probe.put_off()
         except (BackendError, KvError) as error:
@@ -355,13 +345,15 @@ class Monitor:
         """
         # A backend that gives slots back may be told to prove itself in that moment.
         self._gives_way, self._wants_proof = not self._wants_proof, False
+        if self._put_offs >= _PUT_OFF_MOST:
+            self._patient_until = asyncio.get_running_loop().time() + GRACE_S
         borrowed = self._listener.borrow(self.client.id)
         if not borrowed:
             return
         try:
             attached = await self._learn(props, borrowed)
         except ProbePutOffError:
-            self._put_off = True
+            self._put_offs += 1
             assert self.attached is not None
             self._listener.probed(self.attached, self._kept(borrowed))  # gives the slots back
             return
@@ -407,7 +399,9 @@ class Monitor:
             empties_unknown=only is None,
             known=self._listener.known_namespaces(),
             only=only,
-            recall=partial(self._listener.recall, self.client.id) if only is None else _nothing,
+            recall=partial(self._listener.recall, self.client.id)
+            if only is None
+            else nothing_known,
             entries=()
             if only is not None
             else await self._listener.recall_slots(self.client.id, self._kv_dir, props),
@@ -442,161 +436,3 @@ def _log_attached(event: str, attached: Attached) -> None:
         log.warning("backend_mixes_tenants", backend=info.id, reason=MIXES_TENANTS)
     for remark in attached.probe.remarks:
         log.info("backend_note", backend=info.id, note=remark)
-
-
-async def attach(
-    client: LlamaClient,
-    props: Props,
-    *,
-    kv_dir: KvDir | None,
-    store: SnapshotStore | None,
-    extra_models: tuple[str, ...] = (),
-    max_running: int | None = None,
-    probe: Probe | None = None,
-    known: set[Namespace] | None = None,
-    only: Collection[int] | None = None,
-    recall: Recall = _nothing,
-    entries: Sequence[JournalEntry] = (),
-    makes_way: Callable[[], bool] = lambda: False,
-    empties_unknown: bool = False,
-) -> Attached:
-    """Learn all facts about a backend; go on with its `probe`. Raises BackendError.
-
-    The probe uses any idle slot, or only the idle ones in `only`. No probe if one is recalled.
-    `entries`: what slots of this process held once. `makes_way`: see `Probe.run`.
-    `empties_unknown`: empty the other slots of a server with adapters.
-    """
-    models = await client.models()
-    lora = await _lora(client)
-    slots = await _slots(client, props)
-    allowed = [
-        s if only is None or s.index in only else replace(s, is_processing=True) for s in slots
-    ]
-    for slot in allowed:
-        if slot.adapted and not slot.is_processing:
-            with contextlib.suppress(BackendRefusedError):  # a model without KV refuses
-                await client.erase(slot.index)  # adapted KV is neither kept nor reused
-    recalled = recall(props, models)
-    if recalled is not None and not await is_still_so(client, store, kv_dir, allowed, recalled):
-        recalled = None
-    found = recalled or ProbeResult()
-    if probe is not None and recalled is None:
-        found = await probe.run(allowed, makes_way)
-    facts = digest(props, models, lora, _layout_name(found, props))
-    file = await asyncio.to_thread(model_digest, props.model_path, models.size)
-    info = BackendInfo(
-        id=client.id,
-        n_slots=props.total_slots,
-        n_ctx=min((s.n_ctx for s in slots), default=props.n_ctx),
-        namespace=namespace(facts, file, found.behaviour, known or set()),
-        models=models.names | set(extra_models),
-        kv_dir=kv_dir if found.usable and found.keeps_idle_slots else None,
-        memory_kind=found.memory_kind,
-        keeps_idle_slots=found.keeps_idle_slots,
-        generates=found.generates,
-        n_stream=found.n_stream,
-        max_running=max_running,
-        unified=props.total_slots > 1 and found.unified,
-        window=found.window,
-        cuts=found.cuts,
-        extends=found.extends,
-        caches_by_default=found.caches_by_default,
-        checkpoints=found.checkpoints,
-        bytes_per_token=found.bytes_per_token,
-        prefill_s_per_token=(
-            found.prefill_s / found.n_tokens if found.prefill_s and found.n_tokens else None
-        ),
-        output_s_per_token=found.output_s,
-        save_s=found.save_s,
-        restore_s=found.restore_s,
-        untried=found.untried and kv_dir is not None,
-    )
-    after = tuple(await _slots(client, props))
-    kept = _kept(entries, slots, after, info.namespace)
-    if empties_unknown and _has_adapters(lora):
-        after = tuple(await _without_unknown(client, props, after, kept))
-    return Attached(info, after, props, models, found, recalled is not None, lora, kept)
-
-
-async def _without_unknown(
-    client: LlamaClient, props: Props, slots: Sequence[SlotStatus], kept: Collection[int]
-) -> list[SlotStatus]:
-    """Empty the slots of a server with adapters that are not `kept`; return all anew.
-
-    Adapters may be changed while the server runs. The KV in a slot may be that of others than now,
-    and would be saved under the name of those of now.
-    """
-    for slot in slots:
-        if slot.index not in kept and not slot.is_processing:
-            with contextlib.suppress(BackendRefusedError):
-                await client.erase(slot.index)
-    unknown = [s.index for s in slots if s.is_processing]
-    return [
-        replace(s, adapted=True) if s.index in unknown else s for s in await _slots(client, props)
-    ]
-
-
-def _has_adapters(lora: bytes) -> bool:
-    """Return whether an answer to `GET /lora-adapters` names any."""
-    return lora.strip() not in (b"", b"[]")
-
-
-def _layout_name(found: ProbeResult, props: Props) -> str:
-    """Return a name for the layout of state files; servers with one name take each other's files.
-
-    Of an opaque layout only the size of the probe's file is known, which differs with types, layers
-    and streams. It is the same only in the same build.
-    """
-    if found.layout is None:
-        return ""
-    if not found.layout.is_opaque:
-        name, version = found.layout.fingerprint(), found.state_version
-        if found.memory_kind is MemoryKind.FULL and len(found.layout.attention) > 1:
-            name += " whole"  # no window of it is padded, as on a server without --swa-full
-        return name if version in (0, VERSION) else f"{name} v{version}"
-    return f"{props.build_info} v{found.state_version} {found.n_tokens} {found.size_bytes}"
-
-
-def _kept(
-    entries: Sequence[JournalEntry],
-    before: Sequence[SlotStatus],
-    after: Sequence[SlotStatus],
-    namespace: Namespace,
-) -> dict[int, JournalEntry]:
-    """Return the entries that still hold, by slot.
-
-    No task has run in the slot since, and the probe left as much in it. A slot that the probe used
-    got its content back from a file, without checkpoints.
-    """
-    newest = max((entry.id_task for entry in entries), default=0)
-    if max((status.id_task or 0 for status in before), default=0) < newest:
-        return {}  # ids have begun anew: another process, with a marker that is set from outside
-    were, are = ({status.index: status for status in found} for found in (before, after))
-    kept = {}
-    for entry in entries:
-        was, now = were.get(entry.index), are.get(entry.index)
-        if was is None or now is None or was.is_processing or was.adapted:
-            continue
-        if (was.id_task, was.n_tokens) != (entry.id_task, entry.n_tokens):
-            continue
-        if now.n_tokens == entry.n_tokens and is_same(entry.namespace, namespace):
-            probed = now.id_task != was.id_task
-            kept[entry.index] = replace(entry, checkpoints=()) if probed else entry
-    return kept
-
-
-async def _slots(client: LlamaClient, props: Props) -> list[SlotStatus]:
-    try:
-        return await client.slots()
-    except BackendRefusedError:  # started with --no-slots: assume idle slots
-        return [
-            SlotStatus(index, is_processing=False, n_tokens=None, n_ctx=props.n_ctx)
-            for index in range(props.total_slots)
-        ]
-
-
-async def _lora(client: LlamaClient) -> bytes:
-    try:
-        return await client.lora_adapters()
-    except BackendRefusedError:
-        return b""

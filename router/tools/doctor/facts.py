@@ -19,7 +19,7 @@ from router.base.types import KvDir, MemoryKind, Namespace, SlotStatus, StagedFi
 from router.config.schema import BackendConfig, Config, TokenizerMode
 from router.llama.attach.attached import Attached
 from router.llama.attach.diagnosis import Trouble, Unusable, unusable
-from router.llama.attach.monitor import attach
+from router.llama.attach.learning import attach
 from router.llama.attach.probe import Probe
 from router.llama.client import LlamaClient
 from router.llama.replies import Props, slots_from

@@ -62,6 +62,7 @@ def backend_row(name: BackendId, selection: BackendSelection, engine: Engine) ->
         "cuts": info.cuts,
         "padded": found.padded,
         "cache_types": found.cache_types,
+        "probed": not found.untried,
         "snapshots": engine.keeps_snapshots(info.id),
         "keeps_idle_slots": info.keeps_idle_slots,
         "ram_cache": found.ram_cache,

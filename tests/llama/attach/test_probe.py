@@ -15,7 +15,7 @@ from router.base.tokens import Tokens
 from router.base.types import BackendId, KvDir, MemoryKind, Namespace, Reported, Transfer
 from router.llama.attach import probe
 from router.llama.attach.attached import Attached
-from router.llama.attach.monitor import attach
+from router.llama.attach.learning import attach
 from router.llama.attach.probe import Probe
 from router.llama.attach.probe_result import MOVES_CHUNKS, NO_KV, SWA_FULL, WRONG_ENDING, Padding
 from router.llama.client import LlamaClient

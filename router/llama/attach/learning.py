@@ -1,0 +1,186 @@
+"""Learning all facts of a backend when it is attached, and those that its probe finds."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+
+from msgspec.structs import replace
+
+from router.base.errors import BackendRefusedError
+from router.base.ports import SnapshotStore
+from router.base.types import BackendInfo, KvDir, MemoryKind, Namespace, SlotStatus
+from router.llama.attach.attached import Attached
+from router.llama.attach.model_file import model_digest
+from router.llama.attach.namespace import digest, is_same, namespace
+from router.llama.attach.probe import Probe, is_still_so
+from router.llama.attach.probe_result import ProbeResult
+from router.llama.client import LlamaClient
+from router.llama.replies import ModelsInfo, Props
+from router.store.format.head import VERSION
+from router.store.slot_journal import JournalEntry
+
+# Returns what a probe of an equal process found; None: there was none.
+Recall = Callable[[Props, ModelsInfo], ProbeResult | None]
+
+
+def nothing_known(*_: object) -> None:
+    """Know of no equal process."""
+
+
+async def attach(
+    client: LlamaClient,
+    props: Props,
+    *,
+    kv_dir: KvDir | None,
+    store: SnapshotStore | None,
+    extra_models: tuple[str, ...] = (),
+    max_running: int | None = None,
+    probe: Probe | None = None,
+    known: set[Namespace] | None = None,
+    only: Collection[int] | None = None,
+    recall: Recall = nothing_known,
+    entries: Sequence[JournalEntry] = (),
+    makes_way: Callable[[], bool] = lambda: False,
+    empties_unknown: bool = False,
+) -> Attached:
+    """Learn all facts about a backend; go on with its `probe`. Raises BackendError.
+
+    The probe uses any idle slot, or only the idle ones in `only`. No probe if one is recalled.
+    `entries`: what slots of this process held once. `makes_way`: see `Probe.run`.
+    `empties_unknown`: empty the other slots of a server with adapters.
+    """
+    models = await client.models()
+    lora = await _lora(client)
+    slots = await slots_of(client, props)
+    allowed = [
+        s if only is None or s.index in only else replace(s, is_processing=True) for s in slots
+    ]
+    for slot in allowed:
+        if slot.adapted and not slot.is_processing:
+            with contextlib.suppress(BackendRefusedError):  # a model without KV refuses
+                await client.erase(slot.index)  # adapted KV is neither kept nor reused
+    recalled = recall(props, models)
+    if recalled is not None and not await is_still_so(client, store, kv_dir, allowed, recalled):
+        recalled = None
+    found = recalled or ProbeResult()
+    if probe is not None and recalled is None:
+        found = await probe.run(allowed, makes_way)
+    facts = digest(props, models, lora, _layout_name(found, props))
+    file = await asyncio.to_thread(model_digest, props.model_path, models.size)
+    info = BackendInfo(
+        id=client.id,
+        n_slots=props.total_slots,
+        n_ctx=min((s.n_ctx for s in slots), default=props.n_ctx),
+        namespace=namespace(facts, file, found.behaviour, known or set()),
+        models=models.names | set(extra_models),
+        kv_dir=kv_dir if found.usable and found.keeps_idle_slots else None,
+        memory_kind=found.memory_kind,
+        keeps_idle_slots=found.keeps_idle_slots,
+        generates=found.generates,
+        n_stream=found.n_stream,
+        max_running=max_running,
+        unified=props.total_slots > 1 and found.unified,
+        window=found.window,
+        cuts=found.cuts,
+        extends=found.extends,
+        caches_by_default=found.caches_by_default,
+        checkpoints=found.checkpoints,
+        bytes_per_token=found.bytes_per_token,
+        prefill_s_per_token=(
+            found.prefill_s / found.n_tokens if found.prefill_s and found.n_tokens else None
+        ),
+        output_s_per_token=found.output_s,
+        save_s=found.save_s,
+        restore_s=found.restore_s,
+        untried=found.untried and kv_dir is not None,
+    )
+    after = tuple(await slots_of(client, props))
+    kept = _kept(entries, slots, after, info.namespace)
+    if empties_unknown and has_adapters(lora):
+        after = tuple(await _without_unknown(client, props, after, kept))
+    return Attached(info, after, props, models, found, recalled is not None, lora, kept)
+
+
+async def _without_unknown(
+    client: LlamaClient, props: Props, slots: Sequence[SlotStatus], kept: Collection[int]
+) -> list[SlotStatus]:
+    """Empty the slots of a server with adapters that are not `kept`; return all anew.
+
+    Adapters may be changed while the server runs. The KV in a slot may be that of others than now,
+    and would be saved under the name of those of now.
+    """
+    for slot in slots:
+        if slot.index not in kept and not slot.is_processing:
+            with contextlib.suppress(BackendRefusedError):
+                await client.erase(slot.index)
+    unknown = [s.index for s in slots if s.is_processing]
+    return [
+        replace(s, adapted=True) if s.index in unknown else s for s in await slots_of(client, props)
+    ]
+
+
+def has_adapters(lora: bytes) -> bool:
+    """Return whether an answer to `GET /lora-adapters` names any."""
+    return lora.strip() not in (b"", b"[]")
+
+
+def _layout_name(found: ProbeResult, props: Props) -> str:
+    """Return a name for the layout of state files; servers with one name take each other's files.
+
+    Of an opaque layout only the size of the probe's file is known, which differs with types, layers
+    and streams. It is the same only in the same build.
+    """
+    if found.layout is None:
+        return ""
+    if not found.layout.is_opaque:
+        name, version = found.layout.fingerprint(), found.state_version
+        if found.memory_kind is MemoryKind.FULL and len(found.layout.attention) > 1:
+            name += " whole"  # no window of it is padded, as on a server without --swa-full
+        return name if version in (0, VERSION) else f"{name} v{version}"
+    return f"{props.build_info} v{found.state_version} {found.n_tokens} {found.size_bytes}"
+
+
+def _kept(
+    entries: Sequence[JournalEntry],
+    before: Sequence[SlotStatus],
+    after: Sequence[SlotStatus],
+    namespace: Namespace,
+) -> dict[int, JournalEntry]:
+    """Return the entries that still hold, by slot.
+
+    No task has run in the slot since, and the probe left as much in it. A slot that the probe used
+    got its content back from a file, without checkpoints.
+    """
+    newest = max((entry.id_task for entry in entries), default=0)
+    if max((status.id_task or 0 for status in before), default=0) < newest:
+        return {}  # ids have begun anew: another process, with a marker that is set from outside
+    were, are = ({status.index: status for status in found} for found in (before, after))
+    kept = {}
+    for entry in entries:
+        was, now = were.get(entry.index), are.get(entry.index)
+        if was is None or now is None or was.is_processing or was.adapted:
+            continue
+        if (was.id_task, was.n_tokens) != (entry.id_task, entry.n_tokens):
+            continue
+        if now.n_tokens == entry.n_tokens and is_same(entry.namespace, namespace):
+            probed = now.id_task != was.id_task
+            kept[entry.index] = replace(entry, checkpoints=()) if probed else entry
+    return kept
+
+
+async def slots_of(client: LlamaClient, props: Props) -> list[SlotStatus]:
+    """Return the state of all slots. Raises BackendError."""
+    try:
+        return await client.slots()
+    except BackendRefusedError:  # started with --no-slots: assume idle slots
+        return [
+            SlotStatus(index, is_processing=False, n_tokens=None, n_ctx=props.n_ctx)
+            for index in range(props.total_slots)
+        ]
+
+
+async def _lora(client: LlamaClient) -> bytes:
+    try:
+        return await client.lora_adapters()
+    except BackendRefusedError:
+        return b""
