@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.tools.demo.model import small_model
-from tests.conftest import START_TIMEOUT_S, StartServer
-from tests.support.conversations.conversing import saved
+from tests.conftest import START_TIMEOUT_S
 from tests.support.conversations.prompts import Json, chat, sentences
 from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.running_router import RunningRouter, running
@@ -66,20 +65,3 @@ async def test_a_fork_beside_the_first_answer_of_all(
     async with just_started(server_argv, tmp_path / "kv") as kvferry, answering(kvferry, ASKS):
         answer = await kvferry.chat(FORK)
     assert answer.cached >= 0.8 * answer.prompt_tokens
-
-
-async def test_what_was_learned_is_kept_over_a_restart(llama_server: StartServer) -> None:
-    server = await llama_server("llama", slots=1)
-    learned: list[Json] = []
-    for _ in range(2):
-        async with running([("a", server.url)], server.kv_dir) as kvferry:
-            (row,) = (await kvferry.state())["backends"]
-            learned.append(row["rates"])
-            await kvferry.chat(ASKS, max_tokens=60, ignore_eos=True)
-            await kvferry.until(saved(400))
-            (row,) = (await kvferry.state())["backends"]
-            learned.append(row["rates"])
-            await kvferry.router.stop()
-    first, after, kept, _ = learned
-    assert kept["output_tokens_per_s"] == after["output_tokens_per_s"] != first
-    assert kept["prefill_tokens_per_s"] == after["prefill_tokens_per_s"]
