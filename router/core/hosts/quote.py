@@ -58,7 +58,7 @@ def _once_free(request: Request, inventory: Inventory, queue: Queue, now: float)
     )
     for backend in inventory.serving(request):
         info, rates, n_prompt = backend.info, backend.rates, len(request.prompt)
-        reused, moved_s = 0, 0.0
+        reused = 0
         for slot in backend.slots:
             ends_s.append(0.0 if slot.phase is Phase.IDLE else _until_free_s(inventory, slot, now))
             held = max(len(slot.content.resident), shared.get(slot.id, 0))
@@ -66,19 +66,12 @@ def _once_free(request: Request, inventory: Inventory, queue: Queue, now: float)
             reused = max(reused, reusable_tokens(info.memory_kind, n_prompt, common, held))
         if info.kv_dir is not None:
             namespace = namespace_of(info, request.tenant)
-            stored = inventory.catalog.reach(info.memory_kind, namespace, request.prompt.tokens)
-            size_bytes = round(stored * rates.bytes_per_token.value)
-            more_s = rates.prefill_s(n_prompt - reused, reused) - rates.prefill_s(
-                n_prompt - stored, stored
-            )
-            if stored > reused and (restore_s := rates.restore_s(size_bytes)) < more_s:
-                reused, moved_s = stored, restore_s
+            tokens = request.prompt.tokens
+            reused = max(reused, inventory.catalog.reach(info.memory_kind, namespace, tokens))
         reused = min(reused, max(n_prompt - 1, 0)) if request.reuse else 0
-        moved_s = moved_s if reused else 0.0
-        price_s = moved_s + rates.prefill_s(n_prompt - reused, reused)
-        if best is None or price_s < best.price_s:
-            source = Source.SNAPSHOT if moved_s else Source.RESIDENT if reused else Source.COLD
-            best = Quote(price_s, 0.0, reused, source)
+        prefill_s = rates.prefill_s(n_prompt - reused, reused)
+        if best is None or prefill_s < best.price_s:
+            best = Quote(prefill_s, 0.0, reused, Source.COLD if not reused else Source.RESIDENT)
     if best is None or not ends_s:
         return None
     wait_s = _wait_s(sorted(ends_s), len(queue))

@@ -6,12 +6,11 @@ from msgspec.structs import replace
 from router.base.tokens import pack
 from router.base.types import NO_TENANT, BackendId, SlotId, Source
 from router.core.hosts.quote import is_surely_cheap, quote
-from router.core.model.rates import LinearFit
 from router.core.model.request_queue import Queue
 from router.core.model.servers import ServerSpec
 from router.core.model.slots import NO_WORK, Work
 from router.core.planning.planner import plan
-from tests.support.scheduler.build import backend, inventory, request, scheduler, snapshot
+from tests.support.scheduler.build import backend, inventory, request, scheduler
 from tests.support.scheduler.drive import NOW, arrive, finish, names, tick
 
 SLOT = SlotId(BackendId("a"), 0)
@@ -40,23 +39,6 @@ def test_busy_backend_quotes_its_wait_and_future_content() -> None:
     assert found.wait_s == 5.0
     assert found.reused_tokens == 1000
     assert found.price_s == 5.0 + made.backends[BackendId("a")].rates.prefill_s(100, 1000)
-
-
-@pytest.mark.parametrize(("restore_s", "source"), [(3.0, "snapshot"), (60.0, "cold")])
-def test_busy_backend_quotes_what_a_restore_takes(restore_s: float, source: str) -> None:
-    """Regression: it was quoted as free, and the host won requests that others served sooner."""
-    made = inventory(backend("a", n_slots=1), snapshots=[snapshot("s", PROMPT)])
-    rates = made.backends[BackendId("a")].rates
-    rates.restore = LinearFit(restore_s, 0.0)
-    (slot,) = made.slots.of(BackendId("a"))
-    slot.lease(request("other").id, Work(busy_until=7.0))
-
-    found = quote(request(ids=pack(range(1100))), made, Queue(), 2.0)
-
-    assert found is not None
-    assert (found.source, found.wait_s) == (source, 5.0)
-    least_s = min(restore_s + rates.prefill_s(100, 1000), rates.prefill_s(1100))
-    assert found.price_s == pytest.approx(5.0 + least_s)
 
 
 def test_each_queued_request_takes_a_slot_first() -> None:
