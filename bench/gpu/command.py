@@ -31,6 +31,7 @@ from tests.support.paths import ROOT
 BUNDLE = ROOT / ".gpu"
 WORK = ROOT / ".cache" / "gpu"
 DEVICE_TESTS = ("tests/llama/test_contract.py", "tests/store/format/test_rewrite.py")
+_RIVALS = ("-c", "kvferry", "-c", "nginx", "-c", "sglang")
 _MARK = "KVFERRY_GPU_RUN"
 Json = dict[str, Any]
 
@@ -98,7 +99,6 @@ class Run:
         self._sizes = _QUICK if options.quick else _CPU if options.cpu else _CARD
         small = options.cpu or options.quick
         self._shapes = SMALL if small else CARD
-        self._vocabulary: Path | None = None
         memory = Path("/dev/shm")
         roomy = memory.is_dir() and shutil.disk_usage(memory).free > (
             2 << 30 if small else 40 << 30
@@ -188,17 +188,18 @@ class Run:
         }
 
     def _models(self) -> dict[str, Path]:
-        """Write the three models, and say how long each took."""
+        """Write the three models, and note how long that took."""
+        vocabulary: Path | None = None
         if self._shapes is CARD:
             sources = _unpacked(BUNDLE / "llama.cpp.tar.xz", WORK) / "llama.cpp" / "models"
-            self._vocabulary = self._memory / "vocabulary.gguf"
-            shutil.copy(next(sources.glob("*.gguf")), self._vocabulary)
+            vocabulary = self._memory / "vocabulary.gguf"
+            shutil.copy(next(sources.glob("*.gguf")), vocabulary)
             template = next(sources.glob("templates/*.jinja"))
             shutil.copy(template, self._memory / "template.jinja")
         begun, made = time.monotonic(), {}
         for kind, shape in self._shapes.items():
             made[kind] = self._memory / f"{kind}.gguf"
-            write_model(made[kind], kind, shape, self._vocabulary)
+            write_model(made[kind], kind, shape, vocabulary)
         size = sum(path.stat().st_size for path in made.values())
         self._note("models", "ok", f"{size / 1e9:.1f} GB in all", time.monotonic() - begun)
         return made
@@ -224,19 +225,8 @@ class Run:
         swap = ("--model", llama, "--model", hybrid, *sizes.swap)
         yield Part("swap", 90, ["-m", "bench.swap", *swap, *common])
         for case in ("shared", "distinct"):
-            fleet = (
-                "--case",
-                case,
-                "--model",
-                llama,
-                "-c",
-                "kvferry",
-                "-c",
-                "nginx",
-                "-c",
-                "sglang",
-            )
-            argv = ["-m", "bench.fleet", *fleet, *common, *sizes.fleet]
+            argv = ["-m", "bench.fleet", "--case", case, "--model", llama, *_RIVALS]
+            argv += [*common, *sizes.fleet]
             yield Part(f"fleet, {case}", 80, argv)
         shorter = ",".join(sizes.lengths.split(",")[:3])
         disk = ("--model", llama, "--lengths", shorter, "--folder", str(self._disk))
