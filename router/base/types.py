@@ -415,7 +415,7 @@ class Speeds(Struct, frozen=True):
 
 
 class LearnedRates(Struct, frozen=True):
-    """Speeds of a model that traffic taught, for the next run: see `core/model/rates.py`.
+    """Speeds of a model that traffic taught, for its next backend: see `core/model/rates.py`.
 
     The pairs are factors of a line; the rest is in seconds and tokens.
     """
