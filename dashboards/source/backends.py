@@ -190,12 +190,6 @@ BACKENDS = Dashboard(
                 "percentunit",
             ),
             Panel(
-                "Slots given away",
-                "Background requests that went on after another request had their slot.",
-                [(rate("kvferry_yields_total", "backend", CHOSEN), "{{backend}}")],
-                "reqps",
-            ),
-            Panel(
                 "Backend errors",
                 "The backend died, hung or closed the connection before the end; its log says why.",
                 [

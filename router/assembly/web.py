@@ -31,7 +31,6 @@ from router.web.api.elsewhere import Elsewhere, Nowhere
 from router.web.api.passing import Passing
 from router.web.api.reports import Reports
 from router.web.api.sending import Sender
-from router.web.api.slicing import Slicing
 from router.web.api.suspects import Suspects
 from router.web.app import App, OtherHosts
 from router.web.fleet.asking import Asking
@@ -132,10 +131,9 @@ async def app_of(made: Stages, live: Live) -> App:
             )
             others = OtherHosts(hosts.name, routes, hosts.metrics)
     reports = Reports(engine, parts.decision_log, parts.tasks.spawn)
-    slicing = Slicing(engine, selection)
-    sender = Sender(engine, selection, suspects, settings, parts.throttle, reports, slicing)
+    sender = Sender(engine, selection, suspects, settings, parts.throttle, reports)
     completions = Completions(
-        engine, selection, sender, settings, keys, suspects, elsewhere, slicing, made.tracing
+        engine, selection, sender, settings, keys, suspects, elsewhere, made.tracing
     )
     return App(
         keys=keys,

@@ -185,9 +185,6 @@ class Request(Struct, frozen=True):
     session: Session | None = None  # a hint: tokens decide, where they are known
     keep_s: float = 0.0  # its client says that it asks for the prompt again within this time
     background: bool = False  # served after all that are not
-    # The rest of an earlier request, which gave its slot to another: its prompt has what that one
-    # had generated, or its slot what that one had computed.
-    goes_on: bool = False
     warms: bool = False  # only to compute and save the prompt: nothing is sent
     avoid: frozenset[BackendId] = frozenset()  # failed for it already, or not to be used for it
     clients_id: str | None = None  # the client's own id for it; for the log
@@ -388,7 +385,6 @@ class RequestRecord(Struct, frozen=True):
     caller: Caller | None = None
     session: Session | None = None
     model: str | None = None
-    goes_on: bool = False  # as in `Request`
     server_s: float = 0.0  # in which the backend computed for it
     least_computed: int = 0  # prompt tokens that were computed if nothing was reported
     avoided_s: float = 0.0  # prefill that reuse made unnecessary, at the backend's learned rate

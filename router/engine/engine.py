@@ -39,7 +39,6 @@ from router.base.types import (
     TierStatus,
 )
 from router.core.admission.backend_attach import probe_name
-from router.core.execution.preemption import must_yield
 from router.core.hosts.quote import is_surely_cheap, must_make_room
 from router.core.hosts.quote import quote as make_quote
 from router.core.inventory.inventory import Inventory
@@ -201,19 +200,17 @@ class Engine:
         reported: Reported,
         timing: Timing,
         then: Callable[[], None] = lambda: None,
-        *,
-        yields: bool = False,
     ) -> None:
         """End a granted request. Call once for each grant, on every path; never blocks.
 
         A request that was not yet seen at work ends a moment later, when its slot is known. `then`
-        is called at the end. `yields`: the rest of the answer is submitted next.
+        is called at the end.
         """
 
         def end(index: int | None = None) -> None:
             self._timings[request] = timing
             begun = timing.ttft_s is not None
-            self._feed(ev.Finished(request, outcome, reported, index, begun, yields), accounted)
+            self._feed(ev.Finished(request, outcome, reported, index, begun), accounted)
 
         def accounted() -> None:
             self._timings.pop(request, None)
@@ -235,10 +232,6 @@ class Engine:
             await future
         finally:
             del self._loads[request]
-
-    def must_yield(self, request: RequestId) -> bool:
-        """Return whether a running background request keeps another one from its slot."""
-        return must_yield(self._scheduler.state, request)
 
     def plan(self, request: Request) -> Plan | None:
         """Return what would be done with a request now. None: it would wait. No side effects."""
@@ -262,7 +255,7 @@ class Engine:
         """Return whether a request costs less than `limit_s` here, whatever is held."""
         state = self._scheduler.state
         return not state.stopping and is_surely_cheap(
-            request, state.inventory, state.queue, limit_s
+            request, state.inventory, state.queue, self._clock.now(), limit_s
         )
 
     def held_prefixes(self, make: Callable[[Inventory], HeldPrefixes]) -> HeldPrefixes:

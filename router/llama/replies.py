@@ -108,9 +108,6 @@ class Props:
     has_audio: bool
     endpoint_slots: bool
     is_sleeping: bool
-    n_predict: int = -1  # tokens of an answer whose request names no limit; -1: there is none
-    # Whether each request draws from the model's own probabilities, as without --seed, --mirostat.
-    draws_afresh: bool = True
 
     @property
     def process(self) -> Process:
@@ -206,9 +203,6 @@ def props_from(payload: object) -> Props:
         has_audio=answer.get("modalities/audio", bool, False),
         endpoint_slots=answer.get("endpoint_slots", bool, False),
         is_sleeping=answer.get("is_sleeping", bool, False),
-        n_predict=answer.get(f"{_DEFAULTS}/n_predict", int, -1),
-        draws_afresh=answer.get(f"{_DEFAULTS}/seed", int, -1) in (-1, 2**32 - 1)
-        and answer.get(f"{_DEFAULTS}/mirostat", int, 0) == 0,
     )
 
 

@@ -112,14 +112,6 @@ class RelayedResponse:
         """Return True if the whole response has come: `read` does not wait."""
         return self._body is not None or self._response.is_complete
 
-    def with_body(self, body: bytes) -> "RelayedResponse":
-        """Return a complete response with the same head, but for its length, and another body."""
-        other = RelayedResponse(self._response)
-        length = (b"Content-Length", b"%d" % len(body))
-        kept = [header for header in self.headers if header[0].lower() != b"content-length"]
-        other.headers, other._body = [*kept, length], body
-        return other
-
     def __aiter__(self) -> "RelayedResponse":
         return self
 

@@ -119,12 +119,6 @@ class PrometheusTelemetry:
             ["backend", "outcome"],
             registry=registry,
         )
-        self._yields = Counter(
-            "kvferry_yields",
-            "Rests of background requests that had given their slot to another request",
-            ["backend"],
-            registry=registry,
-        )
         self._save = Histogram(
             "kvferry_save_seconds",
             "Backend time for a slot save",
@@ -192,7 +186,6 @@ class PrometheusTelemetry:
         self._requests_of = cache(self._backend_requests.labels)
         self._avoided_by = cache(self._avoided.labels)
         for backend in backends:
-            self._yields.labels(backend)
             for outcome in Outcome:
                 self._requests_of(backend, outcome)
             for source in (Source.RESIDENT, Source.SNAPSHOT, Source.COPY):
@@ -245,8 +238,6 @@ class PrometheusTelemetry:
         sums[self._outcome[record.outcome]] += 1
         sums[self._source[record.source]] += 1
         sums[self._requests_of(backend, record.outcome)] += 1
-        if record.goes_on:
-            sums[self._yields.labels(backend)] += 1
         self._waited.observe(record.waited_s)
         sums[self._generated_tokens] += record.generated_tokens or 0
         if record.ttft_s is not None:

@@ -148,12 +148,10 @@ class UsageBook:
         tenant = "" if record.caller is None else record.caller.tenant
         told = record.computed_tokens
         computed = _sane(record.least_computed if told is None else told)
-        # The rest of a request is no other request, and its client sent no longer prompt.
-        prompt = computed if record.goes_on else max(record.prompt_tokens or 0, computed)
         sums = UsageSums(
-            requests=int(not record.goes_on),
+            requests=1,
             failed=int(record.outcome in (Outcome.BACKEND_ERROR, Outcome.REFUSED)),
-            prompt_tokens=_sane(prompt),
+            prompt_tokens=_sane(max(record.prompt_tokens or 0, computed)),
             computed_tokens=computed,
             generated_tokens=_sane(record.generated_tokens),
             server_s=record.server_s,

@@ -107,7 +107,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         prompts=st.lists(PROMPTS, min_size=1, max_size=3),
         kind=st.sampled_from(
             [
-                *("plain", "plain", "silent", "rest", "unpinned", "whole"),
+                *("plain", "plain", "silent", "later", "unpinned", "whole"),
                 *("unknown", "left", "fresh", "warm"),
             ]
         ),
@@ -129,7 +129,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         variants: dict[str, dict[str, Any]] = {
             "plain": {"boundaries": True},
             "silent": {"boundaries": True, "streams": False, "keep_s": 50.0, "background": True},
-            "rest": {"streams": False, "background": True, "goes_on": True},
+            "later": {"streams": False, "background": True},
             "unpinned": {"pinnable": False},
             "whole": {"pinnable": False, "whole_backend": True},
             "unknown": {"prompt": Prompt(unknown="media")},
@@ -265,7 +265,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         )
         self.feed(ev.Configured(replace(state.inventory.policy, name=policy), limits, queue))
         assert not limits.exceeded_by(state.inventory.catalog.total_tokens, 0)
-        assert state.queue.n_new <= room
+        assert len(state.queue) <= room
 
     @precondition(lambda self: self.files)
     @rule(data=st.data(), chance=st.integers(0, 3))

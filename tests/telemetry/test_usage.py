@@ -35,17 +35,6 @@ RECORD = RequestRecord(
 )
 
 
-def test_rest_of_a_request_is_no_other_request() -> None:
-    """Its longer prompt was the client's only in part: what was computed counts, and no more."""
-    book = UsageBook(lambda: NOON)
-    book.over(RECORD)
-    rest = replace(RECORD, goes_on=True, prompt_tokens=110, cached_tokens=109, computed_tokens=1)
-    book.over(rest)
-    (row,) = book.rows(1)
-    assert (row["requests"], row["prompt_tokens"], row["computed_tokens"]) == (1, 101, 41)
-    assert (row["cached_tokens"], row["generated_tokens"]) == (60, 20)
-
-
 class Clock:
     now = NOON
 

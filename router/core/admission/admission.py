@@ -165,6 +165,7 @@ def wakeup(state: State, now: float) -> float:
     2. A request has waited as long as it may for a busy slot.
     3. An abandoned slot or a shared prefill is no longer waited for.
     4. A request has waited long enough for a backend to come up.
+    5. The last slot of a backend is no longer kept free of background requests.
     """
     if not state.queue:
         return inf
@@ -175,7 +176,19 @@ def wakeup(state: State, now: float) -> float:
         next((end for end in patience if end > now), inf),
         hope_ends(state.inventory, now),
         min((since + no_backend_s for _, since in _unserved(state, now)), default=inf),
+        _not_kept_free_at(state, now),
     )
+
+
+def _not_kept_free_at(state: State, now: float) -> float:
+    """Return when a slot that is kept free now may go to a queued background request.
+
+    In clock seconds; inf: never.
+    """
+    if not any(waiting.request.background for waiting in state.queue):
+        return inf
+    ends = (backend.kept_free_until for backend in state.inventory.up.values())
+    return min((end for end in ends if end > now), default=inf)
 
 
 def _unserved(state: State, now: float) -> list[tuple[Waiting, float]]:
@@ -255,7 +268,7 @@ def serve_queue(state: State, now: float) -> None:
             state.scanned.clear()  # plan all again when a slot comes free
             return
         if decision is None:
-            if not state.inventory.room(request):
+            if not state.inventory.room(request, now):
                 full.add(state.inventory.kind(request))
             if not request.takes_one_slot:
                 reserved.update(_to_reserve(state, request))
@@ -327,9 +340,7 @@ def turn_away(state: State) -> None:
 
     None of the queued requests could be served at once.
     """
-    if len(state.queue) <= state.queue.limits.max_requests:
-        return
-    while state.queue.n_new > state.queue.limits.max_requests:
+    while len(state.queue) > state.queue.limits.max_requests:
         last = state.queue.last()
         state.queue.remove(last)
         state.reject(last, QueueFullError("too many requests are waiting; try again later"))
@@ -359,7 +370,6 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         plan=decision,
         since=now,
         waited_s=now - waiting.since,
-        prefilled=waiting.prefilled,
         claim=claim,
     )
     inventory.jobs[job.id] = job
@@ -379,6 +389,8 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
             inventory.catalog.protect(chosen.snapshot, now + request.keep_s)
         job.use(chosen.snapshot)
     inventory.granted += 1
+    if not request.background:
+        backend.person_at = now
     if inventory.policy.name is PolicyName.STICKY:
         inventory.sticky.setdefault(sticky_key(request), chosen.slot)
         if len(inventory.sticky) > TUNING.sticky_keys:

@@ -44,7 +44,7 @@ def _deadline(state: State, job: RequestJob) -> float:
 
 
 def _waiting(state: State) -> list[RequestJob]:
-    """Return the jobs that wait, without the abandoned ones and those that were served before.
+    """Return the jobs that wait, without the abandoned ones.
 
     An abandoned job waits for the sake of other requests: it is dropped when it gets the permit, if
     no request wants its result any more.
@@ -56,7 +56,7 @@ def _waiting(state: State) -> list[RequestJob]:
     if not names:
         return []
     jobs = [state.job_of(name) for name in names]
-    return [job for job in jobs if not (job.cancelled or job.request.goes_on)]
+    return [job for job in jobs if not job.cancelled]
 
 
 def _reject(state: State, request: RequestId, reason: str) -> None:

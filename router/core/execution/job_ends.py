@@ -179,17 +179,8 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
         end(state, job, now)  # the backend went down meanwhile
     elif event.outcome is Outcome.OK and not _is_to_be_wiped(state, job, event, now):
         end(state, job, now, _content_after(state, job, event))
-        if event.yields:
-            keep_for_rest(state, job)
     else:
         _abandon(state, job, now, event)
-
-
-def keep_for_rest(state: State, job: RequestJob) -> None:
-    """Note of the job's slot, just released, that the rest of its request asks for the content."""
-    slot = state.inventory.slots[job.slot]
-    keep_s = max(job.request.keep_s, TUNING.rest_kept_s)
-    slot.hold(replace(slot.content, keep_s=keep_s))
 
 
 def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Resident:
@@ -422,6 +413,8 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
     request = job.request if isinstance(job, RequestJob | SlotWatch) else None
     in_background = isinstance(job, SaveJob | ProbeLoan)
     was_sent = isinstance(job, RequestJob) and job.is_sent
+    if isinstance(job, RequestJob) and not job.request.background:
+        state.backend_of(job).person_at = now
     for lease in (job.lease, *job.others):
         if not state.inventory.slots.holds(lease):
             continue  # lost with its backend

@@ -18,7 +18,7 @@ from router.base.types import (
     Snapshot,
     Stall,
 )
-from router.core.execution import deadline, placement_gate, preemption, prefill_queue
+from router.core.execution import deadline, placement_gate, prefill_queue
 from router.core.execution.ability_checks import compare
 from router.core.execution.job_ends import end
 from router.core.execution.resident_updates import after_prefill, after_quiet
@@ -430,9 +430,6 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         state.backend_of(job).rates.observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
         if job.doing.upto is not None:
-            if not job.cancelled and preemption.must_yield(state, job.id):
-                preemption.put_back(state, job, now)
-                return
             if not job.cancelled or (job.steps and is_wanted(state, job, job.doing.tokens)):
                 job.insert(PrefillStep(job.doing.tokens))
             else:

@@ -31,7 +31,9 @@ def quote(request: Request, inventory: Inventory, queue: Queue, now: float) -> Q
     return Quote(price.total_s, price.wait_s, chosen.reused_tokens, chosen.source, aside_s)
 
 
-def is_surely_cheap(request: Request, inventory: Inventory, queue: Queue, limit_s: float) -> bool:
+def is_surely_cheap(
+    request: Request, inventory: Inventory, queue: Queue, now: float, limit_s: float
+) -> bool:
     """Return whether a request costs less than `limit_s` even if nothing of it is held.
 
     A fraction of the work of a quote: most requests of a chat are short.
@@ -41,7 +43,7 @@ def is_surely_cheap(request: Request, inventory: Inventory, queue: Queue, limit_
     n_prompt = len(request.prompt)
     return any(
         backend.rates.prefill_s(n_prompt) * (1 + backend.slots.held_up) < limit_s
-        for backend in inventory.room(request)
+        for backend in inventory.room(request, now)
     )
 
 

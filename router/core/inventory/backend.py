@@ -1,6 +1,7 @@
 """One backend, as the decisions see it."""
 
 from dataclasses import dataclass, field
+from math import inf
 
 from router.base.types import BackendId, BackendInfo, Namespace, Request, Stall
 from router.core.inventory.backend_queues import PlacementGate, PrefillQueue
@@ -8,6 +9,7 @@ from router.core.inventory.ghost_list import GhostList
 from router.core.inventory.write_backoff import WriteBackoff
 from router.core.model.rates import Rates
 from router.core.model.slots import Bench, Phase, Slot
+from router.core.model.tuning import TUNING
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class Backend:
     # Prefills of the router's own that were lost, and when another one is tried, in clock seconds.
     lost_prefills: int = 0
     extends_again_at: float | None = None
+    person_at: float = -inf  # when a request that cannot wait last had a slot, in clock seconds
     proof_asked: bool = False  # it was to end before it was probed, so a probe was ordered
 
     @property
@@ -65,6 +68,19 @@ class Backend:
         most, phases = self.info.max_running, self.slots.phases
         busy = phases[Phase.RUNNING] + phases[Phase.PREPARING] + phases[Phase.ABANDONED]
         return most is None or busy < most
+
+    @property
+    def kept_free_until(self) -> float:
+        """Return until when background requests leave its free slot to others, in clock seconds.
+
+        -inf: it has several.
+        """
+        phases, most = self.slots.phases, self.info.max_running or self.info.n_slots
+        busy = phases[Phase.RUNNING] + phases[Phase.PREPARING] + phases[Phase.ABANDONED]
+        if min(phases[Phase.IDLE], most - busy) > 1:
+            return -inf
+        only = min(most, self.info.n_slots) == 1
+        return self.person_at + (TUNING.only_slot_free_s if only else TUNING.last_slot_free_s)
 
     @property
     def may_write(self) -> bool:

@@ -106,9 +106,10 @@ class Inventory:
         """Return the backends where a job holds the placement gate."""
         return {name for name, backend in self.up.items() if backend.gate.is_closed}
 
-    def room(self, request: Request) -> list[Backend]:
+    def room(self, request: Request, now: float) -> list[Backend]:
         """Return the backends that could take the request now.
 
+        A background request leaves the last slot free where a person was there lately.
         If one of them has room for the whole answer, those that do not are left out.
         """
         hinted = request.slot_hint is not None
@@ -118,6 +119,7 @@ class Inventory:
             if backend.slots.has_idle
             and self.is_open(backend, request)
             and not (hinted and not backend.free(request))
+            and not (request.background and now < backend.kept_free_until)
             and (not backend.info.unified or self.has_cells(backend, request))
         ]
         whole = len(request.prompt) + (request.max_new_tokens or 0)
@@ -203,6 +205,7 @@ class Inventory:
             request.slot_hint,
             request.pinnable,
             request.whole_backend,
+            request.background,
             request.reuse,
             request.tenant,
             too_short,

@@ -336,8 +336,6 @@ class Begun(Struct, frozen=True):
 class Finished(Struct, frozen=True):
     """The response is over, well or badly. `begun`: a part of the answer had arrived.
 
-    `yields`: the rest of the answer is asked for as soon as there is a slot again.
-
     `index`: the slot that the backend chose, if the request ended before a poll saw it run. A
     `Launched` event for that would admit requests while this slot still counts as busy.
     """
@@ -347,7 +345,6 @@ class Finished(Struct, frozen=True):
     reported: Reported
     index: int | None = None
     begun: bool = False
-    yields: bool = False
 
 
 class AnswerRead(Struct, frozen=True):

@@ -13,7 +13,7 @@ from math import inf
 
 from msgspec import Struct
 
-from router.base.types import OwnPrefill, Request, RequestId
+from router.base.types import Request, RequestId
 from router.core.model.tuning import TUNING
 
 
@@ -39,14 +39,10 @@ class QueueLimits(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Waiting:
-    """A queued request, and its arrival in clock seconds.
-
-    `prefilled`: what was computed for it before it gave its slot to another.
-    """
+    """A queued request, and its arrival in clock seconds."""
 
     request: Request
     since: float
-    prefilled: OwnPrefill | None = None
 
 
 @dataclass(slots=True)
@@ -70,11 +66,6 @@ class Queue:
         return iter(tuple(self._waiting.values()))
 
     @property
-    def n_new(self) -> int:
-        """Return how many requests have not had a slot before: the limit holds for these."""
-        return sum(not waiting.request.goes_on for waiting in self._waiting.values())
-
-    @property
     def models(self) -> Set[str | None]:
         """Return the models that queued requests ask for."""
         return self._models.keys()
@@ -82,20 +73,20 @@ class Queue:
     def in_turn(self) -> Iterator[Waiting]:
         """Yield all requests: one of each client, then a second of each, and so on.
 
-        Background requests are yielded after all others, in the same way: first what gave its slot
-        to another. A request that is removed meanwhile may still be yielded.
+        Background requests are yielded after all others, in the same way. A request that is removed
+        meanwhile may still be yielded.
         """
         if len(self._waiting) <= 1:  # the usual case
             yield from self
             return
         clients = sorted(self._clients, key=self._served_s.__getitem__)
         waiting = [tuple(self._clients[client].values()) for client in clients]
-        for rank in range(_RANKS):
-            yield from self._around(waiting, rank)
+        for background in (False, True):
+            yield from self._around(waiting, background=background)
 
     @staticmethod
-    def _around(waiting: list[tuple[Waiting, ...]], rank: int) -> Iterator[Waiting]:
-        turns = [(w for w in own if _rank(w.request) == rank) for own in waiting]
+    def _around(waiting: list[tuple[Waiting, ...]], *, background: bool) -> Iterator[Waiting]:
+        turns = [(w for w in own if w.request.background is background) for own in waiting]
         while turns:
             again = []
             for turn in turns:
@@ -116,20 +107,16 @@ class Queue:
     def last(self) -> RequestId:
         """Return the newest request of the client with the most; a background one, if there is one.
 
-        What gave its slot to another is not among them. Raise ValueError if there is no other.
+        Raise ValueError if the queue is empty.
         """
-        new = {
-            client: [w.request for w in own.values() if not w.request.goes_on]
-            for client, own in self._clients.items()
-        }
-        most = max((client for client in new if new[client]), key=lambda one: len(new[one]))
-        newest = [*reversed(new[most])]
+        most = max(self._clients.values(), key=len)
+        newest = [waiting.request for waiting in reversed(most.values())]
         return next((one for one in newest if one.background), newest[0]).id
 
-    def add(self, request: Request, now: float, prefilled: OwnPrefill | None = None) -> None:
+    def add(self, request: Request, now: float) -> None:
         """Queue a request. A client gets no credit for time in which it had no request."""
         client = request.client
-        waiting = self._waiting[request.id] = Waiting(request, now, prefilled)
+        waiting = self._waiting[request.id] = Waiting(request, now)
         if len(self._served_s) > TUNING.clients:
             self._floor_s = sorted(self._served_s.values())[TUNING.clients // 2]
             self._served_s = {
@@ -160,28 +147,14 @@ class Queue:
         return waiting
 
     def overdue(self, now: float) -> list[Waiting]:
-        """Return the requests past their deadline: the first of the queue, if any.
-
-        What gave its slot to another has none: its work would be lost.
-        """
+        """Return the requests past their deadline: the first of the queue, if any."""
         late = self.limits.deadline
-        return list(takewhile(lambda w: late(w.since) <= now, self._new()))
+        return list(takewhile(lambda w: late(w.since) <= now, self._waiting.values()))
 
     def next_deadline(self) -> float:
         """Return the earliest deadline, in clock seconds. inf: there is none."""
-        first = next(self._new(), None)
+        first = next(iter(self._waiting.values()), None)
         return inf if first is None else self.limits.deadline(first.since)
-
-    def _new(self) -> Iterator[Waiting]:
-        return (w for w in self._waiting.values() if not w.request.goes_on)
-
-
-_RANKS = 3
-
-
-def _rank(request: Request) -> int:
-    """Return the class of a request, below `_RANKS`: the lowest is served first."""
-    return 0 if not request.background else 1 if request.goes_on else 2
 
 
 def _drop(

@@ -25,9 +25,11 @@ class Tuning(Struct, frozen=True):
     checked_for_backend: int = 32
     # Clients with a remembered server time. Chosen: about 1 MB (ADR 10).
     clients: int = 10_000
-    # Seconds for which the state of a request that gave its slot to another is kept. Chosen: the
-    # default of `cache_control`; the rest is queued before all other background requests.
-    rest_kept_s: float = 300.0
+    # Seconds after a person's last request in which background requests leave the last slot free.
+    # Chosen: a person who reads and writes comes back within five minutes, mostly. Where there is
+    # one slot, the batch would never run: it waits for a gap of half a minute.
+    last_slot_free_s: float = 300.0
+    only_slot_free_s: float = 30.0
     # Seconds for which the snapshot is kept that a request in the queue begins with. Chosen: longer
     # than requests wait for a slot, and short enough to be of no use as a reservation.
     queued_prefix_kept_s: float = 60.0

@@ -35,7 +35,7 @@ def plan(
     decision. If `chosen.wait_for` of the plan is set, another slot is free, but waiting is cheaper.
     """
     context = PricingContext(request, inventory, now)
-    room = inventory.room(request)
+    room = inventory.room(request, now)
     if not inventory.policy.moves_kv:
         return baseline(context, room)
     if not room:

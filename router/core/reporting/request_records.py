@@ -31,7 +31,6 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         caller=account.request.caller,
         session=account.request.session,
         model=account.request.model,
-        goes_on=account.request.goes_on,
         least_computed=_least_computed(account, ttft_s),
         server_s=_server_s(account, reported, total_s),
         avoided_s=account.avoided_s,

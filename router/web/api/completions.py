@@ -39,7 +39,6 @@ from router.web.api.client_keys import Keys
 from router.web.api.elsewhere import Elsewhere
 from router.web.api.preparation import Preparations
 from router.web.api.sending import Sender
-from router.web.api.slicing import Slicing
 from router.web.api.slot_demand import slots_asked
 from router.web.api.suspects import Suspects
 from router.web.server.call import Call
@@ -70,7 +69,6 @@ class Completions:
         keys: Keys,
         suspects: Suspects,
         elsewhere: Elsewhere,
-        slicing: Slicing,
         tracing: Tracing | None = None,
     ) -> None:
         self._engine = engine
@@ -80,7 +78,6 @@ class Completions:
         self._keys = keys
         self._suspects = suspects
         self._elsewhere = elsewhere
-        self._slicing = slicing
         self._tracing = tracing
         self._preparations = Preparations(selection, suspects)
 
@@ -289,7 +286,6 @@ class Completions:
     async def _attempts(self, call: Call) -> web.StreamResponse:
         """Wait for a slot and send; retry if the backend fails before the first byte.
 
-        A background request that gave its slot to another is sent for the rest of its answer.
         Retry on another backend. If there is none, retry on the same backend if it comes back
         within `queue.no_backend_wait`, like any request that arrives while it is down; or on
         another host.
@@ -299,7 +295,6 @@ class Completions:
             call.request = self._selection.alone(first, None)
         for n in count(2):
             backend: BackendId | None = None
-            failure: BackendError | None = None
             is_suspect = False
             try:
                 call.asked = perf_counter()
@@ -309,12 +304,10 @@ class Completions:
                 call.granted = perf_counter()
                 backend = grant.lease.slot.backend
                 answer = await self._sender.send(call, grant)
-                if answer is not None:
-                    if answer.status == 200:
-                        preparation.accepted()
-                    return answer
+                if answer.status == 200:
+                    preparation.accepted()
+                return answer
             except BackendError as error:
-                failure = error
                 if error.backend is not None:  # the backend failed before the grant
                     backend = error.backend
                     self._selection.doubt(backend)
@@ -324,12 +317,9 @@ class Completions:
                     raise
             finally:
                 self._suspects.over(call.scheduled.id)
-            if failure is not None:
-                answer = await self._anew(call, first, backend, is_suspect=is_suspect)
-                if answer is not None:
-                    return answer
-            if failure is None or call.sliced is not None:
-                call.request = await self._slicing.rest(call, first)
+            elsewhere = await self._anew(call, first, backend, is_suspect=is_suspect)
+            if elsewhere is not None:
+                return elsewhere
             # Another id: a late event of one attempt must not count for the next.
             call.request = replace(call.scheduled, id=RequestId(f"{call.id}.{n}"))
         raise AssertionError("the last attempt returns or raises")

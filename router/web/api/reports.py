@@ -20,7 +20,7 @@ from router.web.server.relay import INLINE_BYTES, Capture
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of one attempt. `ok`: its answer is whole, or a slice of it, and has status 200.
+    """The end of one attempt. `ok`: its answer is whole and has status 200.
 
     `request` is that of this attempt: when the end is reported, the call may have the next one.
     """
@@ -32,7 +32,6 @@ class End:
     ok: bool
     encoding: str | None
     ended: float  # by `perf_counter`
-    yields: bool = False  # the rest of the answer is submitted next
 
 
 class Reports:
@@ -61,7 +60,7 @@ class Reports:
             seen = tokens_seen(end.capture.chunks, end.capture.size_bytes)
             reported = Reported(generated_tokens=seen)
         ttft_s = None
-        if call.first_byte is not None and not end.request.goes_on:
+        if call.first_byte is not None:
             ttft_s = call.first_byte - call.arrived
             if parsed is not None and not parsed.stream:
                 ttft_s = reported.first_token_s(ttft_s)
@@ -69,7 +68,7 @@ class Reports:
             call.trace.attempt(_attempt(call, end, reported))
         timing = Timing(ttft_s, end.ended - call.arrived)
         then = partial(self._over, call, end, reported, None if whole else end.capture)
-        self._engine.finish(end.request.id, end.outcome, reported, timing, then, yields=end.yields)
+        self._engine.finish(end.request.id, end.outcome, reported, timing, then)
 
     def _over(self, call: Call, end: End, reported: Reported, rest: Capture | None) -> None:
         parsed, request = call.parsed, end.request

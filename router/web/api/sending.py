@@ -1,13 +1,12 @@
 """An admitted call is sent to its slot, and the answer relayed; its end is reported once."""
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 
 from aiohttp import web
 
-from router.base.errors import BackendError, BackendTimeoutError
+from router.base.errors import BackendError
 from router.base.types import BackendId, Outcome, OwnPrefill, Reported
 from router.core.model import events as ev
 from router.engine.engine import Engine, Grant, Timing
@@ -17,17 +16,13 @@ from router.llama.attach.monitor import Monitor
 from router.llama.http1 import OnHead
 from router.llama.replies import IDENTITY
 from router.llama.server_client import RelayedResponse, Relaying
-from router.llama.wire import ParsedRequest
 from router.web.api import upstream_request
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.reports import End, Reports
-from router.web.api.slicing import Slicing
 from router.web.api.suspects import Suspects
 from router.web.server.call import Call
 from router.web.server.relay import Capture, relay
 from router.web.server.settings import Settings
-
-_Asked = Callable[[ParsedRequest | None, bytes], Relaying]
 
 
 class Sender:
@@ -41,20 +36,17 @@ class Sender:
         settings: Settings,
         throttle: LoopThrottle,
         reports: Reports,
-        slicing: Slicing,
     ) -> None:
         self._engine = engine
-        self._slicing = slicing
         self._selection = selection
         self._suspects = suspects
         self._settings = settings
         self._throttle = throttle
         self._reports = reports
 
-    async def send(self, call: Call, grant: Grant) -> web.StreamResponse | None:
+    async def send(self, call: Call, grant: Grant) -> web.StreamResponse:
         """Relay one admitted call; the grant is used up on return and on exception.
 
-        None: nothing was sent, and the rest of the call is to be submitted (`Slicing.rest`).
         Raises BackendError before the first byte of the answer.
         """
         request, backend = call.scheduled, grant.lease.slot.backend
@@ -66,7 +58,6 @@ class Sender:
         capture = Capture()
         outcome = Outcome.BACKEND_ERROR
         upstream: RelayedResponse | None = None
-        yields = goes_on = False
 
         def first_byte() -> None:
             call.first_byte = perf_counter()
@@ -78,33 +69,17 @@ class Sender:
         try:
             chosen, at = grant.plan.chosen, grant.lease.slot
             own = call.names() | upstream_request.headers(at, chosen.source, chosen.reused_tokens)
-            asked = self._asked(call, grant, monitor, call.sink.on_head(own))
-            to_client = partial(
-                relay,
-                call,
-                headers=own,
-                settings=self._settings,
-                on_first_byte=first_byte,
-                throttle=self._throttle,
-            )
-            sliced = await self._slicing.begin(call, grant, monitor)
-            if sliced is not None:
-                upstream = await self._slicing.generate(
-                    call, sliced, monitor.client, partial(self._slice, asked)
+            async with self._asked(call, grant, monitor, call.sink.on_head(own)) as upstream:
+                answer, outcome = await relay(
+                    call,
+                    upstream,
+                    capture=capture,
+                    headers=own,
+                    settings=self._settings,
+                    on_first_byte=first_byte,
+                    throttle=self._throttle,
+                    counts=self._counts(call, grant.prefilled, upstream),
                 )
-                if sliced.n_granted:
-                    capture.add(sliced.granted())
-                if upstream is None:  # nothing was computed if the first slice here was refused
-                    yields = sliced.n_granted > 0
-                    outcome = Outcome.OK if yields else Outcome.REFUSED
-                    goes_on = True
-                    return None
-                counts = self._counts(call, sliced.prefilled, upstream)
-                answer, outcome = await to_client(upstream, capture=Capture(), counts=counts)
-                return answer
-            async with asked(call.parsed, call.raw) as upstream:
-                counts = self._counts(call, grant.prefilled, upstream)
-                answer, outcome = await to_client(upstream, capture=capture, counts=counts)
                 if outcome is Outcome.BACKEND_ERROR:  # in the middle of the answer
                     self.is_to_blame(call, backend)
                 return answer
@@ -114,13 +89,11 @@ class Sender:
         finally:
             if outcome is Outcome.BACKEND_ERROR:
                 self._selection.doubt(backend)
-            ok = yields or (
-                outcome is Outcome.OK and upstream is not None and upstream.status == 200
-            )
+            ok = outcome is Outcome.OK and upstream is not None and upstream.status == 200
             encoding = upstream.header("content-encoding") if ok and upstream is not None else None
-            end = End(request, grant, outcome, capture, ok, encoding, perf_counter(), yields)
+            end = End(request, grant, outcome, capture, ok, encoding, perf_counter())
             report = partial(self._reports.finish, call, end)
-            if call.trace is not None or goes_on:  # before the rest is submitted
+            if call.trace is not None:
                 report()
             elif outcome in (Outcome.OK, Outcome.REFUSED):
                 # uvloop sends what was written at the end of this event-loop iteration. The next
@@ -129,28 +102,14 @@ class Sender:
             else:
                 self._throttle.call(report)
 
-    def _asked(self, call: Call, grant: Grant, monitor: Monitor, on_head: OnHead) -> _Asked:
-        """Return what sends a body of the call to its slot."""
+    def _asked(self, call: Call, grant: Grant, monitor: Monitor, on_head: OnHead) -> Relaying:
+        """Return what sends the call to its slot."""
         headers, target, method = call.forwarded_headers(), call.target, call.http.method
         if call.trace is not None:
             headers = call.trace.inject(headers)
-
-        def asked(parsed: ParsedRequest | None, raw: bytes) -> Relaying:
-            body = upstream_request.body(
-                grant, raw, parsed, saved=monitor.saves, caches=monitor.caches
-            )
-            return monitor.client.relay(method, target, headers, body, yields=True, on_head=on_head)
-
-        return asked
-
-    async def _slice(self, asked: _Asked, parsed: ParsedRequest, raw: bytes) -> RelayedResponse:
-        """Return the whole answer to a slice. Raises BackendError."""
-        try:
-            async with asked(parsed, raw) as answer, asyncio.timeout(self._settings.idle_timeout_s):
-                await answer.read()  # the server sends a plain answer when it is whole
-                return answer
-        except TimeoutError as error:
-            raise BackendTimeoutError("the backend was silent for too long") from error
+        saved, caches = monitor.saves, monitor.caches
+        body = upstream_request.body(grant, call.raw, call.parsed, saved=saved, caches=caches)
+        return monitor.client.relay(method, target, headers, body, yields=True, on_head=on_head)
 
     def is_to_blame(self, call: Call, backend: BackendId) -> bool:
         """Return whether a backend that ended did so with this call, and count it then."""

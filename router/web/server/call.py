@@ -14,7 +14,6 @@ from router.base.types import Caller, Request, RequestId
 from router.hosts.messages import FETCHED_FROM, HOP_HEADERS, HOST
 from router.llama.http1 import Header
 from router.llama.routes import Route, route_of
-from router.llama.slices import SlicedAnswer
 from router.llama.wire import ParsedRequest
 from router.prompts.reader import PromptReader
 from router.web.server.error_responses import clients_id, id_headers
@@ -52,8 +51,6 @@ class Call:
     parsed: ParsedRequest | None = None  # of a completion
     many_tasks: bool = False  # of another request that takes a slot: it takes several
     model: str | None = None  # as the client named it, or hosts know it
-    sliced: SlicedAnswer | None = None  # the answer so far, if it is generated in slices
-    as_one: bool = False  # it cannot be generated in slices
     ends: int = 0  # servers that ended while they computed it, here and on hosts before
     # -- from the prompt; replaced for each attempt
     request: Request | None = None

@@ -122,11 +122,11 @@ def test_what_nothing_here_can_serve_has_no_quote() -> None:
 
 def test_a_short_prompt_is_surely_cheap_where_a_slot_is_free() -> None:
     made = inventory(backend("a", n_slots=1))
-    assert is_surely_cheap(request(ids=range(10)), made, Queue(), 1.0)
-    assert not is_surely_cheap(request(ids=range(200)), made, Queue(), 1.0)
+    assert is_surely_cheap(request(ids=range(10)), made, Queue(), 0.0, 1.0)
+    assert not is_surely_cheap(request(ids=range(200)), made, Queue(), 0.0, 1.0)
     (slot,) = made.slots.of(BackendId("a"))
     slot.lease(request("other").id, NO_WORK)
-    assert not is_surely_cheap(request(ids=range(10)), made, Queue(), 1.0)
+    assert not is_surely_cheap(request(ids=range(10)), made, Queue(), 0.0, 1.0)
 
 
 def test_asking_changes_nothing() -> None:

@@ -289,9 +289,7 @@ class World:
     ) -> None:
         self.ops.remove(op)
         name = op.effect.request
-        # A background request may end at a slice; a later arrival that goes on is its rest.
-        yields = outcome is Outcome.OK and self.requests[name].background
-        self.feed(ev.Finished(name, outcome, reported, index, yields=yields))
+        self.feed(ev.Finished(name, outcome, reported, index))
 
     # -- what the scheduler answers ----------------------------------------------------------
 

@@ -32,7 +32,6 @@ from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
 from router.web.api.elsewhere import Nowhere
 from router.web.api.sending import Sender
-from router.web.api.slicing import Slicing
 from router.web.api.suspects import Suspects
 from router.web.server.call import Call
 from router.web.server.settings import Settings
@@ -185,7 +184,6 @@ async def test_completion_is_read_with_the_wanted_boundaries(kind: MemoryKind) -
         Keys(cast(Telemetry, None), UsageBook(lambda: 0.0)),
         Suspects(lambda: 0.0),
         Nowhere(cast(Engine, None)),
-        cast(Slicing, None),
     )
     nobody = SimpleNamespace(headers={}, remote=None, path="/v1/chat/completions")
     call = Call(cast(web.Request, nobody), RequestId("r"), parsed=CHAT)

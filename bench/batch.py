@@ -1,4 +1,4 @@
-"""`python -m bench.preemption`: a person's first token beside a batch of long answers.
+"""`python -m bench.batch`: a person's first token beside a batch of long answers.
 
 One llama-server with a small real model and all slots busy with the batch. The batch can wait
 (`service_tier: flex`) or does not say so; an idle server is the baseline. A person asks short
@@ -8,7 +8,6 @@ questions with a new document, one after the other.
 import argparse
 import asyncio
 import random
-import re
 import sys
 import tempfile
 import threading
@@ -29,17 +28,14 @@ COLUMNS = (
     "p90 x",
     "batch answers",
     "batch tokens",
-    "computed again",
-    "share",
     "batch tokens/s",
 )
 CASES = {"nothing": None, "a batch that can wait": "flex", "a batch that does not": "default"}
-_COMPUTED = re.compile(r"^llamacpp:prompt_tokens_total (\S+)", re.MULTILINE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench and return the exit code."""
-    parser = argparse.ArgumentParser(prog="bench.preemption", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench.batch", description=__doc__)
     parser.add_argument("--questions", type=int, default=15)
     parser.add_argument("--words", type=int, default=400, help="of each question's document")
     parser.add_argument("--slots", type=int, default=2)
@@ -51,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def measure(options: argparse.Namespace) -> Report:
     """Ask the same questions beside each batch."""
-    report = Report("preemption", "First tokens beside a batch", [*COLUMNS], arguments_of(options))
+    report = Report("batch", "First tokens beside a batch", [*COLUMNS], arguments_of(options))
     model = await small_model(lambda _: None)
     idle_s = 0.0
     for case, tier in CASES.items():
@@ -63,14 +59,12 @@ async def measure(options: argparse.Namespace) -> Report:
                     ctx_per_slot=4096,
                     kv_dir=home / "kv",
                     model=model,
-                    extra_args=["--metrics"],
                 ) as server,
                 rig.kvferry("kvferry", [server.url], home, kv_dir=home / "kv") as proxy,
             ):
                 person = _Person(proxy.url, options)
                 batch = _Batch(proxy.url, options, tier)
                 await asyncio.to_thread(person.ask_once)  # the first one after the start
-                before = await asyncio.to_thread(_computed, server.url)
                 started = time.perf_counter()
                 n_workers = options.batch if tier else 0
                 work = asyncio.gather(*(asyncio.to_thread(batch.work, n) for n in range(n_workers)))
@@ -78,8 +72,6 @@ async def measure(options: argparse.Namespace) -> Report:
                 batch.over.set()
                 await work
                 seconds = time.perf_counter() - started
-                again = await asyncio.to_thread(_computed, server.url) - before
-        again -= person.computed + batch.computed
         p50, p90 = percentile(first_s, 50), percentile(first_s, 90)
         idle_s = idle_s or p90
         tokens = batch.computed + batch.generated
@@ -90,41 +82,29 @@ async def measure(options: argparse.Namespace) -> Report:
             p90 / idle_s,
             batch.answers,
             tokens,
-            again if tier else None,
-            again / tokens if tier else None,
             tokens / seconds if tier else None,
         )
     return report
 
 
-def _computed(url: str) -> int:
-    """Return the prompt tokens that a server has computed."""
-    found = _COMPUTED.search(Client(url).get("/metrics").body.decode())
-    assert found is not None, "the server has no such counter"
-    return round(float(found[1]))
-
-
 class _Person:
-    """Asks questions with a new document each; `computed`: the tokens of their prompts."""
+    """Asks questions with a new document each."""
 
     def __init__(self, url: str, options: argparse.Namespace) -> None:
         self._client = Client(url)
         self._options = options
         self._random = random.Random(7)
         self._never = threading.Event()
-        self.computed = 0
 
     def ask_once(self) -> float:
         """Return the seconds until the first token of an answer."""
         question = words(self._random, self._options.words)
         body: Json = {"messages": [{"role": "user", "content": question}], "max_tokens": 1}
         reply = self._client.post("/v1/chat/completions", body | {"temperature": 0})
-        self.computed += reply.json()["timings"]["prompt_n"]
         return reply.total_s
 
     def ask(self) -> list[float]:
         """Ask all questions; return the seconds until the first token of each."""
-        self.computed = 0
         found = []
         for _ in range(self._options.questions):
             self._never.wait(self._options.pause)
