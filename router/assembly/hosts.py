@@ -26,7 +26,7 @@ from router.config.cold import ColdConfig
 from router.config.schema import Config
 from router.core.model import events as ev
 from router.core.model.slots import Phase
-from router.core.model.tenancy import model_of, tenant_of
+from router.core.model.tenancy import facts_of, model_of, tenant_of
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.credentials import Credentials, CredentialsError, load_credentials
@@ -36,7 +36,7 @@ from router.hosts.peer import Peer
 from router.hosts.peers import KnownHosts, Peers
 from router.hosts.twins import compare, processes_of
 from router.llama.attach.drivers import Drivers
-from router.llama.attach.namespace import facts_of, is_same
+from router.llama.attach.namespace import is_same
 from router.llama.server_client import Connections
 from router.store.cold.bucket import Bucket
 from router.store.cold.directory import SharedDirectory

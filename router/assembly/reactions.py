@@ -16,6 +16,7 @@ from router.base.tasks import Tasks
 from router.base.types import (
     BackendId,
     KvDir,
+    KvSettings,
     Namespace,
     Outcome,
     Request,
@@ -119,6 +120,10 @@ class BackendReactions:
     def recall(self, backend: BackendId, props: Props, models: ModelsInfo) -> ProbeResult | None:
         """Return what the probe of an equal process found; None: there was none."""
         return self.on_demand.recall(backend, props, models)
+
+    def settings_of(self, backend: BackendId) -> KvSettings:
+        """Return what of a server's command line decides KV; nothing of others."""
+        return self.on_demand.settings_of(backend)
 
     async def recall_slots(
         self, backend: BackendId, kv_dir: KvDir | None, props: Props

@@ -10,7 +10,7 @@ import structlog
 from router.assembly.backends import Backends, StartError, timeouts_of
 from router.base.errors import BackendError
 from router.base.tasks import Tasks
-from router.base.types import BackendId, KvDir
+from router.base.types import BackendId, KvDir, KvSettings
 from router.config.schema import BackendConfig, Config
 from router.core.model import events as ev
 from router.engine.engine import Engine
@@ -20,7 +20,7 @@ from router.llama.attach.proofs import Proof, read_proofs, write_proofs
 from router.llama.client import LlamaClient
 from router.llama.replies import ModelsInfo, Props
 from router.llama.server_client import Connections
-from router.servers.launch import launches_of, state_dir
+from router.servers.launch import LaunchIdentity, launches_of, state_dir
 from router.servers.program import ServerNotFoundError
 from router.servers.supervisor import Supervisor
 
@@ -47,7 +47,7 @@ class ServersOnDemand:
         self._served = {
             server: model for model in config.servers.models for server in model.servers
         }
-        self._identities: dict[BackendId, str] = {}  # of the latest process
+        self._identities: dict[BackendId, LaunchIdentity] = {}  # of the latest process
         self._proofs: dict[str, Proof] = {}  # by identity
         self._tasks = Tasks()
         self._engine: Engine
@@ -123,10 +123,10 @@ class ServersOnDemand:
         identity = self._identities.get(attached.info.id)
         if identity is None or attached.recalled or attached.probe.untried:
             return
-        self._proofs.pop(identity, None)
+        self._proofs.pop(identity.digest, None)
         if not attached.probe.problem:  # perhaps the disk was full
             props = replace(attached.props, media_marker="")
-            self._proofs[identity] = Proof(props, attached.models, attached.probe)
+            self._proofs[identity.digest] = Proof(props, attached.models, attached.probe)
         self._tasks.spawn(self._write_proofs(), name="write proofs")
 
     async def _write_proofs(self) -> None:
@@ -141,10 +141,16 @@ class ServersOnDemand:
 
         A probe takes longer than to load a small model.
         """
-        before = self._proofs.get(self._identities.get(server, ""))
+        identity = self._identities.get(server)
+        before = None if identity is None else self._proofs.get(identity.digest)
         if before is None or models != before.models:
             return None
         return before.probe if replace(props, media_marker="") == before.props else None
+
+    def settings_of(self, server: BackendId) -> KvSettings:
+        """Return what of a server's command line decides KV; nothing of any other backend."""
+        identity = self._identities.get(server)
+        return KvSettings() if identity is None else identity.settings
 
     def key(self, server: BackendId) -> str | None:
         """Return the API key of a server on demand; None: it has none, or is no such server."""
@@ -154,7 +160,7 @@ class ServersOnDemand:
         """Return whether a backend is a server on demand, which may come back as it was."""
         return server in self._served
 
-    def _ready(self, server: BackendId, url: str, identity: str) -> None:
+    def _ready(self, server: BackendId, url: str, identity: LaunchIdentity) -> None:
         self._identities[server] = identity
         model = self._served[server]
         given: dict[str, object] = {"name": server, "url": url, "kv_dir": str(self._kv_dir)}

@@ -14,7 +14,7 @@ BackendId = NewType("BackendId", str)
 RequestId = NewType("RequestId", str)
 SnapshotId = NewType("SnapshotId", str)
 Namespace = NewType("Namespace", str)
-"""Names all that must be equal for reusable KV: model, adapters, RoPE, cache layout."""
+"""Names all that must be equal for reusable KV: model, adapters, RoPE, cache layout, projector."""
 Tenant = NewType("Tenant", str)
 """The owner of tokens; none are reused for another. `NO_TENANT`, no name: no particular tenant."""
 KvDir = NewType("KvDir", str)
@@ -90,6 +90,13 @@ class Standing(StrEnum):
     DRAINED = "drained"  # neither used nor watched, until it is undrained
 
 
+class KvSettings(NamedTuple):
+    """Digests of the flags that decide KV, and of the projector's file; empty: there are none."""
+
+    flags: str = ""
+    projector: str = ""
+
+
 class Miss(StrEnum):
     """The reason why a prompt token was computed, one per token; see `docs/metrics.md`."""
 
@@ -101,6 +108,7 @@ class Miss(StrEnum):
     PRICE = "price"  # held and usable, but another source was cheaper or the policy's choice
     DISPLACED = "displaced"  # was held by a slot, and lost unsaved
     EVICTED = "evicted"  # was held by a snapshot that is gone
+    FOREIGN = "foreign"  # held for other settings of the model: projector, adapter, RoPE, file
     FAILED = "failed"  # planned, but a restore, a cut or a copy failed
     MISPREDICTED = "mispredicted"  # planned, but the backend computed it
     UNKNOWN = "unknown"  # the router does not know the tokens

@@ -209,15 +209,15 @@ class LlamaClient(ServerClient):
                     return progress.n_cached
         return None
 
-    async def fingerprint(self, slot: int, tokens: Tokens) -> list[tuple[int, float]]:
-        """Return the likeliest tokens after `tokens` and their log probabilities, best first.
+    async def fingerprint(self, slot: int, prompt: Tokens | wire.Shown) -> list[tuple[int, float]]:
+        """Return the likeliest tokens after `prompt` and their log probabilities, best first.
 
         If the next token is a part of a character, those of the first one that is none.
         """
         found: list[tuple[int, float]] = []
         for n_predict in (1, _WITHIN_A_CHARACTER):
-            body = wire.fingerprint_body(tokens, slot, n_predict)
-            payload = await self._call("POST", "/completion", body, self._timeouts.action_s)
+            body = wire.fingerprint_body(prompt, slot, n_predict)
+            payload = await self._call("POST", "/completion", body, self._timeouts.first_byte_s)
             found = reply.top_logprobs_from(payload)
             if found:
                 break

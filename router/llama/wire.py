@@ -7,14 +7,14 @@ the backend refuses wrong fields.
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import orjson
 from msgspec import Struct
 
 from router.base.decoding import UndecodableError, json_bytes
 from router.base.errors import BadRequestError
-from router.base.tokens import Tokens, pack, pieces, unpack
+from router.base.tokens import EMPTY, Tokens, pack, pieces, unpack
 from router.llama import json_offload
 from router.llama.bodies.anthropic import BILLING_PREFIX, anthropic_to_chat, without_stamp
 from router.llama.bodies.cache_hints import NO_HINTS, CacheHints, hints_of
@@ -444,9 +444,20 @@ def overwrite_body(slot: int) -> bytes:
     return _compute(pack([0]), slot, {"n_predict": 0, "cache_prompt": False})
 
 
-def fingerprint_body(tokens: Tokens, slot: int, n_predict: int = 1) -> bytes:
+class Shown(NamedTuple):
+    """A prompt of text with media: files in base64, one for each marker in the text."""
+
+    text: str
+    media: tuple[str, ...]
+
+
+def fingerprint_body(prompt: Tokens | Shown, slot: int, n_predict: int = 1) -> bytes:
     """Return the POST /completion body for the likeliest next tokens, to tell models apart."""
-    return _compute(tokens, slot, {"n_predict": n_predict, "n_probs": 5, "temperature": 0.0})
+    more: dict[str, Any] = {"n_predict": n_predict, "n_probs": 5, "temperature": 0.0}
+    if isinstance(prompt, Shown):
+        more["prompt"] = {"prompt_string": prompt.text, "multimodal_data": prompt.media}
+        return _compute(EMPTY, slot, more)
+    return _compute(prompt, slot, more)
 
 
 def unplaced_body(tokens: Tokens) -> bytes:

@@ -8,12 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec import Struct
 
-from router.base.types import BackendId
+from router.base.types import BackendId, KvSettings
 from router.base.urls import MOST_OF_A_SOCKET, UNIX
 from router.config.servers import ModelConfig, ServersConfig
+from router.servers.kv_settings import kv_settings
 from router.servers.program import HOST, PREBUILT, ServerNotFoundError, find_server
 
 _PORT, _KV_DIR = "${port}", "${kv_dir}"
@@ -29,6 +31,13 @@ _SECRET = re.compile(
 _MATTERS = ("LLAMA_", "GGML_", "CUDA_", "HIP_", "HSA_", "ROCR_", "VK_", "OMP_", "LD_")
 
 
+class LaunchIdentity(NamedTuple):
+    """A digest that is equal for processes of any run that would behave alike; what decides KV."""
+
+    digest: str
+    settings: KvSettings
+
+
 class Launch(Struct, frozen=True):
     """A server that can be started. `argv` names the port and the KV directory by `${...}`."""
 
@@ -42,24 +51,26 @@ class Launch(Struct, frozen=True):
     socket: Path | None = None  # where it listens; None: at a port
     is_container: bool = False  # perhaps: a process that it did not start may listen for it
 
-    def identity(self) -> str:
-        """Return a digest that is equal for processes of any run that would behave alike. Blocking.
+    def identity(self) -> LaunchIdentity:
+        """Return what a process of this launch can be told by. Blocking.
 
-        It covers the command line, what matters of the environment, and each file that the command
-        line names.
+        The digest covers the command line, what matters of the environment, and each file that
+        they name, also within a list (`--lora A,B`, `--lora-scaled A:0.5`).
         """
-        files: list[tuple[str, int, int]] = []
-        for word in self.argv:
-            with suppress(OSError):
-                found = os.stat(word)
-                if stat.S_ISREG(found.st_mode):  # its socket is another one after each start
-                    files.append((word, found.st_size, found.st_mtime_ns))
         env = [
             pair
             for pair in sorted(self.env.items())
             if pair[0].startswith(_MATTERS) and pair[0] != _KEY_VARIABLE
         ]
-        return blake2b(repr((self.argv, env, files)).encode(), digest_size=16).hexdigest()
+        files: list[tuple[str, int, int]] = []
+        for word in (*self.argv, *(value for _, value in env)):
+            for part in dict.fromkeys((word, *re.split("[,:]", word))):
+                with suppress(OSError, ValueError):
+                    found = os.stat(part)
+                    if stat.S_ISREG(found.st_mode):  # its socket is another one after each start
+                        files.append((part, found.st_size, found.st_mtime_ns))
+        told = blake2b(repr((self.argv, env, files)).encode(), digest_size=16).hexdigest()
+        return LaunchIdentity(told, kv_settings(self.argv, self.env))
 
     def url(self, port: int) -> str:
         """Return where the server answers that was started for a port."""

@@ -14,7 +14,7 @@ import structlog
 
 from router.base.tasks import Tasks
 from router.base.types import BackendId
-from router.servers.launch import Launch
+from router.servers.launch import Launch, LaunchIdentity
 from router.servers.process import ServerLog, ServerProcess
 from router.servers.program import ServerStartError, free_port, is_heard_by
 
@@ -53,7 +53,7 @@ class Supervisor:
         max_log_bytes: int,
         *,
         is_ready: Callable[[str], Awaitable[bool]],
-        on_ready: Callable[[BackendId, str, str], None],
+        on_ready: Callable[[BackendId, str, LaunchIdentity], None],
         on_ended: Callable[[BackendId, str], None],
         before_stop: Callable[[BackendId], Awaitable[None]],
         before_start: Callable[[], Awaitable[None]],

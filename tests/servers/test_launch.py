@@ -123,9 +123,41 @@ def test_equal_servers_of_two_runs_have_one_identity(
         bound.bind(str(socket))
         (again,) = launches(model, sockets=True)
 
-        assert (before.api_key, again.identity()) != (again.api_key, "")
+        assert before.api_key != again.api_key
         assert again.identity() == first
     monkeypatch.setenv("LLAMA_ARG_CTX_CHECKPOINTS", "4")
     (variable,) = launches(model, sockets=True)
     (tmp_path / "m.gguf").write_bytes(b"two")
     assert len({first, variable.identity(), again.identity()}) == 3
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--lora", "{0}"],
+        ["--lora", "x.gguf,{0}"],
+        ["--lora-scaled", "{0}:0.5"],
+        ["-mm", "{0}"],
+    ],
+)
+def test_a_file_that_is_replaced_makes_another_server(
+    program: str, tmp_path: Path, args: list[str]
+) -> None:
+    beside = tmp_path / "beside.gguf"
+    beside.write_bytes(b"one")
+    args = [word.format(beside) for word in args]
+    (launch,) = launches({"name": "a", "model": "/m.gguf", "args": args})
+    first = launch.identity()
+    beside.write_bytes(b"another")
+    assert launch.identity().digest != first.digest
+
+
+def test_a_file_that_a_variable_names_counts(program: str, tmp_path: Path) -> None:
+    beside = tmp_path / "beside.gguf"
+    beside.write_bytes(b"one")
+    env = {"LLAMA_ARG_MMPROJ": str(beside)}
+    (launch,) = launches({"name": "a", "model": "/m.gguf", "env": env})
+    first = launch.identity()
+    beside.write_bytes(b"another")
+    assert launch.identity().digest != first.digest
+    assert launch.identity().settings.projector != first.settings.projector

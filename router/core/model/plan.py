@@ -72,6 +72,7 @@ class Coverage(Struct, frozen=True):
     - `waiting`: reusable from a busy slot, later.
     - `held`: shared with any slot or snapshot, reusable or not.
     - `evicted`, `displaced`: shared with an evicted snapshot, with displaced slot content.
+    - `foreign`: shared with a slot or snapshot of the model with other settings.
     - `goes_on`: the content that shares most goes on after the shared prefix.
     - `worth`: the fewest tokens that are worth a snapshot.
     """
@@ -82,6 +83,7 @@ class Coverage(Struct, frozen=True):
     held: int = 0
     evicted: int = 0
     displaced: int = 0
+    foreign: int = 0
     goes_on: bool = False
     worth: int = 1
     nearest: Nearest | None = None

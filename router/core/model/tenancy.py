@@ -30,6 +30,16 @@ def model_of(namespace: Namespace) -> Namespace:
     return Namespace(namespace.partition(_MARK)[0])
 
 
+def facts_of(name: Namespace) -> str:
+    """Return the part of a namespace that is equal on all hosts, however they measured."""
+    return name.partition(":")[0].partition(".")[0]
+
+
+def is_foreign(one: Namespace, other: Namespace) -> bool:
+    """Return whether two namespaces are of one model with different settings."""
+    return model_of(one) != model_of(other) and facts_of(one) == facts_of(other)
+
+
 def salted(tenant: str, salt: str) -> Tenant:
     """Return the tenant of prompts with a `cache_salt`; without one the tenant itself."""
     return Tenant(f"{tenant}{TENANT_SALT}{salt}" if salt else tenant)

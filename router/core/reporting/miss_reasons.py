@@ -12,6 +12,7 @@ from router.base.types import (
     BackendInfo,
     MemoryKind,
     Miss,
+    Namespace,
     Nearest,
     Request,
     SlotId,
@@ -21,7 +22,7 @@ from router.core.inventory.catalog import Catalog
 from router.core.inventory.inventory import Inventory
 from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
 from router.core.model.plan import Coverage, Plan
-from router.core.model.tenancy import namespace_of
+from router.core.model.tenancy import is_foreign, namespace_of, tenant_of
 
 _AROUND = 10  # tokens on either side of the point of divergence
 
@@ -52,10 +53,26 @@ def coverage_of(request: Request, made: Plan, inventory: Inventory) -> Coverage 
         held=most.common,
         evicted=evicted[0],
         displaced=displaced[0],
+        foreign=_foreign(inventory, made.shared, namespace, tokens),
         goes_on=max((most.common, most.goes_on), evicted, displaced)[1],
         worth=max(inventory.catalog.limits.min_tokens, 1),
         nearest=most.nearest(tokens),
     )
+
+
+def _foreign(
+    inventory: Inventory, shared: Mapping[SlotId, int], own: Namespace, tokens: Tokens
+) -> int:
+    """Return the tokens that the same model with other settings holds: another projector, say."""
+    catalog, longest = inventory.catalog, 0
+    for other in catalog.namespaces():
+        if is_foreign(other, own) and tenant_of(other) == tenant_of(own):
+            longest = max(longest, catalog.nearest(other, tokens)[0])
+    for name, common in shared.items():
+        there = inventory.info(name.backend)
+        if common > longest and there is not None and is_foreign(there.namespace, own):
+            longest = common
+    return longest
 
 
 @dataclass(slots=True)
@@ -171,7 +188,7 @@ def missed(
     2. an idle slot or a snapshot could have spared it: `price`;
     3. a busy slot could have spared it: `busy`;
     4. some content shares it, but cannot be reused up to there: `kind`;
-    5. it was held once: `evicted`, `displaced`;
+    5. it was held once: `evicted`, `displaced`; or for other settings of the model: `foreign`;
     6. it was never held: `new` if the content that shares most ends there, or shares all but the
        last token. Else `diverged`, or `cold` if it shares nothing that is worth a snapshot.
 
@@ -198,6 +215,7 @@ def _ends(coverage: Coverage, n: int, *, failed: bool) -> Iterator[tuple[Miss, i
         (Miss.KIND, coverage.held),
         (Miss.EVICTED, coverage.evicted),
         (Miss.DISPLACED, coverage.displaced),
+        (Miss.FOREIGN, coverage.foreign),
     ):
         yield reason, min(end, n - 1)
     known = max(coverage.held, coverage.evicted, coverage.displaced)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from router.base.types import BackendId, BackendInfo, KvDir, Namespace, SlotStatus
+from router.base.types import BackendId, BackendInfo, KvDir, KvSettings, Namespace, SlotStatus
 from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
 from router.llama.replies import InfillAnswer, ModelsInfo, Props
@@ -67,6 +67,9 @@ class BackendListener(Protocol):
 
     def recall(self, backend: BackendId, props: Props, models: ModelsInfo) -> ProbeResult | None:
         """Return what a probe of an equal process found; None: there was none."""
+
+    def settings_of(self, backend: BackendId) -> KvSettings:
+        """Return what is known of a backend's command line, and decides KV; perhaps nothing."""
 
     async def recall_slots(
         self, backend: BackendId, kv_dir: KvDir | None, props: Props

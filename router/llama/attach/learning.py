@@ -3,15 +3,16 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Sequence
+from hashlib import blake2b
 
 from msgspec.structs import replace
 
 from router.base.errors import BackendRefusedError
 from router.base.ports import SnapshotStore
-from router.base.types import BackendInfo, KvDir, MemoryKind, Namespace, SlotStatus
+from router.base.types import BackendInfo, KvDir, KvSettings, MemoryKind, Namespace, SlotStatus
 from router.llama.attach.attached import Attached
 from router.llama.attach.model_file import model_digest
-from router.llama.attach.namespace import digest, is_same, namespace
+from router.llama.attach.namespace import digest, is_same, namespace, shown
 from router.llama.attach.probe import Probe, is_still_so
 from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
@@ -21,6 +22,9 @@ from router.store.slot_journal import JournalEntry
 
 # Returns what a probe of an equal process found; None: there was none.
 Recall = Callable[[Props, ModelsInfo], ProbeResult | None]
+
+
+NO_SETTINGS = KvSettings()
 
 
 def nothing_known(*_: object) -> None:
@@ -39,6 +43,7 @@ async def attach(
     known: set[Namespace] | None = None,
     only: Collection[int] | None = None,
     recall: Recall = nothing_known,
+    settings: KvSettings = NO_SETTINGS,
     entries: Sequence[JournalEntry] = (),
     makes_way: Callable[[], bool] = lambda: False,
     empties_unknown: bool = False,
@@ -46,6 +51,7 @@ async def attach(
     """Learn all facts about a backend; go on with its `probe`. Raises BackendError.
 
     The probe uses any idle slot, or only the idle ones in `only`. No probe if one is recalled.
+    `settings`: what is known of its command line beyond what it reports.
     `entries`: what slots of this process held once. `makes_way`: see `Probe.run`.
     `empties_unknown`: empty the other slots of a server with adapters.
     """
@@ -65,13 +71,14 @@ async def attach(
     found = recalled or ProbeResult()
     if probe is not None and recalled is None:
         found = await probe.run(allowed, makes_way)
-    facts = digest(props, models, lora, _layout_name(found, props))
+    seen = _seen(found, props, settings)
+    facts = digest(props, models, lora, _layout_name(found, props), settings.flags)
     file = await asyncio.to_thread(model_digest, props.model_path, models.size)
     info = BackendInfo(
         id=client.id,
         n_slots=props.total_slots,
         n_ctx=min((s.n_ctx for s in slots), default=props.n_ctx),
-        namespace=namespace(facts, file, found.behaviour, known or set()),
+        namespace=namespace(facts, file, found.behaviour, known or set(), seen),
         models=models.names | set(extra_models),
         kv_dir=kv_dir if found.usable and found.keeps_idle_slots else None,
         memory_kind=found.memory_kind,
@@ -117,6 +124,13 @@ async def _without_unknown(
     return [
         replace(s, adapted=True) if s.index in unknown else s for s in await slots_of(client, props)
     ]
+
+
+def _seen(found: ProbeResult, props: Props, settings: KvSettings) -> str:
+    """Return what tells the projector; of an unknown one, what tells the process."""
+    if found.unseen:
+        return f"?{blake2b(repr(props.process).encode(), digest_size=8).hexdigest()}"
+    return f"{settings.projector};{shown(found.seen)}" if found.seen else ""
 
 
 def has_adapters(lora: bytes) -> bool:

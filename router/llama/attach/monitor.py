@@ -25,6 +25,7 @@ from router.llama.attach.attached import Attached, BackendListener
 from router.llama.attach.diagnosis import Trouble, unusable
 from router.llama.attach.drivers import Drivers
 from router.llama.attach.learning import attach, has_adapters, nothing_known, slots_of
+from router.llama.attach.media_sample import media_sample
 from router.llama.attach.probe import Probe
 from router.llama.client import LlamaClient
 from router.llama.replies import Props
@@ -386,7 +387,10 @@ class Monitor:
     ) -> Attached:
         self._adapters_told_at = asyncio.get_running_loop().time()
         if self._probe is None and with_probe and self.watch.probe:
-            self._probe = Probe(self.client, self._store, self._kv_dir, tenants=self.watch.tenants)
+            tenants, sample = self.watch.tenants, media_sample(props)
+            self._probe = Probe(
+                self.client, self._store, self._kv_dir, tenants=tenants, sample=sample
+            )
         attached = await attach(
             self.client,
             props,
@@ -402,6 +406,7 @@ class Monitor:
             recall=partial(self._listener.recall, self.client.id)
             if only is None
             else nothing_known,
+            settings=self._listener.settings_of(self.client.id),
             entries=()
             if only is not None
             else await self._listener.recall_slots(self.client.id, self._kv_dir, props),

@@ -4,7 +4,9 @@ llama-server checks neither the model nor RoPE nor adapters when it restores a f
 (llama-server.md section 1.5), and does not report the latter two. A namespace therefore has three
 parts: a digest of the reported facts; a digest of the model's file, where it can be read; and the
 model's behaviour, the likeliest tokens after a fixed text. It is written `FACTS.FILE:BEHAVIOUR`,
-or `FACTS:BEHAVIOUR` without the file.
+or `FACTS:BEHAVIOUR` without the file. Where the server takes pictures or sounds, `/FILE;SEEN`
+follows: a digest of its projector, where it can be read, and the likeliest tokens after a fixed
+picture and sound.
 
 Two hosts measure the behaviour a little differently, and only one of them may see the file. So no
 two names have to be equal: `is_same` compares them, and what hosts look up has the facts alone.
@@ -29,8 +31,15 @@ Behaviour = list[tuple[int, float]]
 _TOLERANCE = 0.1
 
 
-def digest(props: Props, models: ModelsInfo, lora: bytes, layout: str) -> str:
+# The same after media: with a random projector on SmolLM2 they differed by 0.22 between b11434 and
+# b11549, and by 0.4 and more in one of the best between two projectors of one shape.
+_MEDIA_TOLERANCE = 0.3
+
+
+def digest(props: Props, models: ModelsInfo, lora: bytes, layout: str, settings: str = "") -> str:
     """Return a digest of the server's reported facts and the layout of its state files.
+
+    `settings`: what is known of the command line beyond that (`servers/kv_settings.py`).
 
     KV does not depend on the context size, the number of slots or the number of streams of a
     state file; none of them is in the digest. Nor are directories: hosts may have others.
@@ -44,6 +53,7 @@ def digest(props: Props, models: ModelsInfo, lora: bytes, layout: str) -> str:
         models.ftype,
         _without_directories(lora),
         layout,
+        *((settings,) if settings else ()),
     )
     return blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
@@ -52,25 +62,27 @@ class _Parts(NamedTuple):
     facts: str
     file: str  # empty: not known
     behaviour: Behaviour
+    seen: str  # empty: it takes no media
 
 
 def namespace(
-    facts: str, file: str, behaviour: Behaviour, known: Collection[Namespace]
+    facts: str, file: str, behaviour: Behaviour, known: Collection[Namespace], seen: str = ""
 ) -> Namespace:
     """Return the known namespace that is the same, else a new one.
 
+    `seen`: what tells its projector, `FILE;SEEN` or unlike all others; empty: it takes no media.
     One that knows the file as well is preferred. One whose file is not known goes on as it is, so
     the snapshots under it stay usable.
     """
-    shown = ",".join(f"{token}={logprob:.3f}" for token, logprob in behaviour)
-    mine = Namespace(f"{facts}.{file}:{shown}" if file else f"{facts}:{shown}")
+    told = shown(behaviour) + (f"/{seen}" if seen else "")
+    mine = Namespace(f"{facts}.{file}:{told}" if file else f"{facts}:{told}")
     same = [other for other in sorted(known) if is_same(mine, other)]
     return min(same, key=lambda other: _parts(other).file != file, default=mine)
 
 
-def facts_of(name: Namespace) -> str:
-    """Return the part of a namespace that is equal on all hosts, however they measured."""
-    return _parts(name).facts
+def shown(behaviour: Behaviour) -> str:
+    """Return a behaviour as it is written in a namespace."""
+    return ",".join(f"{token}={logprob:.3f}" for token, logprob in behaviour)
 
 
 def is_same(one: Namespace, other: Namespace) -> bool:
@@ -80,24 +92,40 @@ def is_same(one: Namespace, other: Namespace) -> bool:
         return False
     if mine.file and theirs.file and mine.file != theirs.file:
         return False
-    return alike(mine.behaviour, theirs.behaviour)
+    return alike(mine.behaviour, theirs.behaviour) and _same_projector(mine.seen, theirs.seen)
+
+
+def _same_projector(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    (file, measured, mine), (other_file, other_measured, theirs) = (
+        seen.partition(";") for seen in (one, other)
+    )
+    if not (measured and other_measured) or (file and other_file and file != other_file):
+        return False
+    return alike(_behaviour(mine), _behaviour(theirs), _MEDIA_TOLERANCE)
 
 
 def _parts(name: Namespace) -> _Parts:
     head, _, rest = name.partition(":")
     facts, _, file = head.partition(".")
-    pairs = [pair.partition("=") for pair in rest.split(",") if pair]
-    return _Parts(facts, file, [(int(token), float(logprob)) for token, _, logprob in pairs])
+    behaviour, _, seen = rest.partition("/")
+    return _Parts(facts, file, _behaviour(behaviour), seen)
 
 
-def alike(a: Behaviour, b: Behaviour) -> bool:
+def _behaviour(told: str) -> Behaviour:
+    pairs = [pair.partition("=") for pair in told.split(",") if pair]
+    return [(int(token), float(logprob)) for token, _, logprob in pairs]
+
+
+def alike(a: Behaviour, b: Behaviour, tolerance: float = _TOLERANCE) -> bool:
     """Return whether the best log probabilities agree; the last tokens may trade places."""
     if not a or not b:
         return not a and not b
     theirs = dict(b)
     best = a[: (len(a) + 1) // 2]
     return all(
-        token in theirs and abs(theirs[token] - logprob) <= _TOLERANCE for token, logprob in best
+        token in theirs and abs(theirs[token] - logprob) <= tolerance for token, logprob in best
     )
 
 

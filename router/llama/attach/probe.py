@@ -45,6 +45,7 @@ from router.llama.attach.probe_slots import (
     put_back,
 )
 from router.llama.client import LlamaClient
+from router.llama.wire import Shown
 from router.store import files, shapes
 from router.store.format.head import Head, read_head
 from router.store.format.layout import OPAQUE, Layout, read_layout
@@ -93,9 +94,13 @@ class Probe:
         kv_dir: KvDir | None,
         *,
         tenants: bool = False,
+        sample: Shown | None = None,
     ) -> None:
-        """Set up. `tenants`: they are kept apart, so look for a RAM cache that mixes them."""
-        self._client, self._tenants = client, tenants
+        """Set up. `tenants`: they are kept apart, so look for a RAM cache that mixes them.
+
+        `sample`: a prompt with media, of a server that takes some.
+        """
+        self._client, self._tenants, self._sample = client, tenants, sample
         self._found = ProbeResult()
         self._tokens, self._fresh = EMPTY, Behaviour()
         self._windowed = self._whole = self._proved = False
@@ -109,6 +114,7 @@ class Probe:
             self._steps = [self._try_text, self._try_whole, *longer, self._end_windows]
             self._steps += [self._try_restore, self._try_chunks]
         self._steps += [self._behave, self._infill, self._place]
+        self._steps += [self._look] if sample is not None else []
 
     async def run(
         self, slots: list[SlotStatus], makes_way: Callable[[], bool] = lambda: False
@@ -196,6 +202,13 @@ class Probe:
             await erase(self._client, self._slot)
             seen = await self._client.fingerprint(self._slot, part)
             self._found.glance, self._found.behaviour = self._found.behaviour, seen
+
+    async def _look(self) -> None:
+        assert self._sample is not None
+        try:
+            self._found.seen = await self._client.fingerprint(self._slot, self._sample)
+        except BackendRefusedError as error:
+            self._found.unseen = str(error)
 
     async def _infill(self) -> None:
         self._found.infill = await infill_answers(self._client, self._slot)

@@ -34,6 +34,10 @@ FEW_CHECKPOINTS = (
     "it keeps no context checkpoints, or very few (--ctx-checkpoints): going back in a conversation"
     " needs a saved state"
 )
+UNKNOWN_PROJECTOR = (
+    "it refuses the probe's small picture or sound, so its projector cannot be told from another:"
+    " what it saves is of use to this process only"
+)
 MOVES_CHUNKS = (
     "llama-server runs with --cache-reuse (its presets for code set it, too): it shifts KV inside "
     "slots, and shifted KV must not be saved; "
@@ -61,6 +65,8 @@ class ProbeResult:
     restores_wrong: bool = False  # a restored state gives other answers, or none can be restored
     behaviour: Behaviour = field(default_factory=list)
     glance: Behaviour = field(default_factory=list)  # likewise, after a part of the text
+    seen: Behaviour = field(default_factory=list)  # likewise, after a picture, a sound or both
+    unseen: str = ""  # why it has not computed these, though it takes some
     keeps_idle_slots: bool = True
     n_tokens: int = 0  # of the saved text
     prefill_s: float | None = None
@@ -150,6 +156,8 @@ class ProbeResult:
             found.append(FEW_CHECKPOINTS)
         if self.unread:
             found.append(f"{OPAQUE_STATES}: {self.unread}")
+        if self.unseen:
+            found.append(f"{UNKNOWN_PROJECTOR}: {self.unseen}")
         return found
 
     @property

@@ -29,6 +29,7 @@ _MEANING = {
     Miss.PRICE: "usable, but another candidate was cheaper, or chosen by the policy",
     Miss.DISPLACED: "a slot held them once, and lost them without a save",
     Miss.EVICTED: "a snapshot held them once, and was evicted",
+    Miss.FOREIGN: "held for this model with another projector, adapter, RoPE setting or file",
     Miss.FAILED: "planned for reuse, but a restore, a cut or a copy failed",
     Miss.MISPREDICTED: "planned for reuse, but the backend computed them",
     Miss.UNKNOWN: "the router does not know the tokens",

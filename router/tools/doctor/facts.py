@@ -20,6 +20,7 @@ from router.config.schema import BackendConfig, Config, TokenizerMode
 from router.llama.attach.attached import Attached
 from router.llama.attach.diagnosis import Trouble, Unusable, unusable
 from router.llama.attach.learning import attach
+from router.llama.attach.media_sample import media_sample
 from router.llama.attach.probe import Probe
 from router.llama.client import LlamaClient
 from router.llama.replies import Props, slots_from
@@ -203,7 +204,9 @@ async def _try_out(
         kv_dir=kv_dir,
         store=own,
         extra_models=facts.backend.models,
-        probe=None if untried else Probe(client, own, kv_dir, tenants=tenants),
+        probe=None
+        if untried
+        else Probe(client, own, kv_dir, tenants=tenants, sample=media_sample(props)),
         known=known,
     )
     # A refused save leaves no file either, and is no reason to report a missing file.

@@ -104,7 +104,8 @@ def _server(facts: Facts, attached: Attached) -> Iterator[Finding]:
     if media:
         yield Finding(
             Level.NOTE,
-            f"the model accepts media ({', '.join(media)}); KV of media is reused like KV of text",
+            f"the model accepts media ({', '.join(media)}); its KV is reused by servers with the"
+            " same projector",
             "give every server of this model the same --mmproj",
         )
 

@@ -11,12 +11,12 @@ from router.base.errors import KvError
 from router.base.types import BackendInfo, Request, RequestId
 from router.core.model.memory_kinds import goes_back
 from router.core.model.plan import Offered
+from router.core.model.tenancy import facts_of
 from router.engine.engine import Engine
 from router.hosts.breaker import Breaker
 from router.hosts.choice import dear_above_s
 from router.hosts.link import Link
 from router.hosts.peer import Peer
-from router.llama.attach.namespace import facts_of
 from router.store.blobs.manifests import Manifest
 from router.store.cold.names import StateName
 from router.store.cold.ports import Owned

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from router.base.errors import BackendTimeoutError
-from router.base.types import BackendId, KvDir, MemoryKind, Namespace
+from router.base.types import BackendId, KvDir, KvSettings, MemoryKind, Namespace
 from router.llama.attach.attached import Attached
 from router.llama.attach.drivers import Drivers
 from router.llama.attach.monitor import Monitor, MonitorSettings
@@ -118,6 +118,9 @@ class Reports:
         self.watched.said.append("prepare")
 
     def recall(self, *_: object) -> None: ...
+
+    def settings_of(self, *_: object) -> KvSettings:
+        return KvSettings()
 
     async def recall_slots(self, *_: object) -> tuple[()]:
         return ()

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from router.base.types import Namespace
+from router.core.model.tenancy import facts_of, is_foreign
 from router.llama.attach.model_file import model_digest
-from router.llama.attach.namespace import Behaviour, facts_of, is_same, namespace
+from router.llama.attach.namespace import Behaviour, is_same, namespace, shown
 
 BEHAVIOUR: Behaviour = [(5, -0.5), (6, -1.5), (7, -2.5), (8, -3.5), (9, -4.5)]
 
@@ -130,3 +131,38 @@ def test_a_file_that_cannot_be_the_servers_is_not_believed(tmp_path: Path) -> No
 
     assert model_digest(str(path), len(MODEL) + 1) == ""
     assert model_digest(str(tmp_path / "none.gguf"), 1) == ""
+
+
+def seen(by: float = 0.0, *, file: str = "", first: int = 5) -> str:
+    """Return how a projector is told, as a host measured it."""
+    behaviour = [(token - 5 + first, logprob + by) for token, logprob in BEHAVIOUR]
+    return f"{file};{shown(behaviour)}"
+
+
+def of(projector: str) -> Namespace:
+    return namespace("facts", "", BEHAVIOUR, set(), projector)
+
+
+def test_the_same_projector_on_other_kernels_is_the_same() -> None:
+    assert is_same(of(seen()), of(seen(0.2)))
+    assert is_same(of(seen(file="a")), of(seen(0.2)))
+
+
+def test_another_projector_makes_another_model() -> None:
+    assert not is_same(of(seen()), of(seen(0.5)))
+    assert not is_same(of(seen()), of(seen(first=50)))
+    assert not is_same(of(seen(file="a")), of(seen(file="b")))
+    assert not is_same(of(seen()), of(""))
+
+
+def test_an_unknown_projector_is_the_same_in_one_process_only() -> None:
+    assert is_same(of("?1"), of("?1"))
+    assert not is_same(of("?1"), of("?2"))
+    assert not is_same(of("?1"), of(seen()))
+
+
+def test_other_projectors_are_the_same_model_to_what_asks_for_it() -> None:
+    one, other = of(seen()), of(seen(0.5))
+    assert facts_of(one) == facts_of(other) == "facts"
+    assert is_foreign(one, other)
+    assert not is_foreign(one, one)

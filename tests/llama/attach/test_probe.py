@@ -20,6 +20,7 @@ from router.llama.attach.probe import Probe
 from router.llama.attach.probe_result import MOVES_CHUNKS, NO_KV, SWA_FULL, WRONG_ENDING, Padding
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
+from router.llama.wire import Shown
 from router.store import shapes
 from router.store.format import rewrite
 from router.store.store import KvStore
@@ -297,8 +298,8 @@ class OddClient(LlamaClient):
         odd = self._odd.restores == self._odd.nothing_cached != 0
         return Reported(prompt_s=0.1, cached_tokens=0 if odd else reported.cached_tokens)
 
-    async def fingerprint(self, slot: int, tokens: Tokens) -> list[tuple[int, float]]:
-        await super().fingerprint(slot, tokens)
+    async def fingerprint(self, slot: int, prompt: Tokens | Shown) -> list[tuple[int, float]]:
+        await super().fingerprint(slot, prompt)
         odd = self._odd.restores == self._odd.other_answers != 0
         if self._odd.restores == 2 and self._odd.other_endings:
             self._odd.other_endings -= 1

@@ -15,6 +15,7 @@ import io
 import struct
 import wave
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,13 @@ SAMPLE_RATE = 16_000  # Hz, to which the server converts sounds
 FRAME = 640  # samples per position
 
 
-def tiny_mmproj() -> Path:
-    """Return the file for `--mmproj`, written on first use."""
-    return written_once("mmproj", Path(__file__), _write) / _FILE
+def tiny_mmproj(seed: int = 7, width: int = TEXT_EMBD) -> Path:
+    """Return the file for `--mmproj`, written on first use; another seed has other weights.
+
+    `width`: of the embeddings of the language model.
+    """
+    name = f"mmproj-{seed}-{width}"
+    return written_once(name, Path(__file__), partial(_write, seed=seed, width=width)) / _FILE
 
 
 def picture(seed: int) -> str:
@@ -77,7 +82,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def _write(home: Path) -> None:
+def _write(home: Path, *, seed: int, width: int) -> None:
     """Write keys and tensors as tools/mtmd/clip-impl.h names them and clip.cpp reads them."""
     writer: Any = gguf.GGUFWriter(str(home / _FILE), "clip")
     writer.add_name("tiny-mmproj")
@@ -89,7 +94,7 @@ def _write(home: Path) -> None:
         "patch_size": PATCH,
         "embedding_length": _EMBD,
         "feed_forward_length": _FF,
-        "projection_dim": TEXT_EMBD,
+        "projection_dim": width,
         "block_count": 1,
         "attention.head_count": _HEADS,
     }.items():
@@ -104,7 +109,7 @@ def _write(home: Path) -> None:
     for key, value in {
         "embedding_length": FRAME,
         "feed_forward_length": 0,
-        "projection_dim": TEXT_EMBD,
+        "projection_dim": width,
         "block_count": 0,
         "attention.head_count": 1,
         "num_mel_bins": FRAME,
@@ -112,7 +117,7 @@ def _write(home: Path) -> None:
         writer.add_uint32(f"clip.audio.{key}", value)
     writer.add_float32("clip.audio.attention.layer_norm_epsilon", 1e-6)
 
-    random = np.random.default_rng(7)
+    random = np.random.default_rng(seed)
 
     def matrix(name: str, rows: int, *shape: int) -> None:
         """Add random weights that keep the size of a unit-size input."""
@@ -131,11 +136,11 @@ def _write(home: Path) -> None:
         matrix(f"v.blk.0.{part}.weight", _EMBD, _EMBD)
     matrix("v.blk.0.ffn_up.weight", _FF, _EMBD)
     matrix("v.blk.0.ffn_down.weight", _EMBD, _FF)
-    matrix("mm.0.weight", TEXT_EMBD, _EMBD)
-    constant("mm.0.bias", TEXT_EMBD, 0.0)
-    matrix("mm.2.weight", TEXT_EMBD, TEXT_EMBD)
-    constant("mm.2.bias", TEXT_EMBD, 0.0)
-    matrix("mm.a.input_projection.weight", TEXT_EMBD, FRAME)
+    matrix("mm.0.weight", width, _EMBD)
+    constant("mm.0.bias", width, 0.0)
+    matrix("mm.2.weight", width, width)
+    constant("mm.2.bias", width, 0.0)
+    matrix("mm.a.input_projection.weight", width, FRAME)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
