@@ -62,6 +62,7 @@ async def test_displaced(llama_server: StartServer) -> None:
         first = await kvferry.complete(ids(1, 300))
         # The tokens of an answer are read a moment after its end.
         await kvferry.until(lambda state: state["slots"][0]["resident_tokens"] > 300)
+        await kvferry.until(lambda state: not state["slots"][0]["unread_tokens"])
         await kvferry.complete(ids(2, 300))
         told = await explained(kvferry, await kvferry.complete(ids(1, 300) + ids(3, 50)))
 
