@@ -182,7 +182,10 @@ class Request(Struct, frozen=True):
     pinnable: bool = True  # False: the route drops `id_slot` (llama-server.md section 2.1)
     # Better sent unpinned: only the server can read the prompt and pick the slot with its prefix.
     server_picks: bool = False
-    whole_backend: bool = False  # n > 1 or a batch: takes slots of llama-server's own choice
+    # Tasks that llama-server makes of it: one of each prompt of a list, times `n`. Several take as
+    # many slots of its own choice. `whole_backend`: it takes all slots.
+    tasks: int = 1
+    whole_backend: bool = False
     reuse: bool = True  # False: `cache_prompt: false`
     streams: bool = True  # the client sees the first token when it comes
     adapted: bool = False  # has a LoRA adapter of its own: its KV is another model's
@@ -201,7 +204,16 @@ class Request(Struct, frozen=True):
     @property
     def takes_one_slot(self) -> bool:
         """Return whether it can be sent to one slot of the router's choice."""
-        return self.pinnable and not self.whole_backend
+        return self.pinnable and not self.takes_several
+
+    @property
+    def takes_several(self) -> bool:
+        """Return whether the server chooses several slots for it."""
+        return self.whole_backend or self.tasks > 1
+
+    def n_slots(self, of: int) -> int:
+        """Return how many slots `of` a backend's it takes at once."""
+        return of if self.whole_backend else min(max(self.tasks, 1), of)
 
 
 class BackendInfo(Struct, frozen=True):

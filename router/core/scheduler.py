@@ -160,7 +160,7 @@ class Scheduler:
             case ev.Prefilled() | ev.PrefillFailed():
                 job_steps.prefilled(state, event, now)
             case ev.Launched():
-                job_ends.launched(state, event.request, event.index, now)
+                job_ends.launched(state, event.request, event.index, now, event.others)
             case ev.Begun():
                 prefill_queue.begun(state, event.request)
             case ev.Quiet():

@@ -46,6 +46,7 @@ from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.model.jobs import RequestJob
 from router.core.model.plan import Plan, Quote
+from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import Slot
 from router.core.planning.displacement import keeps_snapshots
 from router.core.planning.planner import plan as make_plan
@@ -439,7 +440,9 @@ class Engine:
         if future is None or not effect.confirm:
             self._grant(effect, future)
         else:
-            at_once = self._launches.can_send_now(effect)
+            job = self._scheduler.state.request_job(effect.request)
+            several = job is not None and job.claim is SlotClaim.SEVERAL
+            at_once = not several and self._launches.can_send_now(effect)
             if at_once:  # sent before the search for its slot begins
                 self._grant(effect, future)
             grant = (lambda: None) if at_once else partial(self._grant, effect, future)
@@ -585,6 +588,15 @@ class Engine:
 
     async def _launch(self, effect: ef.Dispatch, grant: Callable[[], object]) -> None:
         """Send a request, find out in which slot it runs, then open the placement gate."""
+        job = self._scheduler.state.request_job(effect.request)
+        if job is not None and job.claim is SlotClaim.SEVERAL:
+            used, end = await self._launches.launch_several(effect, job.request, grant)
+            if used:
+                first, *others = sorted(used)
+                self._feed(ev.Launched(effect.request, first, frozenset(others)))
+            if end is not None:
+                end(None)
+            return
         index, end = await self._launches.launch(effect, grant)
         if end is not None:
             end(index)

@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from router.base.ports import SlotServer
-from router.base.types import BackendId, RequestId
+from router.base.types import BackendId, Request, RequestId
 from router.core.model.effects import Dispatch
 from router.core.model.slots import Phase
 from router.core.scheduler import Scheduler
-from router.engine.slot_watch import find_start, wait_started
+from router.engine.slot_watch import find_start, find_tasks, newest_task, wait_started
 
 End = Callable[[int | None], None]
 """Reports the end of a request, with the slot in which it ran; None: not known."""
@@ -88,6 +88,36 @@ class LaunchWatch:
             self._unseen.pop(request, None)
             self._leisurely.pop(request, None)
         return index, over.result() if over.done() else None
+
+    async def launch_several(
+        self, effect: Dispatch, wanted: Request, grant: Callable[[], object]
+    ) -> tuple[frozenset[int], End | None]:
+        """Send a request that makes several tasks, and find out where they run.
+
+        Return the indices of their slots (none: unknown) and the end to report with them (None: the
+        request has not ended).
+        """
+        slot, request = effect.lease.slot, effect.request
+        backend = self._backends.get(slot.backend)
+        if backend is None:  # a server on demand that has ended since
+            grant()
+            return frozenset(), None
+
+        def gated() -> bool:
+            there = self._scheduler.state.inventory.up.get(slot.backend)
+            return there is not None and there.gate.holder == request
+
+        await wait_started(backend, lambda: self._at_work(effect, Phase.RUNNING), gated)
+        before = await newest_task(backend)
+        over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self._unseen[request] = over
+        grant()
+        n_slots = len(self._scheduler.state.inventory.slots.of(slot.backend))
+        try:
+            used = await find_tasks(backend, wanted.n_slots(n_slots), before, gated, over)
+        finally:
+            self._unseen.pop(request, None)
+        return used, over.result() if over.done() else None
 
     def _at_work(self, effect: Dispatch, *phases: Phase) -> set[int]:
         """Return the slots of other requests in one of these phases."""

@@ -270,6 +270,38 @@ async def find_start(
             return min(others)
 
 
+async def newest_task(backend: SlotServer) -> int | None:
+    """Return the id of the newest task in any slot; -1: there was none. None: it cannot be seen."""
+    statuses = await _poll(backend)
+    return max(_tasks(statuses).values(), default=-1) if statuses else None
+
+
+async def find_tasks(
+    backend: SlotServer,
+    n: int,
+    before: int | None,
+    concerned: Callable[[], bool],
+    over: "asyncio.Future[Any]",
+) -> frozenset[int]:
+    """Return the slots of a request's `n` tasks, once all are seen, or the request is `over`.
+
+    Theirs are newer than the task `before`. Empty: they cannot be seen, or `concerned` is false.
+    """
+    polls = 0
+    while before is not None and concerned():
+        delay_s = _LAUNCH_DELAYS_S[min(polls, len(_LAUNCH_DELAYS_S) - 1)]
+        polls += 1
+        await asyncio.wait([over], timeout=delay_s)
+        ended = over.done()
+        statuses = await _poll(backend)
+        if statuses is None:
+            break
+        used = frozenset(index for index, task in _tasks(statuses).items() if task > before)
+        if ended or len(used) >= n:
+            return used
+    return frozenset()
+
+
 def _tasks(statuses: Iterable[SlotStatus]) -> dict[int, int]:
     return {s.index: s.id_task for s in statuses if s.id_task is not None}
 

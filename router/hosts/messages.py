@@ -105,6 +105,7 @@ class QuoteAsk(Struct, frozen=True, array_like=True):
     max_new_tokens: int | None = None
     pinnable: bool = True
     reuse: bool = True
+    tasks: int = 1
     whole_backend: bool = False
     holder: str = ""
     offered: Offered | None = None

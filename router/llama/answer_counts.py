@@ -31,6 +31,8 @@ _COUNT = _count_of(_KEYS)
 # behind all arguments of tools (to_json_anthropic, server-task.cpp).
 _MESSAGES_COUNT = _count_of(rb"cache_read_input_tokens|input_tokens")
 _USAGE = b'"usage":'
+# The last one of picked fields. It has no object inside (`server_slot_stats::to_json`).
+_TIMINGS = re.compile(rb',?(?<!\\)"timings":\{[^{}]*\}(?=\})')
 _CACHED = (b"cache_n", b"cached_tokens", b"cache", b"cache_read_input_tokens")
 
 
@@ -40,9 +42,18 @@ class AnswerCounts:
     A plain answer and each event of a stream are one line, and all counts of a line agree.
     `tells_creation`: an answer to /v1/messages calls what was computed of the prompt
     `cache_creation_input_tokens`, as Anthropic does for a prompt that its client marked.
+    `hides_timings`: the client left them out by `response_fields`, and kvferry asked for them.
     """
 
-    def __init__(self, shape: Shape, prefill: OwnPrefill, *, tells_creation: bool = False) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        prefill: OwnPrefill,
+        *,
+        tells_creation: bool = False,
+        hides_timings: bool = False,
+    ) -> None:
+        self._hides_timings = hides_timings
         self._tells_creation = tells_creation and shape is Shape.MESSAGES
         self._count = _MESSAGES_COUNT if shape is Shape.MESSAGES else _COUNT
         self._prefill = prefill
@@ -69,6 +80,11 @@ class AnswerCounts:
         return self._line(kept)
 
     def _line(self, line: bytes) -> bytes:
+        if self._prefill.tokens or self._tells_creation:
+            line = self._with_right_counts(line)
+        return _TIMINGS.sub(b"", line) if self._hides_timings else line
+
+    def _with_right_counts(self, line: bytes) -> bytes:
         at = line.rfind(_USAGE) if self._count is _MESSAGES_COUNT else 0
         if at < 0:
             return line

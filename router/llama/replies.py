@@ -41,7 +41,7 @@ def read_reply(
         return Reported()
     raw = chunks if isinstance(chunks, bytes) else b"".join(chunks)
     # an error before the first token is a plain object, also for a stream: no event
-    events = _events(raw) if stream else [_loads(raw)]
+    events = events_in(raw, stream)
     reading = Reading()
     for event in events:
         if not isinstance(event, dict):
@@ -49,6 +49,11 @@ def read_reply(
             return Reported()
         READERS[shape](reading, event)
     return reading.report(complete=complete)
+
+
+def events_in(raw: bytes, stream: bool) -> Iterator[Any]:
+    """Yield the objects of an answer: those of its stream, or the one that it is. Never raises."""
+    return _events(raw) if stream else iter([_loads(raw)])
 
 
 def tokens_seen(chunks: list[bytes], size_bytes: int) -> int:

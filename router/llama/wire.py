@@ -105,7 +105,7 @@ class ParsedRequest(Struct, frozen=True):
     max_new_tokens: int | None  # None: as many as the backend's own limit allows
     cache_prompt: bool
     slot_hint: int | None
-    whole_backend: bool
+    tasks: int  # that llama-server makes of it
     lora: bool
     shifts: bool  # the server may shift chunks of KV for it (llama-server.md section 2.3)
     pinnable: bool
@@ -113,6 +113,15 @@ class ParsedRequest(Struct, frozen=True):
     hints: CacheHints = NO_HINTS
     background: bool = False  # its client can wait
     salt: str = ""  # its client's digest of `cache_salt`: nothing is shared between two of them
+
+    @property
+    def counts_asked(self) -> list[Any] | None:
+        """Return its `response_fields` with the counts that it leaves out. None: it has them."""
+        fields = self.body.get("response_fields")
+        native = self.shape in (Shape.COMPLETION, Shape.INFILL)
+        if not native or not isinstance(fields, list) or not fields or "timings" in fields:
+            return None
+        return [*fields, "timings"]
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -153,7 +162,7 @@ def parse_completion(
 
 def parse_request(shape: Shape, body: dict[str, Any]) -> ParsedRequest:
     """Parse the fields that the router needs. Never raises, never changes `body`."""
-    batch = False
+    n_prompts = 1
     # `eval_llama_cmpl_schema` reads the converted body where there is one. The converted body of
     # /v1/messages has no id_slot, n, cache_prompt or lora (llama-server.md section 2.1).
     fields = body
@@ -161,7 +170,7 @@ def parse_request(shape: Shape, body: dict[str, Any]) -> ParsedRequest:
     convert: Callable[[dict[str, Any]], dict[str, Any]] = dict
     match shape:
         case Shape.COMPLETION | Shape.OAI_COMPLETION:
-            source, batch = _native_prompt(body)
+            source, n_prompts = _native_prompt(body)
         case Shape.INFILL:
             source = _infill_prompt(body)
         case Shape.CHAT:
@@ -184,7 +193,7 @@ def parse_request(shape: Shape, body: dict[str, Any]) -> ParsedRequest:
         max_new_tokens=_max_new_tokens(fields),
         cache_prompt=fields.get("cache_prompt") is not False,
         slot_hint=slot if slot is not None and slot >= 0 else None,
-        whole_backend=batch or (_first_int(fields, "n_cmpl", "n") or 1) > 1,
+        tasks=n_prompts * max(_first_int(fields, "n_cmpl", "n") or 1, 1),
         lora=fields.get("lora") not in (None, []),
         shifts=_int32(fields.get("n_cache_reuse", 0)) != 0,  # null: the server's `--cache-reuse`
         pinnable=shape is not Shape.MESSAGES,
@@ -232,21 +241,21 @@ def _int32(value: object) -> int | None:
     return number if -INT32_MAX <= number <= INT32_MAX else None
 
 
-def _native_prompt(body: dict[str, Any]) -> tuple[PromptSource, bool]:
-    """Return a prompt and whether it is a batch (`tokenize_input_prompts`, server-common.cpp).
+def _native_prompt(body: dict[str, Any]) -> tuple[PromptSource, int]:
+    """Return a prompt, and how many there are (`tokenize_input_prompts`, server-common.cpp).
 
     An array without any number is a batch; a batch of one is that one prompt.
     """
     if "prompt" not in body:
-        return UnknownPrompt("there is no prompt"), False
+        return UnknownPrompt("there is no prompt"), 1
     prompt = body["prompt"]
     if isinstance(prompt, list) and not any(is_int(part) for part in prompt):
         if not prompt:
-            return UnknownPrompt("the prompt is an empty array"), False
+            return UnknownPrompt("the prompt is an empty array"), 1
         if len(prompt) > 1:
-            return UnknownPrompt(f"a batch of {len(prompt)} prompts"), True
+            return UnknownPrompt(f"a batch of {len(prompt)} prompts"), len(prompt)
         prompt = prompt[0]
-    return _single_prompt(prompt), False
+    return _single_prompt(prompt), 1
 
 
 def _single_prompt(prompt: object) -> PromptSource:

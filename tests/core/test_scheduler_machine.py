@@ -107,7 +107,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         prompts=st.lists(PROMPTS, min_size=1, max_size=3),
         kind=st.sampled_from(
             [
-                *("plain", "plain", "silent", "later", "unpinned", "whole"),
+                *("plain", "plain", "silent", "later", "unpinned", "whole", "two"),
                 *("unknown", "left", "fresh", "warm"),
             ]
         ),
@@ -132,6 +132,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             "later": {"streams": False, "background": True},
             "unpinned": {"pinnable": False},
             "whole": {"pinnable": False, "whole_backend": True},
+            "two": {"pinnable": False, "tasks": 2},
             "unknown": {"prompt": Prompt(unknown="media")},
             "left": {"prompt": Prompt(unknown="infill"), "server_picks": True},
             "fresh": {"reuse": False},

@@ -170,7 +170,7 @@ async def test_chat_stream_says_it_with_or_without_usage(
 async def test_several_choices_say_nothing(
     llama_server: StartServer, shape: Shape, fields: Json, stream: bool
 ) -> None:
-    """Numbers of several choices cannot be assigned to slots."""
+    """Numbers of several choices cannot be assigned to slots; `several_replies` adds them up."""
     server = await llama_server(slots=2)
     assert await reply(server, shape, stream, **fields) == Reported()
 

@@ -138,7 +138,7 @@ def test_prompt(prompt: Any, expected: PromptSource) -> None:
     for shape in (Shape.COMPLETION, Shape.OAI_COMPLETION):
         parsed = parse_request(shape, {"prompt": prompt})
         assert expected == parsed.prompt_source
-        assert not parsed.whole_backend
+        assert parsed.tasks == 1
 
 
 @pytest.mark.parametrize(
@@ -153,14 +153,14 @@ def test_prompt(prompt: Any, expected: PromptSource) -> None:
 def test_unknown_prompt(prompt: Any) -> None:
     parsed = parse_request(Shape.COMPLETION, {"prompt": prompt})
     assert isinstance(parsed.prompt_source, UnknownPrompt)
-    assert not parsed.whole_backend
+    assert parsed.tasks == 1
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [{"prompt_string": "a"}, "b"]])
-def test_batch_takes_the_whole_backend(prompt: Any) -> None:
+def test_a_batch_has_a_task_for_each_prompt(prompt: Any) -> None:
     """A batch is an array without numbers; the server chooses the slots of its prompts."""
     parsed = parse_request(Shape.COMPLETION, {"prompt": prompt})
-    assert parsed.whole_backend
+    assert parsed.tasks == 2
     assert isinstance(parsed.prompt_source, UnknownPrompt)
 
 
@@ -291,10 +291,10 @@ def test_fields_of_converted_bodies() -> None:
     responses = parse_request(Shape.RESPONSES, {"input": "x", "max_output_tokens": 9, **fields})
 
     assert (messages.slot_hint, messages.pinnable, messages.max_new_tokens) == (None, False, 4096)
-    assert (messages.whole_backend, messages.cache_prompt, messages.lora) == (False, True, False)
+    assert (messages.tasks, messages.cache_prompt, messages.lora) == (1, True, False)
     assert (messages.shifts, responses.shifts) == (False, True)
     assert (responses.slot_hint, responses.pinnable, responses.max_new_tokens) == (1, True, 7)
-    assert (responses.whole_backend, responses.cache_prompt, responses.lora) == (True, False, True)
+    assert (responses.tasks, responses.cache_prompt, responses.lora) == (2, False, True)
 
 
 @pytest.mark.parametrize(
@@ -313,9 +313,9 @@ def test_fields_of_converted_bodies() -> None:
         ({"n_cache_reuse": 1.9}, "shifts", True),
         ({"n_cache_reuse": True}, "shifts", True),
         ({"n_cache_reuse": None}, "shifts", True),  # null: the server's own setting
-        ({"n": 1}, "whole_backend", False),
-        ({"n_cmpl": 1, "n": 2}, "whole_backend", False),
-        ({"n_cmpl": None, "n": 2}, "whole_backend", True),
+        ({"n": 1}, "tasks", 1),
+        ({"n_cmpl": 1, "n": 2}, "tasks", 1),
+        ({"n_cmpl": None, "n": 2}, "tasks", 2),
         ({"cache_prompt": None}, "cache_prompt", True),
         ({"lora": []}, "lora", False),
     ],

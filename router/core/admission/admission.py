@@ -185,9 +185,11 @@ def _not_kept_free_at(state: State, now: float) -> float:
 
     In clock seconds; inf: never.
     """
-    if not any(waiting.request.background for waiting in state.queue):
+    waiting = (waiting.request for waiting in state.queue if waiting.request.background)
+    request = next(waiting, None)
+    if request is None:
         return inf
-    ends = (backend.kept_free_until for backend in state.inventory.up.values())
+    ends = (backend.kept_free_until(request) for backend in state.inventory.up.values())
     return min((end for end in ends if end > now), default=inf)
 
 
@@ -235,9 +237,9 @@ def serve_queue(state: State, now: float) -> None:
 
     1. The request can start now: admit it.
     2. Waiting for a busy slot is cheaper: let others pass.
-    3. It needs all slots of a backend, or the choice of them: no later request may take slots on
-       the backend that it will get, or it would starve. A backend that unknown clients use is not
-       kept for it: they may use it for hours.
+    3. It needs several slots of a backend, or the choice of them: no later request may take slots
+       on the backend that it will get, or it would starve. A backend that unknown clients use is
+       not kept for it: they may use it for hours.
     4. There is no room for it: nor for others of its kind, so only the first of a kind is planned.
     5. Enough requests were planned: the rest are planned soon.
     """
@@ -329,10 +331,8 @@ def explain_admitted(state: State) -> None:
         coverage = coverage_of(job.request, job.plan, inventory)
         job.explain(replace(job.plan, coverage=coverage, shared=None))
         kept = chosen.reused_tokens if chosen.source is Source.RESIDENT else 0
-        inventory.note_displaced(inventory.slots[job.slot], kept)
-        if job.claim is SlotClaim.WHOLE_BACKEND:
-            for lease in job.others:
-                inventory.note_displaced(inventory.slots[lease.slot])
+        if job.claim is not SlotClaim.SEVERAL:  # else its slots are seen later
+            inventory.note_displaced(inventory.slots[job.slot], kept)
 
 
 def turn_away(state: State) -> None:
@@ -381,7 +381,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
             used = inventory.slots[lease.slot]
             used.hold(replace(used.content, tenant=request.tenant))
     inventory.has_tenants = inventory.has_tenants or bool(request.tenant)
-    if claim in (SlotClaim.SERVER_PLACED, SlotClaim.WHOLE_BACKEND) and backend.info.is_managed:
+    if claim in (SlotClaim.SERVER_PLACED, SlotClaim.SEVERAL) and backend.info.is_managed:
         backend.gate.take(job.id)
     if chosen.snapshot is not None:
         inventory.catalog.add_reference(chosen.snapshot, now)
@@ -403,9 +403,12 @@ def _lease_others(inventory: Inventory, job: RequestJob, slot: Slot) -> list[Slo
     """Lease what the job needs beside its slot; return the slots that are emptied for room."""
     request, chosen, backend = job.request, job.plan.chosen, inventory.backend_of(slot.id)
     work = Work(request.tenant, busy_until=slot.work.busy_until)
-    if job.claim is SlotClaim.WHOLE_BACKEND:
-        rest = [other for other in backend.slots if other.id != slot.id]
-        job.hold_also([other.lease(job.id, work) for other in rest])
+    if job.claim is SlotClaim.SEVERAL:  # which of them it takes is seen when it runs
+        job.hold_also([other.lease(job.id, work) for other in backend.slots if other.is_idle])
+    if job.claim is SlotClaim.UNMANAGED:
+        idle = [other for other in backend.slots if other.is_idle]
+        n_more = request.n_slots(backend.info.n_slots) - 1
+        job.hold_also([other.lease(job.id, work) for other in idle[:n_more]])
     if chosen.copy_from is not None:
         job.hold_also([inventory.slots[chosen.copy_from].lease(job.id, work)])
     if job.claim in (SlotClaim.STEERED, SlotClaim.SERVER_PLACED):
@@ -436,7 +439,7 @@ def _steps_of(
     chosen = decision.chosen
     held = [state.inventory.slots[lease.slot] for lease in (job.lease, *job.others)]
     foreign = [slot for slot in held if slot.content.tenant != request.tenant or slot in crowding]
-    whole = job.claim is SlotClaim.WHOLE_BACKEND
+    whole = job.claim is SlotClaim.SEVERAL
     displaced = held if whole else [s for s in foreign if s.id != chosen.slot]
     steps: deque[Step] = deque()
     if chosen.save_displaced and not whole:

@@ -1,5 +1,6 @@
 """End jobs: after success, failure, or the loss of their backend. Release every lease."""
 
+from collections.abc import Collection
 from math import inf
 
 from msgspec.structs import replace
@@ -60,7 +61,8 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
             continue
         match job:
             case RequestJob(is_sent=True):  # `Finished` and the account are still to come
-                _forbid_saves_of(state, job.request, None if not job.knows_slot else job.slot, job)
+                known = job.knows_slot and not job.others
+                _forbid_saves_of(state, job.request, job.slot if known else None, job)
             case RequestJob():
                 if not job.cancelled:
                     state.reject(job.id, BackendError("the backend went down"))
@@ -110,12 +112,17 @@ def _lose_source(job: RequestJob, backend: BackendId) -> None:
     job.went_cold("the backend of the copy's source went down")
 
 
-def launched(state: State, request: RequestId, index: int, now: float) -> None:
-    """Open the gate of a server-placed request that runs, and note its slot."""
+def launched(
+    state: State, request: RequestId, index: int, now: float, others: Collection[int] = ()
+) -> None:
+    """Open the gate of a server-placed request that runs, and note its slot, or its slots."""
     job = state.request_job(request)
     if job is None or not job.is_sent or not state.inventory.slots.holds(job.lease):
         return
     state.backend_of(job).gate.leave(job.id)
+    if job.claim is SlotClaim.SEVERAL:
+        _release_unused(state, job, {index, *others})
+        return
     slots = state.backend_of(job).slots
     actual = next((slot for slot in slots if slot.id.index == index), None)
     waits = placement_gate.waits_in(state, actual) if actual is not None else None
@@ -127,6 +134,23 @@ def launched(state: State, request: RequestId, index: int, now: float) -> None:
     elif not known:
         _doubt_watched(state, job)  # it runs in one that was idle unnoticed
         return
+    job.confirm_slot()
+
+
+def _release_unused(state: State, job: RequestJob, used: Collection[int]) -> None:
+    """Release the slots that the server took for none of a request's tasks: they are unchanged."""
+    taken = [lease for lease in (job.lease, *job.others) if lease.slot.index in used]
+    if not taken:
+        return
+    for lease in (job.lease, *job.others):
+        slot = state.inventory.slots[lease.slot]
+        if lease in taken:
+            state.inventory.note_displaced(slot)
+        elif state.inventory.slots.holds(lease):
+            slot.release(lease, slot.content, slot.last_used)
+    job.move(taken[0])
+    job.give_back(job.others)
+    job.hold_also(taken[1:])
     job.confirm_slot()
 
 
@@ -193,7 +217,10 @@ def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Residen
     """
     if not state.backend_of(job).info.is_managed:
         return NOTHING
-    if job.claim is SlotClaim.WHOLE_BACKEND:
+    if job.claim is SlotClaim.SEVERAL:
+        if not job.slot_confirmed:
+            for lease in (job.lease, *job.others):
+                state.inventory.note_displaced(state.inventory.slots[lease.slot])
         return UNKNOWN
     if job.knows_slot:
         slot = state.slot_of(job)
@@ -250,7 +277,7 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
         plan=job.plan,
         has_begun=progress is RequestProgress.BEGUN,
         is_elsewhere=unseen,
-        is_doubtful=unseen,
+        is_doubtful=unseen or bool(job.others),
     )
     own = state.slot_of(job)
     own.abandon(job.lease)
@@ -261,6 +288,16 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
         slot = state.inventory.slots[lease.slot]
         held = slot.content.resident if refused else UNKNOWN
         slot.release(lease, replace(slot.content, resident=held, saved=False), now)
+        if not unseen:
+            watch(
+                state,
+                slot,
+                progress=progress,
+                wipe=wipe,
+                flush=flush,
+                likely_unchanged=refused,
+                tenant=slot.content.tenant,
+            )
     if unseen:
         _doubt_watched(state, job)
         placement_gate.mix(state, job)
@@ -315,7 +352,7 @@ def _shares_state(state: State, job: RequestJob) -> bool:
     The server copies that state from slot to slot with the next batch that it computes, and not
     before: into whatever is restored there meanwhile (llama-server.md section 2.1).
     """
-    whole, info = job.claim is SlotClaim.WHOLE_BACKEND, state.backend_of(job).info
+    whole, info = job.claim is SlotClaim.SEVERAL, state.backend_of(job).info
     # How many streams an opaque state has is not known.
     return whole and (info.n_stream > 1 or info.memory_kind is MemoryKind.OPAQUE)
 
@@ -452,7 +489,9 @@ def _let_go(state: State, job: Job) -> None:
 
 
 def _learn(state: State, job: RequestJob, event: ev.Finished) -> None:
-    """Learn the backend's rates from what was measured."""
+    """Learn the backend's rates from what was measured of one task."""
+    if job.request.takes_several:
+        return
     rates = state.backend_of(job).rates
     reported = event.reported
     rates.observe_prompt(reported)

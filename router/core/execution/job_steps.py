@@ -374,7 +374,7 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
             slot.hold(Content(UNKNOWN, savable=slot.content.savable))
         else:
             slot.hold(Content(tenant=job.request.tenant))
-        if not own and job.claim is not SlotClaim.WHOLE_BACKEND:
+        if not own and job.claim is not SlotClaim.SEVERAL:
             job.give_back([lease])
             slot.release(lease, replace(slot.content, saved=False), slot.last_used)
     if refuse:

@@ -69,15 +69,14 @@ class Backend:
         busy = phases[Phase.RUNNING] + phases[Phase.PREPARING] + phases[Phase.ABANDONED]
         return most is None or busy < most
 
-    @property
-    def kept_free_until(self) -> float:
-        """Return until when background requests leave its free slot to others, in clock seconds.
+    def kept_free_until(self, request: Request) -> float:
+        """Return until when a background request leaves its free slots to others.
 
-        -inf: it has several.
+        In clock seconds; -inf: one is left beside it.
         """
         phases, most = self.slots.phases, self.info.max_running or self.info.n_slots
         busy = phases[Phase.RUNNING] + phases[Phase.PREPARING] + phases[Phase.ABANDONED]
-        if min(phases[Phase.IDLE], most - busy) > 1:
+        if min(phases[Phase.IDLE], most - busy) > request.n_slots(self.info.n_slots):
             return -inf
         only = min(most, self.info.n_slots) == 1
         return self.person_at + (TUNING.only_slot_free_s if only else TUNING.last_slot_free_s)

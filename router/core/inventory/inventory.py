@@ -87,13 +87,16 @@ class Inventory:
         """
         if backend.gate.is_closed or not backend.may_run_more:
             return False
+        wanted = request.n_slots(backend.info.n_slots)
         if any(holds_up(request, first) for first in self._at_gate(backend)):
             return False
         phases = backend.slots.phases
         match self.claim(backend, request):
-            case SlotClaim.WHOLE_BACKEND:
-                return phases[Phase.IDLE] == len(backend.slots.slots)
-            case SlotClaim.SERVER_PLACED:
+            case SlotClaim.UNMANAGED:  # what it has no slot for waits inside of the server
+                return not request.whole_backend or phases[Phase.IDLE] == wanted
+            case SlotClaim.SEVERAL if phases[Phase.IDLE] < wanted:
+                return False
+            case SlotClaim.SEVERAL | SlotClaim.SERVER_PLACED:
                 # The slot of an abandoned request may be idle already, and that of another tenant
                 # is as soon as its answer ends.
                 busy = phases[Phase.PREPARING] + phases[Phase.ABANDONED]
@@ -119,7 +122,7 @@ class Inventory:
             if backend.slots.has_idle
             and self.is_open(backend, request)
             and not (hinted and not backend.free(request))
-            and not (request.background and now < backend.kept_free_until)
+            and not (request.background and now < backend.kept_free_until(request))
             and (not backend.info.unified or self.has_cells(backend, request))
         ]
         whole = len(request.prompt) + (request.max_new_tokens or 0)
@@ -204,6 +207,7 @@ class Inventory:
             request.avoid,
             request.slot_hint,
             request.pinnable,
+            request.tasks,
             request.whole_backend,
             request.background,
             request.reuse,

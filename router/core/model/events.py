@@ -321,10 +321,11 @@ class PrefillFailed(Struct, frozen=True):
 
 
 class Launched(Struct, frozen=True):
-    """The backend runs the request, on the slot `index` that it chose."""
+    """The backend runs the request, on the slot `index` that it chose; more tasks on `others`."""
 
     request: RequestId
     index: int
+    others: frozenset[int] = frozenset()
 
 
 class Begun(Struct, frozen=True):

@@ -180,8 +180,7 @@ class RequestJob(LeaseHolder):
     @property
     def knows_slot(self) -> bool:
         """Return whether it is known in which slot the server runs the request."""
-        whole = self.claim is SlotClaim.WHOLE_BACKEND
-        return self.claim is SlotClaim.PINNED or (self.slot_confirmed and not whole)
+        return self.claim is SlotClaim.PINNED or self.slot_confirmed
 
     # -- steps -----------------------------------------------------------------------------------
 

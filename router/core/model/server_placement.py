@@ -26,8 +26,8 @@ class SlotClaim(StrEnum):
     PINNED = "pinned"  # the slot of the router's choice
     STEERED = "steered"  # the server picks the slot where the router has computed the prompt
     SERVER_PLACED = "server_placed"  # the server picks any idle slot
-    WHOLE_BACKEND = "whole_backend"  # the server picks several slots
-    UNMANAGED = "unmanaged"  # one slot of a backend where the router decides nothing
+    SEVERAL = "several"  # the server picks several slots
+    UNMANAGED = "unmanaged"  # any slots of a backend where the router decides nothing
 
 
 def slot_claim(request: Request, info: BackendInfo, *, computes_first: bool) -> SlotClaim:
@@ -35,10 +35,10 @@ def slot_claim(request: Request, info: BackendInfo, *, computes_first: bool) -> 
 
     `computes_first`: the policy computes a prompt in a slot before the request is sent.
     """
-    if request.whole_backend:
-        return SlotClaim.WHOLE_BACKEND
     if not info.is_managed:
         return SlotClaim.UNMANAGED
+    if request.takes_several:
+        return SlotClaim.SEVERAL
     if request.pinnable:
         return SlotClaim.PINNED
     steered = computes_first and can_be_steered(request, info)
@@ -53,7 +53,7 @@ def can_be_steered(request: Request, info: BackendInfo) -> bool:
     """
     prompt = request.prompt
     known = len(prompt) > 1 and prompt.is_exact and not request.adapted
-    picked = not (request.pinnable or request.whole_backend)
+    picked = not (request.pinnable or request.takes_several)
     reused = request.reuse and info.extends and info.caches_by_default
     return picked and known and reused and info.is_managed and not request.tenant
 

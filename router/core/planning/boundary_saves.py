@@ -29,7 +29,7 @@ def boundary_saves(
     """
     backend, prompt = inventory.backend_of(chosen.slot), request.prompt
     info, kind = backend.info, backend.info.memory_kind
-    if goes_back(kind) or not can_restore(kind) or prompt.n_media or request.whole_backend:
+    if goes_back(kind) or not can_restore(kind) or prompt.n_media or request.takes_several:
         return (), 0.0
     if not backend.reuses(request):
         return (), 0.0

@@ -110,7 +110,7 @@ def _prefill_first(request: Request, chosen: Candidate, inventory: Inventory) ->
     """
     prompt, backend = request.prompt, inventory.backend_of(chosen.slot)
     claim = inventory.claim(backend, request)
-    if claim in (SlotClaim.UNMANAGED, SlotClaim.WHOLE_BACKEND):
+    if claim in (SlotClaim.UNMANAGED, SlotClaim.SEVERAL):
         return False
     if not prompt.is_exact or not request.reuse or not backend.reuses(request):
         return False

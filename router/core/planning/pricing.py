@@ -65,7 +65,7 @@ class PricingContext:
     def has_no_say(self) -> bool:
         """Return True if what the server reuses is not known, or not the router's choice."""
         request = self.request
-        return bool(request.whole_backend or request.prompt.unknown or not request.reuse)
+        return bool(request.takes_several or request.prompt.unknown or not request.reuse)
 
     @property
     def shared(self) -> dict[SlotId, int]:

@@ -122,7 +122,7 @@ class Completions:
         else:
             asked = await slots_asked(call.http, call.raw, call.route)
             call.name_model(self._settings.model_of(asked.model))
-            call.many_tasks = asked.many or (asked.in_form and call.route.stateless)
+            call.tasks = asked.tasks
         # A suspect is sent alone.
         ends = self._suspects.check(call.raw, call.parsed)
         call.ends = max(ends, 0 if call.hop is None else call.hop.ends)
@@ -216,7 +216,7 @@ class Completions:
             pinnable=parsed.pinnable,
             server_picks=parsed.pinnable
             and is_left_to_server(parsed, prompt, call.reader, origin["tenant"]),
-            whole_backend=parsed.whole_backend,
+            tasks=parsed.tasks,
             reuse=parsed.cache_prompt,
             streams=parsed.stream,
             adapted=parsed.lora,
@@ -236,7 +236,7 @@ class Completions:
             prompt=Prompt(unknown="not a completion"),
             model=model,
             pinnable=False,
-            whole_backend=call.many_tasks,
+            tasks=call.tasks,
             max_new_tokens=0,
             reuse=not stateless,
             avoid=self._selection.avoided_for_embeddings(model)

@@ -10,7 +10,8 @@ from router.base.ports import Attempt, Spawn
 from router.base.types import Outcome, Prompt, Reported, Request
 from router.core.model import events as ev
 from router.engine.engine import Engine, Grant, Timing
-from router.llama.replies import read_reply, tokens_seen
+from router.llama.replies import IDENTITY, events_in, read_reply, tokens_seen
+from router.llama.several_replies import asked_in, read_totals
 from router.llama.wire import ChatPrompt, ParsedRequest
 from router.prompts.reader import PromptReader
 from router.telemetry.decision_log import DecisionLog
@@ -48,13 +49,14 @@ class Reports:
         if end.ok and parsed is not None:
             one_object = end.capture.complete and not parsed.stream
             whole = one_object or end.capture.size_bytes <= INLINE_BYTES
-            reported = read_reply(
-                parsed.shape,
-                parsed.stream,
-                end.capture.chunks if whole else end.capture.ends(INLINE_BYTES // 2),
-                end.encoding,
-                complete=whole,
-            )
+            chunks = end.capture.chunks if whole else end.capture.ends(INLINE_BYTES // 2)
+            if parsed.tasks > 1 and end.encoding in IDENTITY:
+                events = events_in(b"".join(chunks), parsed.stream)
+                reported = read_totals(parsed.shape, events, asked_in(parsed))
+            else:
+                reported = read_reply(
+                    parsed.shape, parsed.stream, chunks, end.encoding, complete=whole
+                )
         elif end.outcome is Outcome.CLIENT_GONE and parsed is not None and parsed.stream:
             # The server's totals come last, and its client has gone.
             seen = tokens_seen(end.capture.chunks, end.capture.size_bytes)
@@ -98,7 +100,7 @@ class Reports:
         """
         if prompt.unknown or prompt.n_media:
             return
-        if reported.prompt_tokens is not None and not parsed.whole_backend:
+        if reported.prompt_tokens is not None and parsed.tasks == 1:
             await reader.compare(parsed, len(prompt), reported.prompt_tokens)
         if rest is not None and rest.complete:
             reported = await asyncio.to_thread(read_reply, parsed.shape, parsed.stream, rest.chunks)

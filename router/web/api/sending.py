@@ -128,6 +128,8 @@ class Sender:
             return None
         own = prefilled if settings.corrects_counts and prefilled is not None else OwnPrefill()
         creation = settings.tells_creation and parsed.hints.keep_s > 0
-        if not (own.tokens or creation) or upstream.header("content-encoding") not in IDENTITY:
+        hides = parsed.counts_asked is not None
+        encoded = upstream.header("content-encoding") not in IDENTITY
+        if not (own.tokens or creation or hides) or encoded:
             return None
-        return AnswerCounts(parsed.shape, own, tells_creation=creation)
+        return AnswerCounts(parsed.shape, own, tells_creation=creation, hides_timings=hides)

@@ -10,13 +10,14 @@ from router.llama import json_offload, multipart
 from router.llama.routes import Route
 from router.llama.wire import is_int
 
+_UNKNOWN = 1 << 16  # more than any server has slots
+
 
 class SlotsAsked(Struct, frozen=True):
     """The model and the slots that a request asks for."""
 
     model: str | None
-    many: bool  # several prompts: llama-server makes one task of each
-    in_form: bool
+    tasks: int  # that llama-server makes: one of each prompt
 
 
 async def model_asked(request: web.BaseRequest, raw: bytes) -> str | None:
@@ -45,10 +46,11 @@ def _slots_of(raw: bytes, content_type: str, route: Route) -> SlotsAsked:
     if multipart.is_form(content_type):
         # A form field that occurs twice is an array: several inputs or prompts.
         many = multipart.is_array(raw, content_type, "prompt")
-        return SlotsAsked(_model_of(raw, content_type), many, in_form=True)
+        tasks = _UNKNOWN if many or route.stateless else 1
+        return SlotsAsked(_model_of(raw, content_type), tasks)
     body = _json_object(raw)
-    many = route.many_tasks or any(_is_many(body.get(key)) for key in route.inputs)
-    return SlotsAsked(_model_in(body), many, in_form=False)
+    tasks = max((_n_prompts(body.get(key)) for key in route.inputs), default=1)
+    return SlotsAsked(_model_in(body), _UNKNOWN if route.many_tasks else tasks)
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
@@ -64,6 +66,8 @@ def _model_in(body: dict[str, Any]) -> str | None:
     return model if isinstance(model, str) else None
 
 
-def _is_many(value: object) -> bool:
-    """Return True for an array of several prompts, not of the token ids of one."""
-    return isinstance(value, list) and len(value) > 1 and not all(map(is_int, value))
+def _n_prompts(value: object) -> int:
+    """Return how many prompts an array is; the token ids of one are one."""
+    if not isinstance(value, list) or all(map(is_int, value)):
+        return 1
+    return max(len(value), 1)

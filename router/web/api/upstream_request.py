@@ -23,6 +23,8 @@ def body(
     more = kept_in_place(parsed.body) if saved else {}
     if not caches and "cache_prompt" not in parsed.body and not parsed.lora:
         more["cache_prompt"] = True
+    if (fields := parsed.counts_asked) is not None:
+        more["response_fields"] = fields
     slot = grant.lease.slot.index
     if parsed.lora:
         # No KV in the slot was computed with these adapters, though the server may assume so.

@@ -225,6 +225,7 @@ class Asking:
             max_new_tokens=request.max_new_tokens,
             pinnable=request.pinnable,
             reuse=request.reuse,
+            tasks=request.tasks,
             whole_backend=request.whole_backend,
             holder=holder if offered is not None else "",
             offered=offered,

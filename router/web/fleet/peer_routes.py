@@ -196,6 +196,7 @@ class PeerRoutes:
             max_new_tokens=ask.max_new_tokens,
             pinnable=ask.pinnable,
             reuse=ask.reuse,
+            tasks=ask.tasks,
             whole_backend=ask.whole_backend,
             tenant=Tenant(ask.tenant),
         )

@@ -49,7 +49,7 @@ class Call:
     raw: bytes = b""
     held_bytes: int = 0  # of memory for the body (`Bodies`)
     parsed: ParsedRequest | None = None  # of a completion
-    many_tasks: bool = False  # of another request that takes a slot: it takes several
+    tasks: int = 1  # of another request that takes a slot, or several
     model: str | None = None  # as the client named it, or hosts know it
     ends: int = 0  # servers that ended while they computed it, here and on hosts before
     # -- from the prompt; replaced for each attempt

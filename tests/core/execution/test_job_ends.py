@@ -417,7 +417,7 @@ def fleeting(*sent: str, pinnable: bool = False) -> Scheduler:
 
 def test_after_a_batch_nothing_is_known_of_any_slot() -> None:
     s = running(TWO, whole_backend=True, pinnable=False)
-    launched(s, 1)
+    launched(s, 1, others={0})
     finish(s, prompt_tokens=3)
 
     assert [x.content.resident for x in s.state.inventory.slots] == [UNKNOWN, UNKNOWN]
@@ -443,6 +443,42 @@ def test_after_a_batch_that_was_left_all_slots_are_watched() -> None:
         WatchSlot(stranger(A2, 1), A2),
     ]
     assert strangers == [stranger(A1, 1), stranger(A2, 1)]
+
+
+def test_slots_that_several_tasks_leave_idle_stay_as_they_were() -> None:
+    """Two tasks on a backend of four: which slots the server took is seen once they run."""
+    s = scheduler(backend("a", 4, kv_dir=None), idle_save_after_s=None, coalesce_above_s=None)
+    for index in range(4):
+        arrive(s, f"c{index}", [index + 1] * 40, slot_hint=index)
+        finish(s, f"c{index}", prompt_tokens=40, generated_tokens=1)
+    arrive(s, "r", [9] * 40, tasks=2)
+    assert arrive(s, "other", [1] * 41) == []
+
+    effects = launched(s, 3, others={1})
+    assert plan_of(effects).chosen.slot == A0
+    assert held(s, A2) == tokens(*[3] * 40)
+    finish(s, prompt_tokens=40)
+    found = [slot(s, SlotId(A, index)).content.resident for index in (1, 2, 3)]
+    assert (found[0], found[2]) == (UNKNOWN, UNKNOWN)
+    assert found[1].tokens == tokens(*[3] * 40)
+
+
+def test_several_tasks_wait_for_as_many_slots() -> None:
+    s = scheduler(backend("a", 3, kv_dir=None), idle_save_after_s=None, coalesce_above_s=None)
+    arrive(s, "one", [1] * 40)
+    arrive(s, "two", [2] * 40)
+    assert arrive(s, tasks=2) == []
+    assert names(finish(s, "one", prompt_tokens=40)) == ["Account", "Dispatch"]
+
+
+def test_tasks_that_were_left_are_watched_where_they_run() -> None:
+    s = scheduler(backend("a", 4), idle_save_after_s=None)
+    arrive(s, tasks=2, prompt=Prompt(unknown="batch"))
+    launched(s, 1, others={2})
+    effects = finish(s, "r", GONE)
+
+    assert {e.slot for e in effects if isinstance(e, WatchSlot)} == {A1, A2}
+    assert slot(s, A0).is_idle
 
 
 # -- answers -------------------------------------------------------------------------------------

@@ -87,8 +87,9 @@ def test_requests_that_could_be_in_the_way(more: dict[str, Any], is_in_the_way: 
         ({"pinnable": False}, {}, SlotClaim.STEERED),
         ({"pinnable": False, "adapted": True}, {}, SlotClaim.SERVER_PLACED),
         ({"pinnable": False, "tenant": Tenant("x")}, {}, SlotClaim.SERVER_PLACED),
-        ({"whole_backend": True}, {}, SlotClaim.WHOLE_BACKEND),
-        ({"whole_backend": True}, {"generates": False}, SlotClaim.WHOLE_BACKEND),
+        ({"whole_backend": True}, {}, SlotClaim.SEVERAL),
+        ({"tasks": 2}, {}, SlotClaim.SEVERAL),
+        ({"whole_backend": True}, {"generates": False}, SlotClaim.UNMANAGED),
         ({}, {"keeps_idle_slots": False}, SlotClaim.UNMANAGED),
     ],
 )

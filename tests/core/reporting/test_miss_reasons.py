@@ -31,7 +31,7 @@ from tests.support.scheduler.build import (
     scheduler,
     snapshot,
 )
-from tests.support.scheduler.drive import NOW, arrive, finish, restore_failed, save_failed
+from tests.support.scheduler.drive import NOW, arrive, finish, launched, restore_failed, save_failed
 
 SHARED, TAIL, OTHER = run_of(200), run_of(100, 2), run_of(100, 3)
 PROMPT = join([SHARED, TAIL])
@@ -294,8 +294,9 @@ def test_what_several_answers_at_once_displaced() -> None:
     s = scheduler(backend("a", 2, kv_dir=None), idle_save_after_s=None, coalesce_above_s=None)
     serve(s, "first", SHARED)
     serve(s, "second", OTHER)
-    arrive(s, "many", run_of(10, 9), whole_backend=True)
+    arrive(s, "many", run_of(10, 9), tasks=2)
     s.explain_admitted()
+    launched(s, 0, "many", others={1})
 
     assert len(s.state.inventory.displaced) == 2
 

@@ -1,5 +1,6 @@
 """Events for a scheduler at a fixed time, and readers of its state and effects."""
 
+from collections.abc import Collection
 from typing import Any
 
 from router.base.tokens import Tokens, count
@@ -114,9 +115,11 @@ def quiet(s: Scheduler, name: str = "r", n: int | None = 0) -> list[Effect]:
     return s.handle(ev.Quiet(RequestId(name), n), NOW)
 
 
-def launched(s: Scheduler, index: int, name: str = "r") -> list[Effect]:
-    """Report that the request runs on this slot."""
-    return s.handle(ev.Launched(RequestId(name), index), NOW)
+def launched(
+    s: Scheduler, index: int, name: str = "r", others: Collection[int] = ()
+) -> list[Effect]:
+    """Report that the request runs on this slot; its other tasks on `others`."""
+    return s.handle(ev.Launched(RequestId(name), index, frozenset(others)), NOW)
 
 
 def stranger(where: SlotId, generation: int = 0) -> RequestId:

@@ -238,7 +238,8 @@ class World:
             assert op.started or not op.server.info.is_managed
         elif effect.confirm and not op.confirmed and data.draw(st.booleans()):
             op.confirmed = True
-            self.feed(ev.Launched(effect.request, op.server.runs[effect.request].slots[0]))
+            first, *others = op.server.runs[effect.request].slots
+            self.feed(ev.Launched(effect.request, first, frozenset(others)))
         elif data.draw(st.integers(0, 3)) == 0:
             op.server.runs[effect.request].abandoned = True
             outcome = data.draw(st.sampled_from([Outcome.CLIENT_GONE, Outcome.BACKEND_ERROR]))
@@ -257,13 +258,15 @@ class World:
         op.started = True
         slots, prompt = [op.slot.index], self.true_prompt[sent.request]
         tenant = self.requests[sent.request].tenant
-        if self.requests[sent.request].whole_backend:
-            slots = op.server.idle()
+        asked = self.requests[sent.request]
+        if asked.takes_several:
+            n = asked.n_slots(op.server.info.n_slots)
+            slots = data.draw(st.permutations(op.server.idle()))[:n]
         elif not sent.pin:
             # Between tenants it matters that the longest prefix wins.
             free = op.server.picks(prompt) if tenant else op.slots_for(prompt)
             slots = [data.draw(st.sampled_from(free))]
-        if not sent.pin and managed and not self.requests[sent.request].whole_backend:
+        if not sent.pin and managed and not asked.takes_several:
             there = [o for o in self.ops if o.server is op.server and o.slot.index == slots[0]]
             there = [o for o in there if o is not op and not isinstance(o.effect, ef.WatchSlot)]
             assert all(o.may_go_anywhere for o in there), "the slot is somebody else's"
@@ -394,7 +397,7 @@ class World:
 
     def prompt_of(self, op: Op) -> Ids:
         request = self.requests[op.effect.request]
-        return () if request.whole_backend else self.true_prompt[request.id]
+        return () if request.takes_several else self.true_prompt[request.id]
 
     def is_nobodys(self, slot: SlotId, request: RequestId) -> None:
         """Check that a slot the server gave away is not being prepared for another request."""

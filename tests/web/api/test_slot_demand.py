@@ -21,44 +21,42 @@ def part(name: str, value: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("raw", "model", "many"),
+    ("raw", "model", "tasks"),
     [
-        (b'{"model": "m", "input": "x"}', "m", False),
-        (b'{"input": ["x"]}', None, False),
-        (b'{"input": ["x", "y"]}', None, True),
-        (b'{"input": [1, 2, 3]}', None, False),
-        (b'{"input": [1, true]}', None, True),
-        (b'{"input": [[1], [2]]}', None, True),
-        (b'{"content": ["x", "y"]}', None, True),
-        (b'{"query": "q", "documents": ["x", "y"]}', None, True),
-        (b'{"query": "q", "texts": ["x", "y"]}', None, True),
-        (b'{"prompt": ["x", "y"]}', None, False),
-        (b'{"model": 1}', None, False),
-        (b"[1, 2]", None, False),
-        (b"", None, False),
-        (b'{"input": ["x", ', None, False),
+        (b'{"model": "m", "input": "x"}', "m", 1),
+        (b'{"input": ["x"]}', None, 1),
+        (b'{"input": ["x", "y"]}', None, 2),
+        (b'{"input": [1, 2, 3]}', None, 1),
+        (b'{"input": [1, true]}', None, 2),
+        (b'{"input": [[1], [2]]}', None, 2),
+        (b'{"content": ["x", "y"]}', None, 2),
+        (b'{"query": "q", "documents": ["x", "y"]}', None, 2),
+        (b'{"query": "q", "texts": ["x", "y"]}', None, 2),
+        (b'{"prompt": ["x", "y"]}', None, 1),
+        (b'{"model": 1}', None, 1),
+        (b"[1, 2]", None, 1),
+        (b"", None, 1),
+        (b'{"input": ["x", ', None, 1),
     ],
 )
-async def test_of_json(raw: bytes, model: str | None, many: bool) -> None:
+async def test_of_json(raw: bytes, model: str | None, tasks: int) -> None:
     path = "/v1/rerank" if b"query" in raw else "/v1/embeddings"
     request = make_mocked_request("POST", path)
-    assert await slots_asked(request, raw, ROUTES[path]) == SlotsAsked(model, many, in_form=False)
+    assert await slots_asked(request, raw, ROUTES[path]) == SlotsAsked(model, tasks)
     assert await model_asked(request, raw) == model
 
 
 @pytest.mark.parametrize(
-    ("raw", "model", "many"),
+    ("raw", "model", "tasks"),
     [
-        (part("model", "m") + part("prompt", "x"), "m", False),
-        (part("prompt", "x") + part("prompt", "y"), None, True),
-        (b"no form at all", None, False),
+        (part("model", "m") + part("prompt", "x"), "m", 1),
+        (part("prompt", "x") + part("prompt", "y"), None, 1 << 16),
+        (b"no form at all", None, 1),
     ],
 )
-async def test_of_a_form(raw: bytes, model: str | None, many: bool) -> None:
+async def test_of_a_form(raw: bytes, model: str | None, tasks: int) -> None:
     request = make_mocked_request("POST", "/v1/embeddings", headers={"Content-Type": FORM})
-    assert await slots_asked(request, raw + b"--b--\r\n", SOUND) == SlotsAsked(
-        model, many, in_form=True
-    )
+    assert await slots_asked(request, raw + b"--b--\r\n", SOUND) == SlotsAsked(model, tasks)
     assert await model_asked(request, raw + b"--b--\r\n") == model
 
 
