@@ -185,6 +185,7 @@ class Request(Struct, frozen=True):
     # Tasks that llama-server makes of it: one of each prompt of a list, times `n`. Several take as
     # many slots of its own choice. `whole_backend`: it takes all slots.
     tasks: int = 1
+    answers: int = 1  # to each prompt; the server copies their state from slot to slot
     whole_backend: bool = False
     reuse: bool = True  # False: `cache_prompt: false`
     streams: bool = True  # the client sees the first token when it comes

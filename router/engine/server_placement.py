@@ -5,6 +5,7 @@ Reads the scheduler's state without changing it; the engine reports the findings
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from router.base.ports import SlotServer
 from router.base.types import BackendId, Request, RequestId
@@ -17,6 +18,13 @@ End = Callable[[int | None], None]
 """Reports the end of a request, with the slot in which it ran; None: not known."""
 
 
+class _Seen(NamedTuple):
+    """The newest task of a server, when its slots had been leased so often."""
+
+    leases: int
+    task: int | None
+
+
 class LaunchWatch:
     """Server-placed requests on their way, and the ends of those not seen at work."""
 
@@ -24,6 +32,7 @@ class LaunchWatch:
         self._scheduler = scheduler
         self._backends = backends
         self._unseen: dict[RequestId, asyncio.Future[End]] = {}
+        self._newest: dict[BackendId, _Seen] = {}  # as of the last request of several tasks
         # For each slot that no request waits to know; done once one waits, or none will.
         self._leisurely: dict[RequestId, asyncio.Future[None]] = {}
 
@@ -107,17 +116,23 @@ class LaunchWatch:
             there = self._scheduler.state.inventory.up.get(slot.backend)
             return there is not None and there.gate.holder == request
 
-        await wait_started(backend, lambda: self._at_work(effect, Phase.RUNNING), gated)
-        before = await newest_task(backend)
+        slots = self._scheduler.state.inventory.slots.of(slot.backend)
+        before = self._newest.pop(slot.backend, None)
+        others = sum(s.generation - (s.holder == request) for s in slots)
+        if before is None or before.leases != others:  # something else was sent since
+            await wait_started(backend, lambda: self._at_work(effect, Phase.RUNNING), gated)
+            before = _Seen(others, await newest_task(backend))
         over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self._unseen[request] = over
         grant()
-        n_slots = len(self._scheduler.state.inventory.slots.of(slot.backend))
         try:
-            used = await find_tasks(backend, wanted.n_slots(n_slots), before, gated, over)
+            found = await find_tasks(backend, wanted.n_slots(len(slots)), before.task, gated, over)
         finally:
             self._unseen.pop(request, None)
-        return used, over.result() if over.done() else None
+        if found and not over.done():
+            leases = sum(s.generation for s in slots)
+            self._newest[slot.backend] = _Seen(leases, max(found.values()))
+        return frozenset(found), over.result() if over.done() else None
 
     def _at_work(self, effect: Dispatch, *phases: Phase) -> set[int]:
         """Return the slots of other requests in one of these phases."""

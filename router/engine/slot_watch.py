@@ -282,8 +282,10 @@ async def find_tasks(
     before: int | None,
     concerned: Callable[[], bool],
     over: "asyncio.Future[Any]",
-) -> frozenset[int]:
+) -> dict[int, int]:
     """Return the slots of a request's `n` tasks, once all are seen, or the request is `over`.
+
+    Each with its task.
 
     Theirs are newer than the task `before`. Empty: they cannot be seen, or `concerned` is false.
     """
@@ -296,10 +298,10 @@ async def find_tasks(
         statuses = await _poll(backend)
         if statuses is None:
             break
-        used = frozenset(index for index, task in _tasks(statuses).items() if task > before)
+        used = {index: task for index, task in _tasks(statuses).items() if task > before}
         if ended or len(used) >= n:
             return used
-    return frozenset()
+    return {}
 
 
 def _tasks(statuses: Iterable[SlotStatus]) -> dict[int, int]:

@@ -106,6 +106,7 @@ class QuoteAsk(Struct, frozen=True, array_like=True):
     pinnable: bool = True
     reuse: bool = True
     tasks: int = 1
+    answers: int = 1
     whole_backend: bool = False
     holder: str = ""
     offered: Offered | None = None

@@ -29,7 +29,7 @@ def asked_in(parsed: ParsedRequest) -> Asked:
     if not isinstance(prompts, list) or any(map(is_int, prompts)):
         prompts = [prompts]
     sizes = tuple(max(len(one), 1) if isinstance(one, str | list) else 1 for one in prompts)
-    return Asked(max(parsed.tasks // max(len(sizes), 1), 1), parsed.max_new_tokens, sizes)
+    return Asked(parsed.answers, parsed.max_new_tokens, sizes)
 
 
 def read_totals(shape: Shape, events: Iterable[object], asked: Asked) -> Reported:

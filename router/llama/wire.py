@@ -106,6 +106,7 @@ class ParsedRequest(Struct, frozen=True):
     cache_prompt: bool
     slot_hint: int | None
     tasks: int  # that llama-server makes of it
+    answers: int  # of them to each prompt
     lora: bool
     shifts: bool  # the server may shift chunks of KV for it (llama-server.md section 2.3)
     pinnable: bool
@@ -185,6 +186,7 @@ def parse_request(shape: Shape, body: dict[str, Any]) -> ParsedRequest:
             else:
                 source = _chat_prompt(fields)
     model, slot = body.get("model"), _int32(fields.get("id_slot"))
+    answers = max(_first_int(fields, "n_cmpl", "n") or 1, 1)
     return ParsedRequest(
         shape=shape,
         body=body,
@@ -193,7 +195,8 @@ def parse_request(shape: Shape, body: dict[str, Any]) -> ParsedRequest:
         max_new_tokens=_max_new_tokens(fields),
         cache_prompt=fields.get("cache_prompt") is not False,
         slot_hint=slot if slot is not None and slot >= 0 else None,
-        tasks=n_prompts * max(_first_int(fields, "n_cmpl", "n") or 1, 1),
+        tasks=n_prompts * answers,
+        answers=answers,
         lora=fields.get("lora") not in (None, []),
         shifts=_int32(fields.get("n_cache_reuse", 0)) != 0,  # null: the server's `--cache-reuse`
         pinnable=shape is not Shape.MESSAGES,

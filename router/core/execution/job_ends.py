@@ -12,6 +12,7 @@ from router.base.types import (
     BackendInfo,
     MemoryKind,
     Outcome,
+    Reported,
     Request,
     RequestId,
     RequestProgress,
@@ -257,7 +258,7 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
         end(state, job, now, NOTHING)
         return
     refused = event.outcome is Outcome.REFUSED
-    flush = _shares_state(state, job) and not refused
+    flush = _shares_state(state, job, event.reported) and not refused
     wipe = job.request.adapted or (_is_to_be_wiped(state, job, event, now) and not refused)
     unseen = not job.knows_slot
     answered = event.outcome in _OVER
@@ -324,7 +325,7 @@ def _is_to_be_wiped(state: State, job: RequestJob, event: ev.Finished, now: floa
     n_ctx = state.backend_of(job).info.n_ctx
     pinned = job.claim is SlotClaim.PINNED
     exact = is_exact(job.request, job.resident_at_dispatch, event.reported, n_ctx, pinned=pinned)
-    return job.request.adapted or not exact or _shares_state(state, job)
+    return job.request.adapted or not exact or _shares_state(state, job, event.reported)
 
 
 def _may_have_outgrown(state: State, job: RequestJob, event: ev.Finished, now: float) -> bool:
@@ -346,15 +347,19 @@ def _may_have_outgrown(state: State, job: RequestJob, event: ev.Finished, now: f
     return now - job.since - job.prepared_s - prompt_s > room * token_s
 
 
-def _shares_state(state: State, job: RequestJob) -> bool:
-    """Return True if several answers to one prompt share its state.
+def _shares_state(state: State, job: RequestJob, reported: Reported) -> bool:
+    """Return True if a copy of a state may still be due in a slot of several answers to a prompt.
 
     The server copies that state from slot to slot with the next batch that it computes, and not
-    before: into whatever is restored there meanwhile (llama-server.md section 2.1).
+    before: into whatever is restored there meanwhile (llama-server.md section 2.1). One answer of
+    two tokens shows that there was such a batch.
     """
-    whole, info = job.claim is SlotClaim.SEVERAL, state.backend_of(job).info
+    request, info = job.request, state.backend_of(job).info
+    if request.answers == 1:
+        return False
+    is_copied = request.tasks == request.answers < (reported.generated_tokens or 0)
     # How many streams an opaque state has is not known.
-    return whole and (info.n_stream > 1 or info.memory_kind is MemoryKind.OPAQUE)
+    return not is_copied and (info.n_stream > 1 or info.memory_kind is MemoryKind.OPAQUE)
 
 
 def _doubt_watched(state: State, job: RequestJob) -> None:

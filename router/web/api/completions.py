@@ -217,6 +217,7 @@ class Completions:
             server_picks=parsed.pinnable
             and is_left_to_server(parsed, prompt, call.reader, origin["tenant"]),
             tasks=parsed.tasks,
+            answers=parsed.answers,
             reuse=parsed.cache_prompt,
             streams=parsed.stream,
             adapted=parsed.lora,

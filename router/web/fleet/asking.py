@@ -226,6 +226,7 @@ class Asking:
             pinnable=request.pinnable,
             reuse=request.reuse,
             tasks=request.tasks,
+            answers=request.answers,
             whole_backend=request.whole_backend,
             holder=holder if offered is not None else "",
             offered=offered,

@@ -197,6 +197,7 @@ class PeerRoutes:
             pinnable=ask.pinnable,
             reuse=ask.reuse,
             tasks=ask.tasks,
+            answers=ask.answers,
             whole_backend=ask.whole_backend,
             tenant=Tenant(ask.tenant),
         )

@@ -238,7 +238,7 @@ def test_several_answers_end_when_each_slot_was_flushed(
     outcome: Outcome,
 ) -> None:
     """Answers share a state that the server copies with its next batch; a refusal has none."""
-    s = running(backend("a", 2, n_stream=2), whole_backend=True)
+    s = running(backend("a", 2, n_stream=2), tasks=2, answers=2)
 
     effects = [e for e in finish(s, "r", outcome, prompt_tokens=3) if isinstance(e, WatchSlot)]
     assert {e.slot for e in effects} == {A0, A1}
@@ -247,7 +247,19 @@ def test_several_answers_end_when_each_slot_was_flushed(
 
 
 def test_several_answers_in_one_stream_copy_nothing() -> None:
-    s = running(backend("a", 2, n_stream=1), whole_backend=True)
+    s = running(backend("a", 2, n_stream=1), tasks=2, answers=2)
+    assert not any(isinstance(e, WatchSlot) for e in finish(s))
+
+
+@pytest.mark.parametrize("generated", [2, 3])
+def test_an_answer_of_two_tokens_shows_that_the_state_was_copied(generated: int) -> None:
+    s = running(backend("a", 2, n_stream=2), tasks=2, answers=2)
+    effects = finish(s, prompt_tokens=3, generated_tokens=generated)
+    assert any(isinstance(e, WatchSlot) for e in effects) is (generated == 2)
+
+
+def test_a_list_of_prompts_shares_no_state() -> None:
+    s = running(backend("a", 2, n_stream=2), tasks=2)
     assert not any(isinstance(e, WatchSlot) for e in finish(s))
 
 
