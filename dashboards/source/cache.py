@@ -132,6 +132,12 @@ CACHE = Dashboard(
                 ],
                 TOKENS_PER_S,
             ),
+            Panel(
+                "Prompts read wrongly",
+                "Prompts of which a backend counted other tokens than kvferry; its log says why.",
+                [(rate("kvferry_prompts_misread_total", "backend"), "{{backend}}")],
+                "reqps",
+            ),
         ],
     },
 )

@@ -130,7 +130,7 @@ async def app_of(made: Stages, live: Live) -> App:
                 hosts.hello, engine, selection, hosts.held, fetching, handing_out, purging
             )
             others = OtherHosts(hosts.name, routes, hosts.metrics)
-    reports = Reports(engine, parts.decision_log, parts.tasks.spawn)
+    reports = Reports(engine, selection.monitors, parts.decision_log, parts.tasks.spawn)
     sender = Sender(engine, selection, suspects, settings, parts.throttle, reports)
     completions = Completions(
         engine, selection, sender, settings, keys, suspects, elsewhere, made.tracing

@@ -406,6 +406,7 @@ class RequestRecord(Struct, frozen=True):
     caller: Caller | None = None
     session: Session | None = None
     model: str | None = None
+    misread: bool = False  # the backend counted other tokens of its prompt than were read
     server_s: float = 0.0  # in which the backend computed for it
     least_computed: int = 0  # prompt tokens that were computed if nothing was reported
     avoided_s: float = 0.0  # prefill that reuse made unnecessary, at the backend's learned rate

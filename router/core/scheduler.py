@@ -10,6 +10,7 @@ from typing import assert_never
 
 from router.core.admission import admission, backend_attach, backend_drain, server_swaps
 from router.core.execution import (
+    ability_checks,
     deadline,
     idle_saves,
     job_ends,
@@ -161,6 +162,8 @@ class Scheduler:
                 job_steps.prefilled(state, event, now)
             case ev.Launched():
                 job_ends.launched(state, event.request, event.index, now, event.others)
+            case ev.Misread():
+                ability_checks.misread(state, event.backend)
             case ev.Begun():
                 prefill_queue.begun(state, event.request)
             case ev.Quiet():

@@ -46,7 +46,6 @@ from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.model.jobs import RequestJob
 from router.core.model.plan import Plan, Quote
-from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import Slot
 from router.core.planning.displacement import keeps_snapshots
 from router.core.planning.planner import plan as make_plan
@@ -440,9 +439,7 @@ class Engine:
         if future is None or not effect.confirm:
             self._grant(effect, future)
         else:
-            job = self._scheduler.state.request_job(effect.request)
-            several = job is not None and job.claim is SlotClaim.SEVERAL
-            at_once = not several and self._launches.can_send_now(effect)
+            at_once = self._launches.can_send_now(effect)
             if at_once:  # sent before the search for its slot begins
                 self._grant(effect, future)
             grant = (lambda: None) if at_once else partial(self._grant, effect, future)
@@ -587,18 +584,9 @@ class Engine:
         return tuple(self._scheduler.state.inventory.slots.of(backend))
 
     async def _launch(self, effect: ef.Dispatch, grant: Callable[[], object]) -> None:
-        """Send a request, find out in which slot it runs, then open the placement gate."""
-        job = self._scheduler.state.request_job(effect.request)
-        if job is not None and job.claim is SlotClaim.SEVERAL:
-            used, end = await self._launches.launch_several(effect, job.request, grant)
-            if used:
-                first, *others = sorted(used)
-                self._feed(ev.Launched(effect.request, first, frozenset(others)))
-            if end is not None:
-                end(None)
-            return
-        index, end = await self._launches.launch(effect, grant)
+        """Send a request, find out in which slots it runs, then open the placement gate."""
+        found, end = await self._launches.launch(effect, grant)
+        if len(found) > 1 or (found and end is None):
+            self._feed(ev.Launched(effect.request, found[0], frozenset(found[1:])))
         if end is not None:
-            end(index)
-        elif index is not None:
-            self._feed(ev.Launched(effect.request, index))
+            end(found[0] if len(found) == 1 else None)

@@ -4,12 +4,13 @@ Reads the scheduler's state without changing it; the engine reports the findings
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from router.base.ports import SlotServer
 from router.base.types import BackendId, Request, RequestId
 from router.core.model.effects import Dispatch
+from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import Phase
 from router.core.scheduler import Scheduler
 from router.engine.slot_watch import find_start, find_tasks, newest_task, wait_started
@@ -55,21 +56,28 @@ class LaunchWatch:
 
     def can_send_now(self, effect: Dispatch) -> bool:
         """Return whether a request need not wait: all that were sent before have ended."""
-        return not self._at_work(effect, Phase.RUNNING)
+        return self._several(effect) is None and not self._at_work(effect, Phase.RUNNING)
+
+    def _several(self, effect: Dispatch) -> Request | None:
+        """Return a request that makes several tasks; None: it is one."""
+        job = self._scheduler.state.request_job(effect.request)
+        return job.request if job is not None and job.claim is SlotClaim.SEVERAL else None
 
     async def launch(
         self, effect: Dispatch, grant: Callable[[], object]
-    ) -> tuple[int | None, End | None]:
+    ) -> tuple[Sequence[int], End | None]:
         """Send a request when all before it are seen at work, and find out where it runs.
 
-        Return the index of its slot (None: unknown) and the end to report with it (None: the
+        Return the indices of its slots (none: unknown) and the end to report with them (None: the
         request has not ended).
         """
         slot, request = effect.lease.slot, effect.request
         backend = self._backends.get(slot.backend)
         if backend is None:  # a server on demand that has ended since
             grant()
-            return None, None
+            return (), None
+        if (several := self._several(effect)) is not None:
+            return await self._launch_several(effect, several, backend, grant)
 
         def taken() -> set[int]:
             return beside | self._at_work(effect, Phase.RUNNING, Phase.ABANDONED)
@@ -96,21 +104,13 @@ class LaunchWatch:
         finally:
             self._unseen.pop(request, None)
             self._leisurely.pop(request, None)
-        return index, over.result() if over.done() else None
+        return () if index is None else (index,), over.result() if over.done() else None
 
-    async def launch_several(
-        self, effect: Dispatch, wanted: Request, grant: Callable[[], object]
-    ) -> tuple[frozenset[int], End | None]:
-        """Send a request that makes several tasks, and find out where they run.
-
-        Return the indices of their slots (none: unknown) and the end to report with them (None: the
-        request has not ended).
-        """
+    async def _launch_several(
+        self, effect: Dispatch, wanted: Request, backend: SlotServer, grant: Callable[[], object]
+    ) -> tuple[Sequence[int], End | None]:
+        """Send a request that makes several tasks, and find out where they run."""
         slot, request = effect.lease.slot, effect.request
-        backend = self._backends.get(slot.backend)
-        if backend is None:  # a server on demand that has ended since
-            grant()
-            return frozenset(), None
 
         def gated() -> bool:
             there = self._scheduler.state.inventory.up.get(slot.backend)
@@ -132,7 +132,7 @@ class LaunchWatch:
         if found and not over.done():
             leases = sum(s.generation for s in slots)
             self._newest[slot.backend] = _Seen(leases, max(found.values()))
-        return frozenset(found), over.result() if over.done() else None
+        return sorted(found), over.result() if over.done() else None
 
     def _at_work(self, effect: Dispatch, *phases: Phase) -> set[int]:
         """Return the slots of other requests in one of these phases."""

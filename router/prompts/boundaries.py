@@ -93,7 +93,8 @@ class BoundaryFinder:
         self._render = render
         self._tokenizer = tokenizer
         self._tenant = tenant
-        self._openings: OrderedDict[bytes, Tokens] = OrderedDict()
+        # With how far a prompt agreed with it: less, once the date that a template prints changed.
+        self._openings: OrderedDict[bytes, tuple[Tokens, int]] = OrderedDict()
         self._named: frozenset[str] = frozenset()
         self._marks: frozenset[int] = frozenset()
 
@@ -134,7 +135,7 @@ class BoundaryFinder:
         first = _other_first(asked)
         parts = [short] if long is short else [short, long]
         opening, frames = await asyncio.gather(
-            self._opening(body, first),
+            self._opening(body, first, prompt),
             asyncio.gather(*(self._frame(body, whole, part) for part in parts)),
         )
         near, far = frames[0], frames[-1]
@@ -170,21 +171,22 @@ class BoundaryFinder:
         shift = count(whole.tokens) - count(tokens)
         return _Frame(messages, tokens, count(tokens) - common_prefix(*ends), shift)
 
-    async def _opening(self, body: Json, messages: list[Json]) -> Tokens | None:
+    async def _opening(self, body: Json, messages: list[Json], prompt: Tokens) -> Tokens | None:
         """Return the tokens of `messages`, cached for other prompts with the same system prompt.
 
-        None if the messages cannot be rendered.
+        They are rendered again if `prompt` agrees with them less far than another one did. None if
+        the messages cannot be rendered.
         """
         fields = [(name, body[name]) for name in sorted(SEEN_BY_TEMPLATES & body.keys())]
         # The ids may change when the tokenizer drops segmenting or its local tokenizer.
         how = (self._tokenizer.segmenting, self._tokenizer.uses_local)
         key = blake2b(json_bytes([how, fields, messages]), digest_size=16).digest()
-        tokens = self._openings.get(key)
-        if tokens is None:
+        tokens, agreed = self._openings.get(key, (None, 0))
+        if tokens is None or common_prefix(tokens, prompt) < agreed:
             tokens = await self._tokens(body, messages)
             if tokens is None:
                 return None
-            self._openings[key] = tokens
+            self._openings[key] = tokens, common_prefix(tokens, prompt)
         self._openings.move_to_end(key)
         while len(self._openings) > _OPENINGS:
             self._openings.popitem(last=False)

@@ -5,7 +5,7 @@ has tokenized before is not sent again. A prompt that the backend refuses is unk
 A backend that does not answer raises, so that another backend reads the prompt.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from http import HTTPStatus
 from typing import Any
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from router.base.decoding import json_bytes
 from router.base.errors import BackendError, BackendRefusedError
 from router.base.tokens import EMPTY, Tokens, count, head, join, pack, tail
-from router.base.types import NO_TENANT, Nearest, Prompt, Tenant
+from router.base.types import NO_TENANT, BackendId, Nearest, Prompt, Tenant
 from router.llama.client import LlamaClient
 from router.llama.wire import (
     ChatPrompt,
@@ -48,6 +48,7 @@ class Vocabulary:
     media_marker: str
     template: LocalTemplate | None = None  # None: the backend renders
     infill: InfillRule | None = None  # None: the model has no infill, or another rule
+    others: set[BackendId] = field(default_factory=set)  # servers that render otherwise
 
 
 class PromptReader:
@@ -189,12 +190,26 @@ class PromptReader:
             return None
         return await part_at(chat, nearest.common, tokens_of)
 
-    async def compare(self, parsed: ParsedRequest, expected: int, reported: int) -> None:
-        """Compare the expected with the reported prompt tokens; drop shortcuts that are wrong."""
-        tokenizer = self._vocabulary.tokenizer
-        if tokenizer.report(expected, reported):
-            return
+    async def compare(
+        self,
+        parsed: ParsedRequest,
+        expected: int,
+        reported: int,
+        *,
+        server: LlamaClient | None = None,
+        lost: bool = False,
+    ) -> bool:
+        """Compare the expected with the reported prompt tokens; drop shortcuts that are wrong.
+
+        `server`: where the prompt was computed. `lost`: less of it was reused than was to be.
+        Return whether that server renders the prompt otherwise than it was read.
+        """
+        vocabulary = self._vocabulary
+        tokenizer, agreed = vocabulary.tokenizer, vocabulary.tokenizer.report(expected, reported)
+        if agreed and not lost:
+            return False
         source = parsed.prompt_source
+        is_other = False
         try:
             if isinstance(source, InfillPrompt):
                 await self._correct_infill(source, reported)
@@ -202,12 +217,37 @@ class PromptReader:
                 await tokenizer.disagreed(source.text, add_special=True, tenant=self._tenant)
             elif isinstance(source, ChatPrompt) and not source.media:
                 text = await self._by_backend(source.body)
-                local = self._vocabulary.template
+                is_other = await self._renders_otherwise(server, source.body, text)
+                local = vocabulary.template
                 if local is not None and local.render(source.body) not in (None, text):
+                    is_other = True
                     await self._correct_template(local, source.body)
-                await tokenizer.disagreed(text, add_special=True, tenant=self._tenant)
+                if not agreed and not is_other:
+                    await tokenizer.disagreed(text, add_special=True, tenant=self._tenant)
         except BackendError as error:
             log.info("tokenizer_not_compared", reason=without_prompt(error))
+        return is_other
+
+    async def _renders_otherwise(
+        self, server: LlamaClient | None, body: dict[str, Any], text: str
+    ) -> bool:
+        """Return whether another server of the model renders a chat otherwise; log it once.
+
+        Raises BackendError.
+        """
+        own, others = self._vocabulary.client, self._vocabulary.others
+        if server is None or server.id == own.id:
+            return False
+        if server.id not in others and await server.apply_template(json_bytes(body)) != text:
+            others.add(server.id)
+            log.warning(
+                "servers_render_differently",
+                backend=server.id,
+                read_by=own.id,
+                reason="their chat templates or time zones differ: reuse is predicted as if both"
+                " rendered alike; start them alike, or give them different names",
+            )
+        return server.id in others
 
     async def _correct_template(self, local: LocalTemplate, body: dict[str, Any]) -> None:
         """Leave the contents to the backend that it renders otherwise, or drop the template."""

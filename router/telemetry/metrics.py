@@ -119,6 +119,12 @@ class PrometheusTelemetry:
             ["backend", "outcome"],
             registry=registry,
         )
+        self._misread = Counter(
+            "kvferry_prompts_misread",
+            "Prompts of which the backend counted other tokens than kvferry read",
+            ["backend"],
+            registry=registry,
+        )
         self._save = Histogram(
             "kvferry_save_seconds",
             "Backend time for a slot save",
@@ -186,6 +192,7 @@ class PrometheusTelemetry:
         self._requests_of = cache(self._backend_requests.labels)
         self._avoided_by = cache(self._avoided.labels)
         for backend in backends:
+            self._misread.labels(backend)
             for outcome in Outcome:
                 self._requests_of(backend, outcome)
             for source in (Source.RESIDENT, Source.SNAPSHOT, Source.COPY):
@@ -238,6 +245,8 @@ class PrometheusTelemetry:
         sums[self._outcome[record.outcome]] += 1
         sums[self._source[record.source]] += 1
         sums[self._requests_of(backend, record.outcome)] += 1
+        if record.misread:
+            sums[self._misread.labels(backend)] += 1
         self._waited.observe(record.waited_s)
         sums[self._generated_tokens] += record.generated_tokens or 0
         if record.ttft_s is not None:

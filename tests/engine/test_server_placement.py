@@ -36,7 +36,7 @@ async def test_short_request_ran_in_the_slot_of_the_latest_task() -> None:
     placing = LaunchWatch(s, {A: looks})
 
     index, told = await placing.launch(dispatch, lambda: assert_kept(placing, True))
-    assert (index, told) == (1, end)
+    assert (index, told) == ((1,), end)
     assert placing.keeps(R, end) is False
 
 
@@ -51,7 +51,7 @@ async def test_nothing_is_looked_for_that_nobody_would_miss() -> None:
         slot(s, which).hold(Content())
     placing = LaunchWatch(s, {A: Scripted([{1}])})
 
-    assert await placing.launch(dispatch, lambda: assert_kept(placing, False)) == (1, None)
+    assert await placing.launch(dispatch, lambda: assert_kept(placing, False)) == ((1,), None)
 
 
 async def test_a_backend_that_goes_meanwhile() -> None:
@@ -63,7 +63,7 @@ async def test_a_backend_that_goes_meanwhile() -> None:
         assert_kept(placing, True)
         s.handle(ev.BackendDown(A), NOW)
 
-    assert await placing.launch(dispatch, goes) == (None, end)
+    assert await placing.launch(dispatch, goes) == ((), end)
 
 
 @pytest.mark.parametrize("ends_unseen", [False, True])
@@ -87,7 +87,7 @@ async def test_a_request_in_a_slot_whose_client_has_just_left(ends_unseen: bool)
             placing.keeps(R, end)
 
     assert await placing.launch(cast(Dispatch, dispatch), grant) == (
-        1,
+        (1,),
         end if ends_unseen else None,
     )
 
@@ -101,7 +101,7 @@ async def test_a_job_that_is_gone_before_it_is_sent() -> None:
     placed = await LaunchWatch(s, {A: Scripted([set()])}).launch(
         dispatch, lambda: granted.append(True)
     )
-    assert (placed, granted) == ((None, None), [True])
+    assert (placed, granted) == (((), None), [True])
 
 
 async def test_where_nobody_else_is_at_work_a_request_may_go_at_once() -> None:
@@ -129,5 +129,5 @@ async def test_the_end_of_one_that_nobody_looked_for_ends_the_wait(
         await asyncio.sleep(0)
         s.handle(ev.BackendDown(A), NOW)
         assert placing.keeps(R, end) is False
-    assert placed.result() == (None, None)
+    assert placed.result() == ((), None)
     assert looks.looked == 0

@@ -290,6 +290,35 @@ async def test_a_system_prompt_is_rendered_once(chatml: Chatml) -> None:
     assert len(chatml.asked) - before == openings  # evicted meanwhile
 
 
+async def test_what_is_printed_around_a_system_prompt_may_change(tasks: Tasks) -> None:
+    """A template prints the date: the next day the same system prompt is rendered again, once."""
+    day = "26 Nov"
+    tokenizer = SegmentTokenizer(chatml_call, CHATML, spawn=tasks.spawn)
+    rendered: list[Json] = []
+
+    async def render(body: Json, generation_prompt: bool) -> str:
+        rendered.append(body)
+        text = f"<|im_start|>system\n{day}\n" + render_chat(body["messages"])
+        return text if generation_prompt else text.removesuffix("<|im_start|>assistant\n")
+
+    finder = BoundaryFinder(render, tokenizer)
+
+    async def find(question: str) -> tuple[int, ...]:
+        body: Json = {"messages": [said("system", "S" * 30), said("user", question)]}
+        prompt = await tokenizer.tokenize(await render(body, True), add_special=True)
+        return await finder.find(body, prompt)
+
+    first = await find("a")
+    day = "27 Nov"
+    assert await find("b") == first
+    before = len(rendered)
+    assert await find("c") == first
+    again = len(rendered) - before
+    day = "28 Nov"
+    await find("d")
+    assert len(rendered) - before == 2 * again + 1
+
+
 async def test_a_tokenizer_that_fails_gives_no_boundary(tasks: Tasks) -> None:
     async def call(*_: object, **__: object) -> list[int]:
         raise BackendError("gone")

@@ -1,10 +1,13 @@
 """Reading of requests into the ids that the engine will see; an unknown prompt has a reason."""
 
 from collections.abc import AsyncIterator, Callable
+from typing import cast
 
 import aiohttp
+import orjson
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from router.base.errors import BackendError
 from router.base.tasks import Tasks
@@ -321,4 +324,42 @@ async def test_a_template_that_is_often_wrong_is_dropped(
         body = {"messages": [{"role": "user", "content": f"a{n}"}]}
         await reader.compare(parse_request(Shape.CHAT, body), 1, 2)
 
+    assert reader._vocabulary.template is None
+
+
+class Elsewhere:
+    """Another server of the model, which renders a chat in its own way."""
+
+    id = BackendId("b")
+
+    def __init__(self, more: str) -> None:
+        self.more, self.asked = more, 0
+
+    async def apply_template(self, body: bytes) -> str:
+        self.asked += 1
+        return render_chat(orjson.loads(body)["messages"]) + self.more
+
+
+@pytest.mark.parametrize(("more", "is_other"), [("", False), ("Friday", True)])
+async def test_servers_that_render_differently_are_told_once(
+    reader: PromptReader, more: str, is_other: bool
+) -> None:
+    """Their counts may be equal: it is looked at where less was reused than was to be."""
+    server = Elsewhere(more)
+    parsed = parse_request(Shape.CHAT, {"messages": [USER]})
+    client = cast(LlamaClient, server)
+    assert not await reader.compare(parsed, 9, 9, server=client)
+    assert server.asked == 0
+    with capture_logs() as lines:
+        for _ in range(2):
+            assert await reader.compare(parsed, 9, 9, server=client, lost=True) is is_other
+    told = [line for line in lines if line["event"] == "servers_render_differently"]
+    assert len(told) == is_other
+
+
+async def test_a_wrong_template_of_the_right_length_is_found(reader: PromptReader) -> None:
+    swapped = LocalTemplate(lambda told, _: render_chat(told).replace("a", "b"), "")
+    reader._vocabulary.template = swapped
+    parsed = parse_request(Shape.CHAT, {"messages": [{"role": "user", "content": "a"}]})
+    assert await reader.compare(parsed, 9, 9, lost=True)
     assert reader._vocabulary.template is None

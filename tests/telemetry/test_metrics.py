@@ -156,7 +156,7 @@ def declared(metrics: Iterable[Metric]) -> dict[str, tuple[str, set[str]]]:
 
 def exercise(telemetry: PrometheusTelemetry) -> None:
     """Report everything once, so that every label shows."""
-    telemetry.request(record())
+    telemetry.request(record(misread=True))
     telemetry.rejected(RequestId("r"), "deadline", "late")
     telemetry.saved(SLOT, SaveReason.IDLE, Transfer(1, 2, 0.1), "")
     telemetry.restored(SLOT, Transfer(1, 2, 0.1), "")

@@ -405,7 +405,7 @@ def _lease_others(inventory: Inventory, job: RequestJob, slot: Slot) -> list[Slo
     work = Work(request.tenant, busy_until=slot.work.busy_until)
     if job.claim is SlotClaim.SEVERAL:  # which of them it takes is seen when it runs
         job.hold_also([other.lease(job.id, work) for other in backend.slots if other.is_idle])
-    if job.claim is SlotClaim.UNMANAGED and backend.info.generates:  # else slots hold nothing
+    if job.claim is SlotClaim.UNMANAGED and (backend.info.generates or request.whole_backend):
         idle = [other for other in backend.slots if other.is_idle]
         n_more = request.n_slots(backend.info.n_slots) - 1
         job.hold_also([other.lease(job.id, work) for other in idle[:n_more]])

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from msgspec.structs import replace
 
 from router.base.tokens import Tokens, common_prefix, count
-from router.base.types import BackendInfo, Reported, Source
+from router.base.types import BackendId, BackendInfo, Reported, Source
 from router.core.execution.state import State
 from router.core.inventory.backend import Backend
 from router.core.model.effects import Limited
@@ -40,8 +40,11 @@ def compare(
     3. A restored state was not used, the second time in a row: no state is of use there.
     4. A checkpoint that was claimed is not there: the server keeps fewer.
 
-    Only for a pinned request: of another, the slot may be another one.
+    Only for a pinned request: of another, the slot may be another one. Nothing follows if the
+    backend counts other tokens: then the prompt was read wrongly.
     """
+    if reported.prompt_tokens not in (None, count(tokens)):
+        return
     backend, cached = state.inventory.up.get(job.slot.backend), reported.cached_tokens
     if backend is None or cached is None or job.claim is not SlotClaim.PINNED:
         return
@@ -70,6 +73,17 @@ def compare(
         if n_usable and cached < before.checkpoints[n_usable - 1] // 2:
             kept = len(before.checkpoints) - n_usable
             backend.info = replace(info, checkpoints=min(info.checkpoints, kept))
+
+
+def misread(state: State, name: BackendId) -> None:
+    """Take back what the last count seemed to show: the prompt was another one than was read."""
+    backend = state.inventory.up.get(name)
+    if backend is None:
+        return
+    backend.unused_restores = 0
+    if not backend.info.extends and backend.limited == NO_EXTENSION:
+        backend.lost_prefills = max(backend.lost_prefills - 1, 0)
+        _believe(backend)
 
 
 def _believe(backend: Backend) -> BackendInfo:

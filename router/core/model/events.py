@@ -334,6 +334,12 @@ class Begun(Struct, frozen=True):
     request: RequestId
 
 
+class Misread(Struct, frozen=True):
+    """The prompt of the last request on a backend is rendered otherwise there than it was read."""
+
+    backend: BackendId
+
+
 class Finished(Struct, frozen=True):
     """The response is over, well or badly. `begun`: a part of the answer had arrived.
 
@@ -418,6 +424,7 @@ Event = (
     | PrefillFailed
     | Launched
     | Begun
+    | Misread
     | Finished
     | AnswerRead
     | Quiet

@@ -31,12 +31,20 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         caller=account.request.caller,
         session=account.request.session,
         model=account.request.model,
+        misread=_is_misread(account),
         least_computed=_least_computed(account, ttft_s),
         server_s=_server_s(account, reported, total_s),
         avoided_s=account.avoided_s,
         missed=_missed(account, reported.computed_tokens),
         nearest=sight.nearest if sight is not None else None,
     )
+
+
+def _is_misread(account: Account) -> bool:
+    """Return whether the backend counted other tokens of an exact prompt than were read."""
+    request, told = account.request, account.reported.prompt_tokens
+    several = request.takes_several or not request.prompt.is_exact
+    return told is not None and not several and told != len(request.prompt)
 
 
 def _server_s(account: Account, reported: Reported, total_s: float) -> float:

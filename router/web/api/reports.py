@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from router.base.errors import BackendError
 from router.base.ports import Attempt, Spawn
-from router.base.types import Outcome, Prompt, Reported, Request
+from router.base.types import BackendId, Outcome, Prompt, Reported, Request
 from router.core.model import events as ev
 from router.engine.engine import Engine, Grant, Timing
+from router.llama.attach.monitor import Monitor
 from router.llama.replies import IDENTITY, events_in, read_reply, tokens_seen
 from router.llama.several_replies import asked_in, read_totals
 from router.llama.wire import ChatPrompt, ParsedRequest
@@ -38,8 +40,14 @@ class End:
 class Reports:
     """Tells of ends, and learns from answers."""
 
-    def __init__(self, engine: Engine, decision_log: DecisionLog, spawn: Spawn) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: Engine,
+        monitors: Mapping[BackendId, Monitor],
+        decision_log: DecisionLog,
+        spawn: Spawn,
+    ) -> None:
+        self._engine, self._monitors = engine, monitors
         self._decision_log = decision_log
         self._spawn = spawn
 
@@ -101,7 +109,7 @@ class Reports:
         if prompt.unknown or prompt.n_media:
             return
         if reported.prompt_tokens is not None and parsed.tasks == 1:
-            await reader.compare(parsed, len(prompt), reported.prompt_tokens)
+            await self._compare(parsed, reader, prompt, grant, reported)
         if rest is not None and rest.complete:
             reported = await asyncio.to_thread(read_reply, parsed.shape, parsed.stream, rest.chunks)
         answer = reported.generated
@@ -111,6 +119,31 @@ class Reports:
         if answer:
             slot, generation = grant.lease.slot, grant.lease.generation
             self._engine.tell(ev.AnswerRead(slot, generation, prompt.tokens, answer))
+
+    async def _compare(
+        self,
+        parsed: ParsedRequest,
+        reader: PromptReader,
+        prompt: Prompt,
+        grant: Grant,
+        reported: Reported,
+    ) -> None:
+        """Compare what was read with what the backend counts, and tell the engine if it differs."""
+        assert reported.prompt_tokens is not None
+        backend = grant.lease.slot.backend
+        monitor = self._monitors.get(backend)
+        ahead = 0 if grant.prefilled is None else grant.prefilled.tokens
+        meant = max(grant.plan.chosen.reused_tokens, ahead)
+        cached = reported.cached_tokens
+        misread = await reader.compare(
+            parsed,
+            len(prompt),
+            reported.prompt_tokens,
+            server=None if monitor is None else monitor.client,
+            lost=cached is not None and cached < meant // 2,
+        )
+        if misread:
+            self._engine.tell(ev.Misread(backend))
 
 
 def _attempt(call: Call, end: End, reported: Reported) -> Attempt:

@@ -57,6 +57,27 @@ def test_a_prompt_computed_twice_is_not_computed_ahead_again() -> None:
     assert [type(e) for e in again if isinstance(e, Dispatch)] == [Dispatch]
 
 
+def test_a_prompt_of_other_tokens_says_nothing_of_the_backend() -> None:
+    """The template was rendered wrongly: the backend computed another prompt."""
+    s = scheduler(backend(n_slots=1))
+    arrive(s, ids=LONG)
+    prefilled(s, cached_tokens=0, prompt_tokens=599, prompt_s=1.0)
+
+    assert limits(finish(s, cached_tokens=0, prompt_tokens=612, generated_tokens=1)) == []
+    assert info(s).extends
+
+
+def test_a_prompt_that_was_misread_is_taken_back() -> None:
+    """It had as many tokens; that they were others is found a moment later."""
+    s = scheduler(backend(n_slots=1))
+    computed_ahead(s, cached=0)
+    assert not info(s).extends
+
+    s.handle(ev.Misread(A), NOW)
+    assert info(s).extends
+    assert s.state.inventory.backends[A].limited == ""
+
+
 def test_a_prompt_is_computed_ahead_again_after_a_while() -> None:
     """What was lost may have been another client's doing. Each loss doubles the time."""
     s = scheduler(backend(n_slots=1))
