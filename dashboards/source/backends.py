@@ -179,17 +179,6 @@ BACKENDS = Dashboard(
                 stacked=True,
             ),
             Panel(
-                "GPU memory",
-                "Memory in use on each GPU of this machine, by all programs, as a share.",
-                [
-                    (
-                        "kvferry_gpu_memory_used_bytes / kvferry_gpu_memory_total_bytes",
-                        "{{gpu}} {{name}}",
-                    )
-                ],
-                "percentunit",
-            ),
-            Panel(
                 "Backend errors",
                 "The backend died, hung or closed the connection before the end; its log says why.",
                 [

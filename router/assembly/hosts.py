@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -246,7 +246,6 @@ class _Kept:
     """The snapshots of this host. Implements `cold.tier.KeptSnapshots`."""
 
     engine: Engine
-    erase_journal: Callable[[], Awaitable[None]]
 
     def snapshots(self) -> Iterator[Snapshot]:
         """Yield all that are whole and in use, the most valuable first."""
@@ -267,9 +266,8 @@ class _Kept:
         return found | view.slot_tenants()
 
     async def forget(self, tenant: Tenant) -> None:
-        """Save nothing of what slots have of a tenant, and erase the journal."""
+        """Save nothing of what slots have of a tenant."""
         self.engine.tell(ev.TenantPurged(tenant))
-        await self.erase_journal()
 
     async def purged(self, snapshots: list[SnapshotId]) -> None:
         """Delete snapshots of a tenant that another host has purged."""
@@ -308,14 +306,13 @@ async def cold_of(
     config: ColdConfig,
     engine: Engine,
     store: KvStore,
-    erase_journal: Callable[[], Awaitable[None]],
 ) -> ColdTier | None:
     """Return the cold tier; None: there is none. Raises StartError."""
     if config.url is None:
         return None
     settings = ColdSettings(config.after_s, config.keep_s)
     parts = await cold_parts(config)
-    return ColdTier(*parts, store.exchange, _Kept(engine, erase_journal), settings, wall_now)
+    return ColdTier(*parts, store.exchange, _Kept(engine), settings, wall_now)
 
 
 def _key(path: Path) -> bytes:

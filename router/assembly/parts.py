@@ -20,7 +20,6 @@ from router.assembly.certificates import Certificates
 from router.assembly.part_settings import blobs_of
 from router.assembly.reactions import BackendReactions, EngineReactions, StoreReactions
 from router.assembly.servers_on_demand import ServersOnDemand
-from router.assembly.slot_journal import SlotJournal
 from router.assembly.tokenizer_registry import TokenizerRegistry
 from router.base.clock import MonotonicClock, wall_now
 from router.base.tasks import Tasks
@@ -37,7 +36,6 @@ from router.llama.server_client import Connections
 from router.store.store import KvStore
 from router.telemetry.blob_metrics import BlobCollector
 from router.telemetry.decision_log import DecisionLog
-from router.telemetry.gpus import Gpus
 from router.telemetry.metrics import PrometheusTelemetry
 from router.telemetry.sessions import Sessions
 from router.telemetry.usage import UsageBook
@@ -56,7 +54,6 @@ class Parts:
     decision_log: DecisionLog
     sessions: Sessions
     usage: UsageBook
-    gpus: Gpus
     guard: Guard
     certificates: Certificates
     connections: Connections
@@ -102,7 +99,6 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         DecisionLog(config.diagnostics.requests, wall_now),
         Sessions(config.diagnostics.requests, wall_now),
         await _usage_of(config, stack),
-        Gpus(registry),
         guard,
         certificates,
         connections,
@@ -133,7 +129,6 @@ class Watched:
     """The watch over the backends."""
 
     backends: Backends
-    journal: SlotJournal
     selection: BackendSelection
 
 
@@ -155,20 +150,18 @@ def watched_backends(config: Config, parts: Parts, stack: AsyncExitStack) -> Wat
 
     engine, on_demand, tasks = parts.engine, parts.on_demand, parts.tasks
     backends = Backends(engine, parts.clients, monitor)
-    journal = SlotJournal(backends.monitors, parts.store, tasks.spawn)
     selection = BackendSelection(
         backends.monitors,
         parts.tokenizers.readers,
         engine,
         reads_prompts=config.tokenizer.mode is not TokenizerMode.OFF,
     )
-    reactions = BackendReactions(engine, selection, parts.tokenizers, on_demand, journal, tasks)
+    reactions = BackendReactions(engine, selection, parts.tokenizers, on_demand, tasks)
     engine.listener = EngineReactions(
         parts.telemetry,
         parts.decision_log,
         parts.sessions,
         parts.usage,
-        journal,
         backends,
         parts.tokenizers,
         on_demand,
@@ -177,7 +170,7 @@ def watched_backends(config: Config, parts: Parts, stack: AsyncExitStack) -> Wat
     # Closed after the monitors: a server that is being asked ends late.
     stack.push_async_callback(on_demand.aclose)
     stack.push_async_callback(backends.aclose)
-    return Watched(backends, journal, selection)
+    return Watched(backends, selection)
 
 
 def stats_of(parts: Parts, watched: Watched) -> Stats:

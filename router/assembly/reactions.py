@@ -3,19 +3,17 @@
 Each class answers "who reacts when ...?" for one part of the router; the part knows no other.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from router.assembly.backends import Backends
 from router.assembly.servers_on_demand import ServersOnDemand
-from router.assembly.slot_journal import SlotJournal
 from router.assembly.tokenizer_registry import TokenizerRegistry
 from router.base.clock import wall_now
 from router.base.ports import Telemetry
 from router.base.tasks import Tasks
 from router.base.types import (
     BackendId,
-    KvDir,
     KvSettings,
     Namespace,
     Outcome,
@@ -26,14 +24,11 @@ from router.base.types import (
 )
 from router.core.model import events as ev
 from router.core.model.plan import Plan
-from router.core.model.slots import Resident
 from router.engine.engine import Engine
-from router.engine.slot_watch import SeenSlot
 from router.llama.attach.attached import Attached
 from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
 from router.llama.replies import InfillAnswer, ModelsInfo, Props
-from router.store.slot_journal import JournalEntry
 from router.telemetry.decision_log import DecisionLog
 from router.telemetry.sessions import Sessions
 from router.telemetry.usage import UsageBook
@@ -51,17 +46,12 @@ class BackendReactions:
     selection: BackendSelection
     tokenizers: TokenizerRegistry
     on_demand: ServersOnDemand
-    journal: SlotJournal
     tasks: Tasks
 
     def up(self, attached: Attached) -> None:
         """Take a backend into use."""
         self.on_demand.remember(attached)
-        kept = {
-            index: ev.KeptSlot(Resident(entry.known, entry.unread, entry.checkpoints), entry.tenant)
-            for index, entry in attached.kept.items()
-        }
-        self.engine.backend_up(attached.info, attached.slots, kept)
+        self.engine.backend_up(attached.info, attached.slots)
         self.selection.backend_came()
 
     def down(self, backend: BackendId) -> None:
@@ -125,12 +115,6 @@ class BackendReactions:
         """Return what of a server's command line decides KV; nothing of others."""
         return self.on_demand.settings_of(backend)
 
-    async def recall_slots(
-        self, backend: BackendId, kv_dir: KvDir | None, props: Props
-    ) -> Sequence[JournalEntry]:
-        """Return the journal entries that were written for this server process."""
-        return await self.journal.recall(backend, kv_dir, props)
-
 
 @dataclass(frozen=True, slots=True)
 class StoreReactions:
@@ -163,7 +147,6 @@ class EngineReactions:
     decision_log: DecisionLog
     sessions: Sessions
     usage: UsageBook
-    journal: SlotJournal
     backends: Backends
     tokenizers: TokenizerRegistry
     on_demand: ServersOnDemand
@@ -179,10 +162,6 @@ class EngineReactions:
         outcome, why = Outcome.CLIENT_GONE, "the client disconnected before its request was sent"
         self.telemetry.rejected(request.id, outcome, why, request.clients_id, request.caller)
         self.decision_log.rejected(request.id, outcome, why, request.caller)
-
-    def seen(self, backend: BackendId, slots: Sequence[SeenSlot]) -> None:
-        """Write what idle slots hold to the journal."""
-        self.journal.note(backend, slots)
 
     def prove(self, backend: BackendId) -> None:
         """Have a backend probed before it ends."""

@@ -29,7 +29,6 @@ from router.assembly.part_settings import (
 )
 from router.assembly.parts import Parts, parts_of, stats_of, watched_backends
 from router.assembly.reload import Reload
-from router.assembly.slot_journal import SlotJournal
 from router.assembly.web import Stages, app_of, live_of
 from router.base.errors import RouterError
 from router.base.ports import Tracing
@@ -70,7 +69,6 @@ class Router:
     live: Live
     reload: Reload
     store: KvStore
-    journal: SlotJournal
     certificates: Certificates
     hosts: Hosts | None = None
     cold: ColdTier | None = None
@@ -92,8 +90,6 @@ class Router:
         try:
             async with asyncio.timeout(grace_s):
                 await self.engine.stop(save=self.config.store.save_on_shutdown)
-                for backend in tuple(self.engine.infos):
-                    await self.journal.flush(backend, await self.engine.seen_of(backend))
                 await self.selection.until_quiet()
                 if self.hosts is not None:
                     self.hosts.peers.close()
@@ -145,7 +141,7 @@ async def build(
         hosts = await stack.enter_async_context(joined)
         if hosts is not None:
             parts.certificates.credentials = hosts.credentials
-        cold = await cold_of(config.cold, engine, parts.store, watched.journal.erase)
+        cold = await cold_of(config.cold, engine, parts.store)
         if cold is not None:
             stack.push_async_callback(cold.aclose)
             ColdCollector(parts.registry, cold.status)
@@ -164,7 +160,6 @@ async def build(
         tasks.supervise(vitals.watch_disks, name="room on disk")
         if config.store.min_free_bytes:
             tasks.supervise(partial(_watch_room, parts, config.store), name="min_free")
-        tasks.supervise(parts.gpus.watch, name="memory of GPUs")
         stack.callback(parts.throttle.open)
         yield Router(
             app,
@@ -173,7 +168,6 @@ async def build(
             live,
             reload,
             parts.store,
-            watched.journal,
             parts.certificates,
             hosts,
             cold,

@@ -70,7 +70,6 @@ class Stages:
             self.cold,
             lambda: () if hosts is None else hosts.peers.all(),
             stop_fetches,
-            self.watched.journal.erase,
         )
 
 
@@ -79,9 +78,7 @@ def live_of(made: Stages) -> Live:
     parts, selection, hosts = made.parts, made.watched.selection, made.hosts
     engine, view = parts.engine, None if hosts is None else hosts.view
     subject = Subject(
-        picture=lambda: picture_of(
-            engine, selection, parts.clock.now(), view, parts.gpus.found, made.cold_status()
-        ),
+        picture=lambda: picture_of(engine, selection, parts.clock.now(), view, made.cold_status()),
         n_snapshots=lambda: engine.view.store.n_snapshots,
         survey=lambda: survey(engine.view.snapshots()),
         decisions=parts.decision_log.recent,
@@ -166,7 +163,6 @@ async def _own_routes(
         parts.registry,
         BackendMetrics(parts.clients, parts.registry),
         now,
-        parts.gpus,
         None if made.hosts is None else made.hosts.view,
         made.cold_status,
     )

@@ -9,7 +9,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
-from types import MappingProxyType
 from typing import Protocol
 
 import structlog
@@ -62,7 +61,6 @@ from router.engine.transfers import Transferred, Transfers
 
 log = structlog.get_logger(__name__)
 
-NO_KEPT: Mapping[int, ev.KeptSlot] = MappingProxyType({})
 _PURGED_AT_ONCE = 10
 _FOUND_AT_ONCE = 100  # about 5 ms
 
@@ -93,9 +91,6 @@ class EngineListener(Protocol):
     def abandoned(self, request: Request) -> None:
         """Note that a request was abandoned before its grant."""
 
-    def seen(self, backend: BackendId, slots: Sequence[watch.SeenSlot]) -> None:
-        """Note idle slots that a poll has seen."""
-
     def detached(self, backend: BackendId) -> None:
         """Note that a backend is drained."""
 
@@ -108,7 +103,6 @@ class _Deaf:
 
     def over(self, *_: object) -> None: ...
     def abandoned(self, *_: object) -> None: ...
-    def seen(self, *_: object) -> None: ...
     def detached(self, *_: object) -> None: ...
     def prove(self, *_: object) -> None: ...
 
@@ -264,15 +258,10 @@ class Engine:
 
     # -- for the monitors and the store --------------------------------------------------------
 
-    def backend_up(
-        self,
-        info: BackendInfo,
-        slots: tuple[SlotStatus, ...],
-        kept: Mapping[int, ev.KeptSlot] = NO_KEPT,
-    ) -> None:
-        """Take a backend into use. `kept`: slots with a content that is known, by index."""
+    def backend_up(self, info: BackendInfo, slots: tuple[SlotStatus, ...]) -> None:
+        """Take a backend into use."""
         self._tasks.spawn(self._transfers.tidy(info.id), name=f"tidy {info.id}")
-        self._feed(ev.BackendUp(info, slots, kept))
+        self._feed(ev.BackendUp(info, slots))
 
     def borrow(self, backend: BackendId) -> set[int]:
         """Borrow idle slots for a probe, until `Probed` or `BackendDown`; return their indices."""
@@ -572,13 +561,6 @@ class Engine:
         if busy:
             found = {slot: idle[slot] for slot in busy}
             self._throttle.call(partial(self._feed, ev.FoundBusy(found)))
-        self.listener.seen(backend, watch.known_slots(self._slots_of(backend), idle, statuses))
-
-    async def seen_of(self, backend: BackendId) -> list[watch.SeenSlot]:
-        """Poll a backend; return its idle slots with a content that is surely known."""
-        idle = {s.id: s.generation for s in self._slots_of(backend) if s.is_idle}
-        statuses = await watch.poll_idle(self._pollers.at(backend), idle)
-        return watch.known_slots(self._slots_of(backend), idle, statuses)
 
     def _slots_of(self, backend: BackendId) -> tuple[Slot, ...]:
         return tuple(self._scheduler.state.inventory.slots.of(backend))

@@ -7,7 +7,6 @@ therefore few, and tasks that wait for slots of the same backend share them.
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -16,8 +15,7 @@ import structlog
 
 from router.base.errors import BackendError, BackendRefusedError
 from router.base.ports import SlotServer
-from router.base.types import BackendId, RequestProgress, SlotId, SlotStatus, Tenant
-from router.core.model.slots import Resident, Slot
+from router.base.types import BackendId, RequestProgress, SlotId, SlotStatus
 
 log = structlog.get_logger(__name__)
 
@@ -82,36 +80,6 @@ class SlotPollers:
         if known is None or known.backend is not backend:
             known = self._by_backend[name] = SlotPoller(backend)
         return known
-
-
-@dataclass(frozen=True, slots=True)
-class SeenSlot:
-    """An idle slot as a poll saw it, with what the router knows of its content."""
-
-    id: SlotId
-    id_task: int
-    resident: Resident
-    tenant: Tenant
-
-
-def known_slots(
-    slots: Iterable[Slot], idle: Mapping[SlotId, int], statuses: Iterable[SlotStatus]
-) -> list[SeenSlot]:
-    """Return the idle slots of a backend with a content that the router and the server agree on.
-
-    `idle`: the generations of the slots that were idle before the poll.
-    """
-    by_index, seen = {slot.id.index: slot for slot in slots}, []
-    for status in statuses:
-        slot = by_index[status.index]
-        held, same = slot.content.resident, idle.get(slot.id) == slot.generation
-        if not (same and slot.is_idle and slot.content.savable and not held.may_hold_more):
-            continue
-        if status.is_processing or status.id_task is None:
-            continue
-        if status.n_tokens == len(held) > 0:
-            seen.append(SeenSlot(slot.id, status.id_task, held, slot.content.tenant))
-    return seen
 
 
 async def poll_idle(poller: SlotPoller, idle: Mapping[SlotId, int]) -> list[SlotStatus]:

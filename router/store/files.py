@@ -32,7 +32,8 @@ _NEW_SIDECAR = re.compile(r"kvf-([0-9a-f]{32})\.json\.new")
 QUARANTINED = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
 KEEP_QUARANTINED = 4
 _NEW_SMALL = re.compile(r"kvf-.+-new")  # left by a crash in `replace_small`
-_SWEPT = (STAGING, FINAL, SIDECAR, _NEW_SIDECAR, _NEW_SMALL)
+_OLD_JOURNAL = re.compile(r"kvf-slot-.+\.journal")  # of earlier versions; it holds prompts
+_SWEPT = (STAGING, FINAL, SIDECAR, _NEW_SIDECAR, _NEW_SMALL, _OLD_JOURNAL)
 
 _SMALL_BYTES = 256 << 20
 _CHUNK = 4 << 20  # bytes; xxh3 does about 10 GB/s, so the chunk only has to amortise the call

@@ -224,19 +224,6 @@ class KvStore:
         """Return a fresh name for a backend to write to."""
         return files.staging_name()
 
-    async def journal(self, kv_dir: KvDir, work: Callable[[], T]) -> T:
-        """Do work of the slot journal in a directory, in its threads. Raises KvError.
-
-        Prompts are not written to a directory that has replaced the opened one.
-        """
-        directory = self._directory(kv_dir)
-
-        def checked() -> T:
-            directory.lock.check()
-            return work()
-
-        return await directory.threads.quick(checked)
-
     async def verify(
         self, kv_dir: KvDir, name: str, size_bytes: int, kind: MemoryKind | None = None
     ) -> StagedFile:

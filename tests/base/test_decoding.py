@@ -14,18 +14,17 @@ from router.base.decoding import UndecodableError, json_bytes, json_decoder, jso
 from router.hosts.messages import Hello, PromptRead, QuoteAsk, QuoteReply
 from router.llama.bodies.anthropic import dump_like_server
 from router.store.sidecars import SnapshotRecord
-from router.store.slot_journal import JournalEntry
 
 Decode = Callable[[bytes], object]
 JSON: list[type] = [Hello, PromptRead, SnapshotRecord]
-MSGPACK: list[type] = [QuoteAsk, QuoteReply, JournalEntry]
+MSGPACK: list[type] = [QuoteAsk, QuoteReply]
 DECODERS: list[Decode] = [
     *map(json_decoder, JSON),
     *map(decoding.msgpack_decoder, MSGPACK),
     json_of,
     text_of,
 ]
-ENTRY = JournalEntry(("1", "2"), 0, 7, "names", "ténant", b"\1\0\0\0")  # type: ignore[arg-type]
+ENTRY = QuoteReply(1.5, 0.25, 700, "snapshot")
 HOSTILE = (b"[" * 100_000, b'{"name":"\xff', b"\x91" * 100_000, b'{"a":' * 5000, b"\xc1", b"")
 
 
@@ -45,7 +44,7 @@ def test_any_bytes(raw: bytes) -> None:
 
 def test_each_flipped_bit() -> None:
     kept = msgspec.msgpack.encode(ENTRY)
-    decode = decoding.msgpack_decoder(JournalEntry)
+    decode = decoding.msgpack_decoder(QuoteReply)
     for at in range(8 * len(kept)):
         flipped = bytearray(kept)
         flipped[at // 8] ^= 1 << at % 8

@@ -58,5 +58,5 @@ if __name__ == "__main__":
     there.mkdir(mode=0o700, parents=True)
     asyncio.run(write(there))
     for file in there.iterdir():
-        if file.suffix == ".lock" or "journal" in file.name:
+        if file.suffix == ".lock":
             file.unlink()

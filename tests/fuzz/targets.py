@@ -16,7 +16,7 @@ from router.base import decoding
 from router.base.decoding import UndecodableError
 from router.base.errors import BackendError, BadRequestError, KvError
 from router.base.prefix_hash import split
-from router.base.types import BackendId, KvDir, OwnPrefill, PrefillProgress
+from router.base.types import OwnPrefill, PrefillProgress
 from router.config.loader import ConfigError
 from router.config.schema import parse
 from router.hosts.messages import Hello, PromptRead, QuoteAsk, QuoteReply
@@ -30,7 +30,6 @@ from router.llama.routes import Shape
 from router.llama.wire import ParsedRequest, parse_completion, pin_slot, strip_slot
 from router.prompts.chat_template import LocalTemplate, _compiled
 from router.store.sidecars import Sidecars
-from router.store.slot_journal import read_entries
 from router.web.server.content_encodings import ENCODINGS, BrokenEncodingError, Decoding
 from tests.support.paths import TEMPLATES
 
@@ -174,8 +173,6 @@ def peer(raw: bytes) -> None:
 
 def files(raw: bytes) -> None:
     """Find bytes in the small files of a KV directory."""
-    (_KV / "kvf-slot-a-0.journal").write_bytes(raw)
-    read_entries(KvDir(str(_KV)), BackendId("a"), ("p",), {"a"})
     (_KV / PROOFS).write_bytes(raw)
     read_proofs(_KV)
     name = f"kvf-{'0' * 32}.json"

@@ -46,7 +46,6 @@ from router.telemetry.blob_metrics import BlobCollector
 from router.telemetry.cold_metrics import ColdCollector
 from router.telemetry.engine_collector import EngineCollector, UsageCollector
 from router.telemetry.fetch_metrics import FetchMetrics
-from router.telemetry.gpus import Gpu, Gpus
 from router.telemetry.hosts_metrics import (
     DirectoryStats,
     HostsCollector,
@@ -181,7 +180,6 @@ async def test_every_metric_is_described(
     """docs/metrics.md has a row for each: name, type, labels, meaning, what to do when it moves."""
     exercise(telemetry)
     exercise_hosts(registry)
-    Gpus(registry).found = [Gpu("0", "H100", 1, 2)]
     ColdCollector(registry, lambda: ColdStatus("/c", "", 1, 2, 3, 4, 5, 6, 7, 8, 9))
     BlobCollector(registry, lambda: TierStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, inf))
     await Vitals(

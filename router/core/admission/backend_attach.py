@@ -40,9 +40,6 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
             continue
         if status.is_processing or status.adapted:
             watch(state, slot, wipe=status.adapted)
-        elif (kept := event.kept.get(slot.id.index)) is not None:
-            slot.hold(replace(slot.content, resident=kept.resident, tenant=kept.tenant))
-            state.inventory.has_tenants = state.inventory.has_tenants or bool(kept.tenant)
         else:
             # Of a slot that never ran the server reports nothing, even restored (section 5.1).
             unread = Resident(unread=status.n_tokens or 0, may_hold_more=status.n_tokens is None)

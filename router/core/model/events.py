@@ -23,27 +23,17 @@ from router.base.types import (
 from router.core.model.policy import Policy
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerLimit, ServerSpec
-from router.core.model.slots import Resident
 from router.core.model.snapshot_limits import SnapshotLimits
-
-
-class KeptSlot(Struct, frozen=True):
-    """The content of a slot that no task has run in since the router last knew it."""
-
-    resident: Resident
-    tenant: Tenant
 
 
 class BackendUp(Struct, frozen=True):
     """A backend is attached, for the first time or after a restart.
 
-    `slots` is what the backend reports of its slots: lengths, but no token ids. `kept`: the
-    contents that are known from before, by index.
+    `slots` is what the backend reports of its slots: lengths, but no token ids.
     """
 
     info: BackendInfo
     slots: tuple[SlotStatus, ...] = ()
-    kept: Mapping[int, KeptSlot] = {}
 
 
 class ServersConfigured(Struct, frozen=True):

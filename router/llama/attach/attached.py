@@ -1,14 +1,13 @@
 """A backend that came up: what was learned of it, and who is told."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Protocol
 
-from router.base.types import BackendId, BackendInfo, KvDir, KvSettings, Namespace, SlotStatus
+from router.base.types import BackendId, BackendInfo, KvSettings, Namespace, SlotStatus
 from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
 from router.llama.replies import InfillAnswer, ModelsInfo, Props
-from router.store.slot_journal import JournalEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +21,6 @@ class Attached:
     probe: ProbeResult
     recalled: bool = False  # the probe is that of an equal process before
     lora: bytes = b""  # the answer about its adapters
-    kept: Mapping[int, JournalEntry] = field(default_factory=dict)  # slots as the router knew them
 
 
 class BackendListener(Protocol):
@@ -70,8 +68,3 @@ class BackendListener(Protocol):
 
     def settings_of(self, backend: BackendId) -> KvSettings:
         """Return what is known of a backend's command line, and decides KV; perhaps nothing."""
-
-    async def recall_slots(
-        self, backend: BackendId, kv_dir: KvDir | None, props: Props
-    ) -> Sequence[JournalEntry]:
-        """Return the journal entries that were written for this server process."""

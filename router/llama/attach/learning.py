@@ -12,13 +12,12 @@ from router.base.ports import SnapshotStore
 from router.base.types import BackendInfo, KvDir, KvSettings, MemoryKind, Namespace, SlotStatus
 from router.llama.attach.attached import Attached
 from router.llama.attach.model_file import model_digest
-from router.llama.attach.namespace import digest, is_same, namespace, shown
+from router.llama.attach.namespace import digest, namespace, shown
 from router.llama.attach.probe import Probe, is_still_so
 from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
 from router.llama.replies import ModelsInfo, Props
 from router.store.format.head import VERSION
-from router.store.slot_journal import JournalEntry
 
 # Returns what a probe of an equal process found; None: there was none.
 Recall = Callable[[Props, ModelsInfo], ProbeResult | None]
@@ -44,7 +43,6 @@ async def attach(
     only: Collection[int] | None = None,
     recall: Recall = nothing_known,
     settings: KvSettings = NO_SETTINGS,
-    entries: Sequence[JournalEntry] = (),
     makes_way: Callable[[], bool] = lambda: False,
     empties_unknown: bool = False,
 ) -> Attached:
@@ -52,7 +50,7 @@ async def attach(
 
     The probe uses any idle slot, or only the idle ones in `only`. No probe if one is recalled.
     `settings`: what is known of its command line beyond what it reports.
-    `entries`: what slots of this process held once. `makes_way`: see `Probe.run`.
+    `makes_way`: see `Probe.run`.
     `empties_unknown`: empty the other slots of a server with adapters.
     """
     models = await client.models()
@@ -102,22 +100,21 @@ async def attach(
         untried=found.untried and kv_dir is not None,
     )
     after = tuple(await slots_of(client, props))
-    kept = _kept(entries, slots, after, info.namespace)
     if empties_unknown and has_adapters(lora):
-        after = tuple(await _without_unknown(client, props, after, kept))
-    return Attached(info, after, props, models, found, recalled is not None, lora, kept)
+        after = tuple(await _without_unknown(client, props, after))
+    return Attached(info, after, props, models, found, recalled is not None, lora)
 
 
 async def _without_unknown(
-    client: LlamaClient, props: Props, slots: Sequence[SlotStatus], kept: Collection[int]
+    client: LlamaClient, props: Props, slots: Sequence[SlotStatus]
 ) -> list[SlotStatus]:
-    """Empty the slots of a server with adapters that are not `kept`; return all anew.
+    """Empty the slots of a server with adapters; return all anew.
 
     Adapters may be changed while the server runs. The KV in a slot may be that of others than now,
     and would be saved under the name of those of now.
     """
     for slot in slots:
-        if slot.index not in kept and not slot.is_processing:
+        if not slot.is_processing:
             with contextlib.suppress(BackendRefusedError):
                 await client.erase(slot.index)
     unknown = [s.index for s in slots if s.is_processing]
@@ -152,34 +149,6 @@ def _layout_name(found: ProbeResult, props: Props) -> str:
             name += " whole"  # no window of it is padded, as on a server without --swa-full
         return name if version in (0, VERSION) else f"{name} v{version}"
     return f"{props.build_info} v{found.state_version} {found.n_tokens} {found.size_bytes}"
-
-
-def _kept(
-    entries: Sequence[JournalEntry],
-    before: Sequence[SlotStatus],
-    after: Sequence[SlotStatus],
-    namespace: Namespace,
-) -> dict[int, JournalEntry]:
-    """Return the entries that still hold, by slot.
-
-    No task has run in the slot since, and the probe left as much in it. A slot that the probe used
-    got its content back from a file, without checkpoints.
-    """
-    newest = max((entry.id_task for entry in entries), default=0)
-    if max((status.id_task or 0 for status in before), default=0) < newest:
-        return {}  # ids have begun anew: another process, with a marker that is set from outside
-    were, are = ({status.index: status for status in found} for found in (before, after))
-    kept = {}
-    for entry in entries:
-        was, now = were.get(entry.index), are.get(entry.index)
-        if was is None or now is None or was.is_processing or was.adapted:
-            continue
-        if (was.id_task, was.n_tokens) != (entry.id_task, entry.n_tokens):
-            continue
-        if now.n_tokens == entry.n_tokens and is_same(entry.namespace, namespace):
-            probed = now.id_task != was.id_task
-            kept[entry.index] = replace(entry, checkpoints=()) if probed else entry
-    return kept
 
 
 async def slots_of(client: LlamaClient, props: Props) -> list[SlotStatus]:

@@ -306,7 +306,7 @@ class Monitor:
             self._end_probe(attached)
         except ProbePutOffError:
             self._put_offs = 1
-            if unprobed is None or unprobed.kept:  # the probe may have used one of these slots
+            if unprobed is None:
                 unprobed = await self._learn_unprobed(props)
             slots = tuple(await slots_of(self.client, props))
             attached = dataclasses.replace(unprobed, slots=slots)
@@ -407,9 +407,6 @@ class Monitor:
             if only is None
             else nothing_known,
             settings=self._listener.settings_of(self.client.id),
-            entries=()
-            if only is not None
-            else await self._listener.recall_slots(self.client.id, self._kv_dir, props),
         )
         namespace, infill = attached.info.namespace, attached.probe.infill
         await self._listener.prepare(self.client, props, namespace, infill, attached.recalled)
@@ -422,7 +419,6 @@ def _log_attached(event: str, attached: Attached) -> None:
         event,
         backend=info.id,
         slots=info.n_slots,
-        kept=len(attached.kept),
         n_ctx=info.n_ctx,
         memory_kind=info.memory_kind,
         n_stream=info.n_stream,

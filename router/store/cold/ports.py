@@ -26,7 +26,7 @@ class KeptSnapshots(Protocol):
         """Return the tenants of snapshots and slots."""
 
     async def forget(self, tenant: Tenant) -> None:
-        """Save nothing of what slots have of a tenant, and erase its journal."""
+        """Save nothing of what slots have of a tenant."""
 
     async def purged(self, snapshots: list[SnapshotId]) -> None:
         """Delete snapshots of a tenant that another host has purged."""

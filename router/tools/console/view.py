@@ -101,8 +101,6 @@ def _sums(view: View) -> Table:
         made.add_row("blobs", _blobs(blobs))
     if cold := state["snapshots"].get("cold"):
         made.add_row("cold tier", _cold(cold))
-    if gpus := state.get("gpus"):
-        made.add_row("GPU memory", _gpus(gpus))
     if servers := state.get("servers"):
         made.add_row("servers", _servers(servers))
     if hosts := state.get("hosts"):
@@ -134,13 +132,6 @@ def _servers(servers: Sequence[Json]) -> Text:
         made.append("; " if made else "").append(f"{one['name']} ")
         made.append(one["phase"], style).append(waits)
     return made
-
-
-def _gpus(gpus: Sequence[Json]) -> str:
-    """Return the memory in use on each GPU."""
-    return "; ".join(
-        f"{one['gpu']} {size(one['used_bytes'])} of {size(one['total_bytes'])}" for one in gpus
-    )
 
 
 def _reuse(recent: Recent) -> Text:

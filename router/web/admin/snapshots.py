@@ -259,8 +259,6 @@ class Snapshots:
                 await self._purging.here(Tenant(wanted.tenant))
             else:
                 await self._engine.purge([one.id for one in doomed])
-            if wanted.all:
-                await self._purging.erase_journal()
             if wanted.everywhere:
                 reached = await self._purging.elsewhere(Tenant(wanted.tenant))
             else:

@@ -5,7 +5,7 @@ Rows hold no prompt text and no key. This module has no state and does not chang
 
 import asyncio
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import inf
 
 from msgspec import to_builtins
@@ -15,7 +15,6 @@ from router.core.model.tenancy import tenant_of
 from router.engine.engine import Engine
 from router.engine.scheduler_view import SlotView, StoreView, WaitingView
 from router.llama.attach.monitor import EMPTIES_SLOTS, NO_RAM_CACHE
-from router.telemetry.gpus import Gpu
 from router.web.admin.hosts import HostsView, hosts_brief
 from router.web.api.backend_selection import BackendSelection
 
@@ -97,15 +96,6 @@ def slot_row(slot: SlotView) -> Row:
     }
 
 
-def gpu_rows(gpus: Sequence[Gpu]) -> list[Row]:
-    """Return the rows of the GPUs of this machine."""
-    return [
-        {"gpu": gpu.index, "name": gpu.name, "used_bytes": gpu.used_bytes}
-        | {"total_bytes": gpu.total_bytes}
-        for gpu in gpus
-    ]
-
-
 def store_row(store: StoreView, tier: TierStatus | None, cold: ColdStatus | None) -> Row:
     """Return the totals of all snapshots, and their limits (-1: none).
 
@@ -163,7 +153,6 @@ def picture_of(
     selection: BackendSelection,
     now: float,
     hosts: HostsView | None = None,
-    gpus: Sequence[Gpu] = (),
     cold: ColdStatus | None = None,
 ) -> Picture:
     """Return all but the snapshots, which `survey` sums up. `now` is the engine's clock."""
@@ -180,7 +169,6 @@ def picture_of(
                 ]
             },
             "hosts": {"items": [] if hosts is None else hosts_brief(hosts)},
-            "gpus": {"items": gpu_rows(gpus)},
         },
         "backends": {name: backend_row(name, selection, engine) for name in selection.monitors},
         "slots": {str(slot.id): slot_row(slot) for slot in view.slots()},

@@ -11,12 +11,10 @@ from prometheus_client.registry import Collector
 from router.base.types import ColdStatus, Standing
 from router.engine.engine import Engine
 from router.telemetry.backend_metrics import BackendMetrics
-from router.telemetry.gpus import Gpus
 from router.web.admin.hosts import HostsView, hosts_row
 from router.web.admin.servers import server_row
 from router.web.admin.state_json import (
     backend_row,
-    gpu_rows,
     slot_row,
     snapshot_row,
     store_row,
@@ -51,13 +49,11 @@ class StatusRoutes:
         registry: CollectorRegistry,
         backend_metrics: BackendMetrics,
         now: Callable[[], float],
-        gpus: Gpus,
         hosts: HostsView | None = None,
         cold: Callable[[], ColdStatus | None] = lambda: None,
     ) -> None:
         """Set up the handlers. `hosts` None: there are no other hosts; `cold`: the cold tier."""
         self._cold = cold
-        self._gpus = gpus
         self._hosts = hosts
         self._engine = engine
         self._selection = selection
@@ -140,7 +136,6 @@ class StatusRoutes:
                 },
                 "servers": [server_row(server, now) for server in view.servers()],
                 "hosts": None if self._hosts is None else hosts_row(self._hosts),
-                "gpus": gpu_rows(self._gpus.found),
                 "waiting_for_backend": self._selection.waiting,
                 "queue": [
                     {

@@ -29,13 +29,12 @@ class Reached(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Purging:
-    """Purges of this host. `erase_journal`: removes what the slot journal holds of prompts."""
+    """Purges of this host."""
 
     engine: Engine
     cold: ColdTier | None
     peers: Callable[[], Iterable[Peer]]
     stop_fetches: Callable[[Tenant], None]
-    erase_journal: Callable[[], Awaitable[None]]
 
     async def here(self, tenant: Tenant) -> int:
         """Delete the snapshots of a tenant on this host; return their number.
@@ -50,7 +49,6 @@ class Purging:
             if is_of(tenant_of(one.namespace), tenant)
         ]
         await self.engine.purge(doomed)
-        await self.erase_journal()
         return len(doomed)
 
     async def elsewhere(self, tenant: Tenant) -> list[Reached]:

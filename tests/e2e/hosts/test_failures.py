@@ -252,7 +252,7 @@ async def test_a_stop_waits_for_forwarded_answers(tmp_path: Path) -> None:
 
 
 async def test_a_stop_ends_although_clients_go_on_asking(tmp_path: Path) -> None:
-    """It writes the slot journal first, says that it stops, and forwards nothing new at its end."""
+    """It says that it stops, and forwards nothing new at its end."""
     async with (
         FakeLlama(kv_dir=tmp_path / "a") as one,
         FakeLlama(kv_dir=tmp_path / "b") as two,

@@ -87,7 +87,6 @@ async def _differences(
         recorded |= records
         named = {f"kvf-{name}.{kind}" for name in records for kind in ("kv", "json")}
         owned = named | foreign | {LOCK, PROOFS}
-        owned |= {name for name in os.listdir(kv_dir) if name.endswith(".journal")}
         others = set(os.listdir(kv_dir)) - owned
         aside = {name for name in others if _SET_ASIDE.fullmatch(name)}
         # A directory in the place of a file cannot be removed: it stays beside the newest files.

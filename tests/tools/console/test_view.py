@@ -151,11 +151,6 @@ def test_progress_of_a_prompt_is_shown() -> None:
     assert "00c0ffee00c0ffee  42%" in drawn(state([backend("a")], [working]))
 
 
-def test_memory_of_gpus_is_shown() -> None:
-    gpu = {"gpu": "0", "name": "H100", "used_bytes": 3 * 1024**3, "total_bytes": 80 * 1024**3}
-    assert "0 3.00GiB of 80.0GiB" in drawn({**state([backend("a")], []), "gpus": [gpu]})
-
-
 def test_what_a_router_says_beyond_that_is_shown_as_it_is() -> None:
     """A newer router may know more states of a backend or phases of a slot."""
     gone = backend("a", up=False, state="drained", problem=None)

@@ -84,7 +84,6 @@ function show() {
   setText(find("policy"), stopping ? `${policy}, stopping` : policy);
   showServers(picture.host.get("servers").items);
   showHosts(picture.host.get("hosts").items);
-  showGpus(picture.host.get("gpus").items);
   backends.show(picture);
   decisions.show();
   const store = picture.host.get("store");
@@ -113,16 +112,6 @@ function showHosts(items) {
     here ? `${name} (this one)` : `${name} ${up ? `load ${load}` : "not used"}`,
   );
   setText(find("hosts"), `Hosts: ${said.join("; ")}`);
-}
-
-// The memory of the GPUs of this machine, where a tool of the vendor tells it.
-function showGpus(items) {
-  find("gpus").hidden = !items.length;
-  const gib = (bytes) => (bytes / 2 ** 30).toFixed(1);
-  const said = items.map(
-    ({ gpu, name, used_bytes, total_bytes }) => `${gpu} ${name} ${gib(used_bytes)} of ${gib(total_bytes)} GiB`,
-  );
-  setText(find("gpus"), `GPU memory: ${said.join("; ")}`);
 }
 
 function charts() {
