@@ -3,9 +3,10 @@
 A prompt of 16,000 tokens is 64 kB and compares at memcpy speed; a list of ints is neither.
 """
 
+import re
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NewType
 
 Tokens = NewType("Tokens", bytes)
@@ -14,6 +15,8 @@ WIDTH = 4
 PIECE = 64 * 1024  # ids that are handled at once, in 1 ms
 _SHORT = 128  # bytes; comparing them as a number costs less than one more halving
 EMPTY = Tokens(b"")
+# Aligned: before such a run is a token that is not negative, so its last byte is no 0xff.
+_MEDIA_RUN = re.compile(rb"(?:\xff{4})+")
 
 
 def pack(ids: Iterable[int]) -> Tokens:
@@ -59,6 +62,30 @@ def head(tokens: Tokens, n: int) -> Tokens:
 def tail(tokens: Tokens, n: int) -> Tokens:
     """Return all but the first `n` tokens."""
     return Tokens(tokens[n * WIDTH :])
+
+
+def media_of(tokens: Tokens) -> tuple[int, ...]:
+    """Return the negative ids, which stand for media; at most one look at each byte without any."""
+    if max(tokens[WIDTH - 1 :: WIDTH], default=0) < 0x80:
+        return ()
+    return tuple(token for token in iterate(tokens) if token < 0)
+
+
+def with_media(tokens: Tokens, media: Sequence[int]) -> Tokens:
+    """Return the tokens of a slot with each run of media positions (-1) as one id of `media`.
+
+    Unchanged if there are more or fewer runs.
+    """
+    runs = [found.span() for found in _MEDIA_RUN.finditer(tokens)]
+    if not media or len(runs) != len(media):
+        return tokens
+    ends = [0, *(end for _, end in runs)]
+    parts = [
+        part
+        for at, (start, _), token in zip(ends, runs, media, strict=False)
+        for part in (Tokens(tokens[at:start]), pack([token]))
+    ]
+    return join([*parts, Tokens(tokens[ends[-1] :])])
 
 
 def join(parts: Iterable[Tokens]) -> Tokens:

@@ -56,7 +56,10 @@ class Inspected:
         """
         return StateShape(
             n_stream=self.layout.n_stream,
-            checkpoints=tuple(sorted(c.n_tokens for c in self.layout.checkpoints)),
+            # Of a state with media they are positions, and not numbers of tokens.
+            checkpoints=()
+            if self.head.media_starts
+            else tuple(sorted(c.n_tokens for c in self.layout.checkpoints)),
             extendable=self.padded or not self.has_window,
             media=bool(self.head.media_starts),
         )

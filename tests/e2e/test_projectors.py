@@ -112,6 +112,14 @@ async def on_demand(home: Path, *models: tuple[str, int]) -> AsyncIterator[Runni
         yield kvferry
 
 
+async def loaded(kvferry: RunningRouter, model: str) -> None:
+    """Load a model, and wait for its probe: before it nothing is known of its states."""
+    await kvferry.complete([5, 6, 7], n_predict=1, model=model)
+    await kvferry.until(
+        lambda state: any(b["name"] == model and b["probed"] for b in state["backends"])
+    )
+
+
 @pytest.fixture
 def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -125,6 +133,7 @@ async def test_of_a_configuration_that_was_changed(tmp_path: Path) -> None:
         again = await ask(kvferry)
         assert again.cached == again.prompt_tokens - 1
     async with on_demand(tmp_path, ("a", 2)) as kvferry:
+        await loaded(kvferry, "a")
         await check_cold(kvferry, first)
 
 
@@ -132,6 +141,7 @@ async def test_of_a_configuration_that_was_changed(tmp_path: Path) -> None:
 async def test_of_two_entries_with_one_model_file(tmp_path: Path) -> None:
     async with on_demand(tmp_path, ("a", 1), ("b", 2)) as kvferry:
         first = await ask_first(kvferry)
+        await loaded(kvferry, "b")
         await check_cold(kvferry, first, "b")
         again = await ask(kvferry)
         assert again.cached == again.prompt_tokens - 1

@@ -226,8 +226,10 @@ def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Residen
     if job.knows_slot:
         slot = state.slot_of(job)
         slot.hold(replace(slot.content, savable=True))  # what it held before is gone
-        limit = state.backend_of(job).info.checkpoints
-        return after_finish(job.request.prompt, event.reported, job.resident_at_dispatch, limit)
+        info, before = state.backend_of(job).info, job.resident_at_dispatch
+        limit, by_length = info.checkpoints, info.unified
+        prompt = job.request.prompt
+        return after_finish(prompt, event.reported, before, limit, by_length=by_length)
     _doubt_watched(state, job)
     placement_gate.mix(state, job)
     for slot in state.backend_of(job).slots:

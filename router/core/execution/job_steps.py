@@ -10,7 +10,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from router.base.errors import NoBackendError
-from router.base.tokens import EMPTY, Tokens, common_prefix, count, head
+from router.base.tokens import EMPTY, Tokens, common_prefix, count, head, media_of
 from router.base.types import (
     Lease,
     MemoryKind,
@@ -130,7 +130,8 @@ def save(state: State, job: RequestId, slot: Slot, reason: SaveReason) -> None:
     """Begin to save a slot that the job holds."""
     namespace = namespace_of(state.inventory.backend_of(slot.id).info, slot.content.tenant)
     slot.do(replace(slot.work, saving=slot.content.resident.tokens))
-    state.out.append(Save(job, slot.id, namespace, reason))
+    media = media_of(slot.content.resident.tokens)
+    state.out.append(Save(job, slot.id, namespace, reason, media))
 
 
 def _prefill(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
@@ -321,7 +322,9 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
         rates.rewrite.observe(1.0, snapshot.size_bytes, event.rewrite_s)
     slot = state.slot_of(job)
     whole = Resident(snapshot.tokens, 0, snapshot.shape.checkpoints)
-    read = whole if event.n_tokens == len(snapshot) else UNKNOWN
+    # A medium takes up many positions of the slot, and is one id here.
+    as_saved = event.n_tokens == len(snapshot) or snapshot.shape.media
+    read = whole if as_saved else UNKNOWN
     slot.hold(slot.content.replaced_by(read, job.request.keep_s))
     state.restore_over(event.request)
     next_step(state, job, now)

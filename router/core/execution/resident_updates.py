@@ -1,5 +1,7 @@
 """Resident tokens of a slot after each event. Only what is certain is claimed."""
 
+from msgspec.structs import replace
+
 from router.base.tokens import Tokens, common_prefix, count, head, iterate, join
 from router.base.types import MAX_CHECKPOINTS, Prompt, Reported, Request
 from router.core.model.memory_kinds import CHECKPOINT_BEFORE_END
@@ -36,22 +38,25 @@ def after_finish(
     reported: Reported,
     before: Resident = NOTHING,
     limit: int = MAX_CHECKPOINTS,
+    *,
+    by_length: bool = False,
 ) -> Resident:
     """Return the content after a complete answer: the prompt and all but the answer's last token.
 
-    `limit`: the most checkpoints of a slot.
+    `limit`: the most checkpoints of a slot. `by_length`: the length has to be right.
 
     The last sampled token is never in the KV (llama-server.md section 1.3).
 
     1. Tokens unknown, or a count other than the backend's: nothing is claimed.
     2. The response carried the answer's ids: all is known.
     3. Only the number of answer tokens is known: they are unread.
-    4. Media: the text before it is known. The rest has only the length that the backend reports.
+    4. Media: one id each, of many positions. `by_length`: only the text before is known; the rest
+       has the length that the backend reports.
     """
     if prompt.unknown:
         return UNKNOWN
     if prompt.n_media:
-        return _with_media(prompt, reported)
+        return _with_media(prompt, reported, before, limit, by_length=by_length)
     if reported.prompt_tokens is not None and reported.prompt_tokens != len(prompt):
         return UNKNOWN
     checkpoints = _checkpoints(before, reported, len(prompt), limit)
@@ -63,10 +68,20 @@ def after_finish(
     return Resident(prompt.tokens, max(reported.generated_tokens - 1, 0), checkpoints)
 
 
-def _with_media(prompt: Prompt, reported: Reported) -> Resident:
+def _with_media(
+    prompt: Prompt, reported: Reported, before: Resident, limit: int, *, by_length: bool
+) -> Resident:
     """Return the content with media; one media id takes up many positions of the slot."""
     if reported.prompt_tokens is None or reported.prompt_tokens < len(prompt):
         return UNKNOWN
+    if not by_length:
+        # The positions that media take beyond one id each; all checkpoints behind are as far off.
+        more = reported.prompt_tokens - len(prompt)
+        cached = max((reported.cached_tokens or 0) - more, 0)
+        at_end = replace(reported, cached_tokens=cached)
+        unread, unknown = reported.generated_tokens, reported.generated_tokens is None
+        checkpoints = _checkpoints(before, at_end, len(prompt), limit)
+        return Resident(prompt.tokens, max((unread or 0) - 1, 0), checkpoints, unknown)
     text = head(prompt.tokens, next(at for at, i in enumerate(iterate(prompt.tokens)) if i < 0))
     length = reported.prompt_tokens + max((reported.generated_tokens or 0) - 1, 0)
     return Resident(text, length - count(text), may_hold_more=reported.generated_tokens is None)

@@ -36,12 +36,16 @@ class SaveReason(StrEnum):
 
 
 class Save(Struct, frozen=True):
-    """Save a slot that has no running request. Answered by `Saved` or `SaveFailed`."""
+    """Save a slot that has no running request. Answered by `Saved` or `SaveFailed`.
+
+    `media`: the ids that stand for the media in it, as far as is known.
+    """
 
     request: RequestId
     slot: SlotId
     namespace: Namespace
     reason: SaveReason
+    media: tuple[int, ...] = ()
 
 
 class Cut(Struct, frozen=True):

@@ -5,7 +5,7 @@ all of it is a prefix of the prompt. One is therefore needed wherever prompts di
 computed twice for it: the cost is the saves.
 """
 
-from router.base.tokens import common_prefix, head
+from router.base.tokens import common_prefix, head, iterate
 from router.base.types import Request
 from router.core.inventory.backend import Backend
 from router.core.inventory.inventory import Inventory
@@ -29,7 +29,7 @@ def boundary_saves(
     """
     backend, prompt = inventory.backend_of(chosen.slot), request.prompt
     info, kind = backend.info, backend.info.memory_kind
-    if goes_back(kind) or not can_restore(kind) or prompt.n_media or request.takes_several:
+    if goes_back(kind) or not can_restore(kind) or request.takes_several:
         return (), 0.0
     if not backend.reuses(request):
         return (), 0.0
@@ -39,6 +39,9 @@ def boundary_saves(
     handling_s = 2 * rates.handling_s.value
     namespace = namespace_of(info, request.tenant)
     positions = {*(prompt.boundaries or (len(prompt) - 1,)), _branch(inventory, backend, request)}
+    if prompt.n_media:  # the router computes no media: it stops before the first
+        text = next((at for at, token in enumerate(iterate(prompt.tokens)) if token < 0), 0)
+        positions = {text, *(at for at in positions if at < text)}
     found: list[int] = []
     cost_s = 0.0
     for position in sorted(positions):

@@ -106,9 +106,9 @@ class Reports:
 
         `rest`: the answer, where only its two ends have been read.
         """
-        if prompt.unknown or prompt.n_media:
+        if prompt.unknown:
             return
-        if reported.prompt_tokens is not None and parsed.tasks == 1:
+        if reported.prompt_tokens is not None and parsed.tasks == 1 and not prompt.n_media:
             await self._compare(parsed, reader, prompt, grant, reported)
         if rest is not None and rest.complete:
             reported = await asyncio.to_thread(read_reply, parsed.shape, parsed.stream, rest.chunks)

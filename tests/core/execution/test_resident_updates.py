@@ -47,13 +47,28 @@ def test_nothing_is_claimed_of_what_cannot_be_known(prompt: Prompt) -> None:
     assert after_either(Resident(tokens(1)), prompt) == UNKNOWN
 
 
-def test_of_a_prompt_with_media_the_text_before_it_is_known() -> None:
-    """Regression: the slot was believed empty and given to the next request."""
-    prompt = Prompt(tokens(1, 2, -5, 3), n_media=1)
+PICTURE = Prompt(tokens(1, 2, -5, *range(3, 13)), n_media=1)  # of 13 ids
 
-    assert after_finish(prompt, Reported(20, generated_tokens=5)) == Resident(tokens(1, 2), 22)
-    assert after_finish(prompt, Reported(20)) == Resident(tokens(1, 2), 18, may_hold_more=True)
-    assert after_finish(prompt, Reported(3)) == UNKNOWN
+
+def test_a_prompt_with_media_is_known_with_its_ids() -> None:
+    """Regression: only the text before was, so the next turn was computed in another slot."""
+    found = after_finish(PICTURE, Reported(29, generated_tokens=5))
+    assert found == Resident(PICTURE.tokens, 4, (9,))
+    assert after_finish(PICTURE, Reported(29)).may_hold_more
+    assert after_finish(PICTURE, Reported(3)) == UNKNOWN
+
+
+def test_checkpoints_behind_media_are_as_far_off_as_the_media_are_long() -> None:
+    before = Resident(PICTURE.tokens, 0, (5, 9))
+    reused = Reported(29, cached_tokens=22, generated_tokens=2)  # six ids: the picture has 17
+    assert after_finish(PICTURE, reused, before).checkpoints == (5, 9)
+
+
+def test_where_the_length_counts_the_text_before_media_is_known() -> None:
+    """Slots that share cells: else there would seem to be room for what does not fit."""
+    prompt = Prompt(tokens(1, 2, -5, 3), n_media=1)
+    reported = Reported(20, generated_tokens=5)
+    assert after_finish(prompt, reported, by_length=True) == Resident(tokens(1, 2), 22)
 
 
 def test_another_prompt_count_claims_nothing() -> None:
