@@ -350,7 +350,8 @@ async def test_many_records_are_checked_many_at_a_time(
 async def test_what_earlier_versions_noted_of_slots_is_removed(stores: Stores) -> None:
     """It holds prompts, and nothing reads it."""
     store = stores.make()
+    await store.load()
     old = Path(stores.kv_dirs[0]) / "kvf-slot-a-0.journal"
     old.write_bytes(b"tokens")
-    await store.load()
+    await stores.restart(store)
     assert not old.exists()

@@ -60,7 +60,9 @@ class Catalog:
     The snapshot with the least seconds / bytes / time since its last use is evicted first, but no
     protected one while these fit their share. Tokens that a longer snapshot also holds save no
     seconds. In a conversation with answers that come back changed, as without their reasoning, each
-    state leaves the one before it little value.
+    state leaves the one before it little value. A state of a kind that cannot go back, which a
+    longer one contains, is worth what it has beyond the next shorter one: of a loop of tools that
+    is a round, and of the prompt before the loop all of it.
     """
 
     limits: SnapshotLimits = field(default_factory=SnapshotLimits)
@@ -122,7 +124,8 @@ class Catalog:
         3. A snapshot with equal tokens exists: reject the new one.
         4. Remove the snapshots that it makes superfluous, unless other prompts branch off there,
            or they are kept for good.
-        5. Shorter snapshots that diverge from it lose the value of the shared prefix.
+        5. Shorter snapshots that diverge from it lose the value of the shared prefix; of kinds
+           that cannot go back, the next shorter one that it contains loses that of those before.
         6. Evict the least valuable, as in `shrink`.
         """
         known = self._entries.get(snapshot.id)
@@ -167,6 +170,10 @@ class Catalog:
         if goes_back(kind):
             part = [match for match in alike if match.common < match.length < len(snapshot)]
             self._outdate(part)
+        else:
+            shorter = [match.item for match in index.prefixes(snapshot.tokens)][-2:]
+            for item in {*shorter, snapshot.id}:
+                self._value_contained(self._entries[item])
         return doomed + self.shrink()
 
     def _turn_away(self, snapshot: Snapshot, known: _Entry | None) -> list[Snapshot]:
@@ -225,10 +232,31 @@ class Catalog:
                 entry.own = own
                 self._ranks.value(match.item, entry.density)
 
+    def _value_contained(self, entry: _Entry) -> None:
+        own = self._share_beyond(entry.snapshot)
+        if own < entry.own:
+            entry.own = own
+            self._ranks.value(entry.snapshot.id, entry.density)
+
+    def _share_beyond(self, snapshot: Snapshot) -> float:
+        """Return the share of a state beyond the next shorter one; 1 if no longer one has it."""
+        tokens, n = snapshot.tokens, len(snapshot)
+        index = self._index[snapshot.namespace]
+        if not any(match.common == n < match.length for match in index.match(tokens, limit=4)):
+            return 1.0
+        shorter = (
+            match.length
+            for match in index.prefixes(tokens)
+            if match.length < n and self[match.item].shape.extendable
+        )
+        return 1 - max(shorter, default=0) / n
+
     def _own_share(self, entry: _Entry) -> float:
-        """Return the `own` share as it is now: it rises when a longer snapshot was removed."""
+        """Return the `own` share as it is now: it rises when another snapshot was removed."""
         if entry.own == 1:
             return 1.0
+        if not goes_back(entry.kind):
+            return self._share_beyond(entry.snapshot)
         tokens = entry.snapshot.tokens
         others = self._index[entry.snapshot.namespace].match(tokens, limit=4)
         longer = [m.common for m in others if m.length > len(entry.snapshot)]

@@ -65,6 +65,29 @@ def test_a_disk_without_room_evicts_the_least_valuable() -> None:
     assert catalog.total_bytes == 200
 
 
+def test_the_rounds_of_a_loop_go_before_its_head() -> None:
+    """Of a kind that cannot go back: each round's state contains the one before."""
+    catalog = Catalog(SnapshotLimits(max_tokens=900))
+    catalog.add(snapshot("head", run_of(200)), HYBRID, 2.0)
+    for number in range(1, 8):
+        catalog.add(snapshot(f"s{number}", run_of(200 + 10 * number)), HYBRID, 2.0 + number / 10)
+    left = {SnapshotId("head"), *(SnapshotId(f"s{n}") for n in range(1, 8))} & {
+        one.id for one, _, _ in catalog.snapshots()
+    }
+    assert {SnapshotId("head"), SnapshotId("s7")} <= left
+
+
+def test_a_round_is_worth_its_prompt_once_it_is_the_last() -> None:
+    """The longer state was purged: what contained it is gone."""
+    catalog = Catalog(SnapshotLimits(max_tokens=700))
+    for name, n in (("s1", 200), ("s2", 210), ("s3", 220)):
+        catalog.add(snapshot(name, run_of(n)), HYBRID, n / 100)
+    catalog.remove(S3)
+    catalog.add(snapshot("other", run_of(300, 5)), HYBRID, 0.5)
+    left = {one.id for one, _, _ in catalog.snapshots()}
+    assert S2 in left
+
+
 def test_a_disk_with_room_takes_so_much() -> None:
     catalog = Catalog()
     catalog.add(sized("s1", 10, 100), FULL, 1.0)
