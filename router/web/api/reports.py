@@ -109,7 +109,19 @@ class Reports:
         if prompt.unknown:
             return
         if reported.prompt_tokens is not None and parsed.tasks == 1 and not prompt.n_media:
-            await self._compare(parsed, reader, prompt, grant, reported)
+            backend, cached = grant.lease.slot.backend, reported.cached_tokens
+            monitor = self._monitors.get(backend)
+            ahead = 0 if grant.prefilled is None else grant.prefilled.tokens
+            meant = max(grant.plan.chosen.reused_tokens, ahead)
+            misread = await reader.compare(
+                parsed,
+                len(prompt),
+                reported.prompt_tokens,
+                server=None if monitor is None else monitor.client,
+                lost=cached is not None and cached < meant // 2,
+            )
+            if misread:
+                self._engine.tell(ev.Misread(backend))
         if rest is not None and rest.complete:
             reported = await asyncio.to_thread(read_reply, parsed.shape, parsed.stream, rest.chunks)
         answer = reported.generated
@@ -119,31 +131,6 @@ class Reports:
         if answer:
             slot, generation = grant.lease.slot, grant.lease.generation
             self._engine.tell(ev.AnswerRead(slot, generation, prompt.tokens, answer))
-
-    async def _compare(
-        self,
-        parsed: ParsedRequest,
-        reader: PromptReader,
-        prompt: Prompt,
-        grant: Grant,
-        reported: Reported,
-    ) -> None:
-        """Compare what was read with what the backend counts, and tell the engine if it differs."""
-        assert reported.prompt_tokens is not None
-        backend = grant.lease.slot.backend
-        monitor = self._monitors.get(backend)
-        ahead = 0 if grant.prefilled is None else grant.prefilled.tokens
-        meant = max(grant.plan.chosen.reused_tokens, ahead)
-        cached = reported.cached_tokens
-        misread = await reader.compare(
-            parsed,
-            len(prompt),
-            reported.prompt_tokens,
-            server=None if monitor is None else monitor.client,
-            lost=cached is not None and cached < meant // 2,
-        )
-        if misread:
-            self._engine.tell(ev.Misread(backend))
 
 
 def _attempt(call: Call, end: End, reported: Reported) -> Attempt:
