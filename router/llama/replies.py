@@ -6,6 +6,7 @@ because the router cannot go on without those answers.
 """
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -56,6 +57,12 @@ def events_in(raw: bytes, stream: bool) -> Iterator[Any]:
     return _events(raw) if stream else iter([_loads(raw)])
 
 
+def read_usage(raw: bytes) -> Reported:
+    """Return the tokens that an answer of embeddings or reranking tells; none of it is cached."""
+    found = _EMBEDDED.search(raw)
+    return Reported() if found is None else Reported(int(found[1]), 0)
+
+
 def tokens_seen(chunks: list[bytes], size_bytes: int) -> int:
     """Return about how many tokens a stream brought that broke off. Never raises.
 
@@ -67,6 +74,7 @@ def tokens_seen(chunks: list[bytes], size_bytes: int) -> int:
     return max(round(events * size_bytes / max(len(raw), 1)), 0)
 
 
+_EMBEDDED = re.compile(rb'"usage":\s*\{[^{}]*"prompt_tokens":\s*(\d+)')
 _NO_TOKEN = (b'"prompt_progress":', b'"content":null', b'"type":"message_start"', b'"type":"ping"')
 
 

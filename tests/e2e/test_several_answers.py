@@ -139,3 +139,20 @@ async def test_a_limit_ends_them(llama_server: StartServer) -> None:
             statuses.append(answer.status)
             await kvferry.until_quiet()
     assert statuses == [200] * 4 + [429] * 5
+
+
+@pytest.mark.parametrize("texts", ["one text", ["one text", "and another"]])
+async def test_embeddings_are_counted_and_limited(
+    llama_server: StartServer, texts: str | list[str]
+) -> None:
+    server = await llama_server(slots=2, extra_args=["--embeddings", "--pooling", "mean"])
+    async with running([("a", server.url)], None, yaml=auth("tokens_per_day: 100")) as kvferry:
+        body, told, statuses = {"input": texts, "model": "any"}, 0, []
+        for _ in range(40):
+            answer = await kvferry.post("/v1/embeddings", body, headers=of("alice"))
+            statuses.append(answer.status)
+            told += answer.json.get("usage", {}).get("prompt_tokens", 0)
+            await kvferry.until_quiet()
+        assert statuses[-1] == 429
+        totals = (await kvferry.get("/kvferry/usage")).json["usage"]
+    assert sum(row["computed_tokens"] for row in totals) == told

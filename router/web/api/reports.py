@@ -12,13 +12,15 @@ from router.base.types import BackendId, Outcome, Prompt, Reported, Request
 from router.core.model import events as ev
 from router.engine.engine import Engine, Grant, Timing
 from router.llama.attach.monitor import Monitor
-from router.llama.replies import IDENTITY, events_in, read_reply, tokens_seen
+from router.llama.replies import IDENTITY, events_in, read_reply, read_usage, tokens_seen
 from router.llama.several_replies import asked_in, read_totals
 from router.llama.wire import ChatPrompt, ParsedRequest
 from router.prompts.reader import PromptReader
 from router.telemetry.decision_log import DecisionLog
 from router.web.server.call import Call
 from router.web.server.relay import INLINE_BYTES, Capture
+
+_USAGE_WITHIN = 4096  # bytes of either end of an answer of embeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class Reports:
                 reported = read_reply(
                     parsed.shape, parsed.stream, chunks, end.encoding, complete=whole
                 )
+        elif end.ok and end.encoding in IDENTITY:
+            reported = read_usage(b"".join(end.capture.ends(_USAGE_WITHIN)))
         elif end.outcome is Outcome.CLIENT_GONE and parsed is not None and parsed.stream:
             # The server's totals come last, and its client has gone.
             seen = tokens_seen(end.capture.chunks, end.capture.size_bytes)
