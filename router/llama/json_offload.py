@@ -50,8 +50,8 @@ def forget_ids(body: dict[str, Any]) -> None:
 
     Freeing millions of numbers at once blocks the event loop for 30 ns each.
     """
-    ids = body.get("prompt")
-    if isinstance(ids, list) and not body.keys() & {"id_slot", "cache_prompt"}:
+    ids, anew = body.get("prompt"), {"id_slot", "cache_prompt", "response_fields"}
+    if isinstance(ids, list) and not body.keys() & anew:
         body["prompt"] = None
         while ids:
             del ids[-PIECE:]

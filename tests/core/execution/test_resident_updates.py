@@ -58,7 +58,7 @@ def test_a_prompt_with_media_is_known_with_its_ids() -> None:
     assert after_finish(PICTURE, Reported(3)) == UNKNOWN
 
 
-def test_checkpoints_behind_media_are_as_far_off_as_the_media_are_long() -> None:
+def test_checkpoints_behind_media_are_off_by_their_length() -> None:
     before = Resident(PICTURE.tokens, 0, (5, 9))
     reused = Reported(29, cached_tokens=22, generated_tokens=2)  # six ids: the picture has 17
     assert after_finish(PICTURE, reused, before).checkpoints == (5, 9)
