@@ -145,7 +145,8 @@ class ServersOnDemand:
         before = None if identity is None else self._proofs.get(identity.digest)
         if before is None or models != before.models:
             return None
-        return before.probe if replace(props, media_marker="") == before.props else None
+        known = before.probe.seen or before.probe.unseen or not props.takes_media
+        return before.probe if known and replace(props, media_marker="") == before.props else None
 
     def settings_of(self, server: BackendId) -> KvSettings:
         """Return what of a server's command line decides KV; nothing of any other backend."""

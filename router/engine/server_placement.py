@@ -5,7 +5,6 @@ Reads the scheduler's state without changing it; the engine reports the findings
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from router.base.ports import SlotServer
 from router.base.types import BackendId, Request, RequestId
@@ -19,13 +18,6 @@ End = Callable[[int | None], None]
 """Reports the end of a request, with the slot in which it ran; None: not known."""
 
 
-class _Seen(NamedTuple):
-    """The newest task of a server, when its slots had been leased so often."""
-
-    leases: int
-    task: int | None
-
-
 class LaunchWatch:
     """Server-placed requests on their way, and the ends of those not seen at work."""
 
@@ -33,7 +25,8 @@ class LaunchWatch:
         self._scheduler = scheduler
         self._backends = backends
         self._unseen: dict[RequestId, asyncio.Future[End]] = {}
-        self._newest: dict[BackendId, _Seen] = {}  # as of the last request of several tasks
+        # The newest task as of the last request of several, when the slots had so many leases.
+        self._newest: dict[BackendId, tuple[int, int | None]] = {}
         # For each slot that no request waits to know; done once one waits, or none will.
         self._leisurely: dict[RequestId, asyncio.Future[None]] = {}
 
@@ -117,21 +110,22 @@ class LaunchWatch:
             return there is not None and there.gate.holder == request
 
         slots = self._scheduler.state.inventory.slots.of(slot.backend)
-        before = self._newest.pop(slot.backend, None)
-        others = sum(s.generation - (s.holder == request) for s in slots)
-        if before is None or before.leases != others:  # something else was sent since
+        leases, before = self._newest.pop(slot.backend, (-1, None))
+        if leases != sum(s.generation - (s.holder == request) for s in slots):  # others were sent
             await wait_started(backend, lambda: self._at_work(effect, Phase.RUNNING), gated)
-            before = _Seen(others, await newest_task(backend))
+            before = await newest_task(backend)
         over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self._unseen[request] = over
         grant()
         try:
-            found = await find_tasks(backend, wanted.n_slots(len(slots)), before.task, gated, over)
+            found = await find_tasks(backend, wanted.n_slots(len(slots)), before, gated, over)
         finally:
             self._unseen.pop(request, None)
-        if found and not over.done():
+        # Else tasks are still to begin, or slots were emptied by tasks of the router's own.
+        all_begun = wanted.tasks <= len(slots) and not (wanted.whole_backend or wanted.tenant)
+        if found and all_begun and not over.done():
             leases = sum(s.generation for s in slots)
-            self._newest[slot.backend] = _Seen(leases, max(found.values()))
+            self._newest[slot.backend] = leases, max(found.values())
         return sorted(found), over.result() if over.done() else None
 
     def _at_work(self, effect: Dispatch, *phases: Phase) -> set[int]:

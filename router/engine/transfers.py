@@ -80,7 +80,9 @@ class Transfers:
             return ev.SaveFailed(effect.request, slot, str(error))
         self.telemetry.saved(slot, effect.reason, transfer, "")
         handling_s = max(self.clock.now() - start - transfer.seconds, 0.0)
-        return ev.Saved(effect.request, slot, snapshot, transfer.seconds, handling_s)
+        return ev.Saved(
+            effect.request, slot, snapshot, transfer.seconds, handling_s, transfer.n_tokens
+        )
 
     async def tidy(self, backend: BackendId) -> None:
         """Discard the orphaned files of a backend that answers again.

@@ -105,11 +105,11 @@ class QuoteAsk(Struct, frozen=True, array_like=True):
     max_new_tokens: int | None = None
     pinnable: bool = True
     reuse: bool = True
-    tasks: int = 1
-    answers: int = 1
     whole_backend: bool = False
     holder: str = ""
     offered: Offered | None = None
+    tasks: int = 1
+    answers: int = 1
 
 
 class QuoteReply(Struct, frozen=True, array_like=True):

@@ -123,6 +123,11 @@ class Props:
     is_sleeping: bool
 
     @property
+    def takes_media(self) -> bool:
+        """Return whether it was started with a projector."""
+        return self.has_vision or self.has_audio
+
+    @property
     def process(self) -> Process:
         """Return an identity that differs after each start (llama-server.md section 5.2).
 

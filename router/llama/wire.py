@@ -122,6 +122,8 @@ class ParsedRequest(Struct, frozen=True):
         native = self.shape in (Shape.COMPLETION, Shape.INFILL)
         if not native or not isinstance(fields, list) or not fields or "timings" in fields:
             return None
+        if self.body.get("timings_per_token"):
+            return None  # the events of its stream have them
         return [*fields, "timings"]
 
 

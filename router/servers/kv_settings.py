@@ -50,7 +50,11 @@ def kv_settings(argv: Sequence[str], env: Mapping[str, str]) -> KvSettings:
         for flag, value in _given(_FLAGS, argv, env)
     ]
     projector = [_content(value) for _, value in _given(_PROJECTOR, argv, env)]
-    return KvSettings(_digest(flags), _digest(projector))
+    digests = (
+        blake2b(repr(given).encode(), digest_size=8).hexdigest() if given else ""
+        for given in (flags, projector)
+    )
+    return KvSettings(*digests)
 
 
 def _given(
@@ -59,7 +63,7 @@ def _given(
     """Yield each value of a flag. The command line wins over the environment."""
     for flag, variable in table.items():
         n_words = 2 if flag == _TWO_WORDS else 1
-        uses = [at for at, word in enumerate(argv) if word == flag]
+        uses = [at for at, word in enumerate(argv) if word.replace("_", "-") == flag]
         for at in uses:
             yield flag, " ".join(argv[at + 1 : at + 1 + n_words])
         if not uses and env.get(variable):
@@ -77,7 +81,3 @@ def _content(part: str) -> str:
             return file_digest(file, lambda: blake2b(digest_size=8)).hexdigest()
     except (OSError, ValueError):
         return os.path.basename(part)
-
-
-def _digest(given: Sequence[object]) -> str:
-    return blake2b(repr(given).encode(), digest_size=8).hexdigest() if given else ""

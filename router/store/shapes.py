@@ -11,12 +11,13 @@ from pathlib import Path
 import structlog
 
 from router.base.errors import KvFileError
+from router.base.tokens import WIDTH, pack
 from router.base.types import MemoryKind, StateShape
 from router.store import files
 from router.store.files import Identity
 from router.store.format import rewrite
 from router.store.format.blocks import TensorSection
-from router.store.format.head import Head, read_head
+from router.store.format.head import MEDIA_TOKEN, Head, read_head
 from router.store.format.layout import OPAQUE, Layout, check_agreement, read_layout
 
 log = structlog.get_logger(__name__)
@@ -56,13 +57,19 @@ class Inspected:
         """
         return StateShape(
             n_stream=self.layout.n_stream,
-            # Of a state with media they are positions, and not numbers of tokens.
-            checkpoints=()
-            if self.head.media_starts
-            else tuple(sorted(c.n_tokens for c in self.layout.checkpoints)),
+            checkpoints=self._checkpoints(),
             extendable=self.padded or not self.has_window,
             media=bool(self.head.media_starts),
         )
+
+    def _checkpoints(self) -> tuple[int, ...]:
+        """Return the lengths of the checkpoints; those behind media, where each is one token."""
+        found = sorted(c.n_tokens for c in self.layout.checkpoints)
+        if not self.head.media_starts:
+            return tuple(found)
+        tokens, medium = self.head.tokens, pack([MEDIA_TOKEN])  # no other token has these bytes
+        more = tokens.count(medium) - len(self.head.media_starts)
+        return tuple(c - more for c in found if c * WIDTH > tokens.rfind(medium))
 
     @property
     def has_window(self) -> bool:

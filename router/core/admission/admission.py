@@ -185,11 +185,9 @@ def _not_kept_free_at(state: State, now: float) -> float:
 
     In clock seconds; inf: never.
     """
-    waiting = (waiting.request for waiting in state.queue if waiting.request.background)
-    request = next(waiting, None)
-    if request is None:
-        return inf
-    ends = (backend.kept_free_until(request) for backend in state.inventory.up.values())
+    waiting = {w.request.tasks: w.request for w in state.queue if w.request.background}
+    backends = state.inventory.up.values()
+    ends = (backend.kept_free_until(one) for one in waiting.values() for backend in backends)
     return min((end for end in ends if end > now), default=inf)
 
 

@@ -120,10 +120,10 @@ def launched(
     job = state.request_job(request)
     if job is None or not job.is_sent or not state.inventory.slots.holds(job.lease):
         return
-    state.backend_of(job).gate.leave(job.id)
     if job.claim is SlotClaim.SEVERAL:
         _release_unused(state, job, {index, *others})
         return
+    state.backend_of(job).gate.leave(job.id)
     slots = state.backend_of(job).slots
     actual = next((slot for slot in slots if slot.id.index == index), None)
     waits = placement_gate.waits_in(state, actual) if actual is not None else None
@@ -139,10 +139,20 @@ def launched(
 
 
 def _release_unused(state: State, job: RequestJob, used: Collection[int]) -> None:
-    """Release the slots that the server took for none of a request's tasks: they are unchanged."""
-    taken = [lease for lease in (job.lease, *job.others) if lease.slot.index in used]
-    if not taken:
+    """Release the slots that the server took for none of a request's tasks: they are unchanged.
+
+    It may have taken one whose request ended meanwhile. If that is in use again, the gate stays
+    closed until the end.
+    """
+    slots, work = state.backend_of(job).slots, state.slot_of(job).work
+    more = [s for s in slots if s.id.index in used and job.lease_of(s.id) is None]
+    if not all(slot.is_idle for slot in more):
         return
+    state.backend_of(job).gate.leave(job.id)
+    for slot in more:
+        job.hold_also([slot.lease(job.id, work)])
+        slot.start(job.others[-1])
+    taken = [lease for lease in (job.lease, *job.others) if lease.slot.index in used]
     for lease in (job.lease, *job.others):
         slot = state.inventory.slots[lease.slot]
         if lease in taken:
@@ -326,7 +336,9 @@ def _is_to_be_wiped(state: State, job: RequestJob, event: ev.Finished, now: floa
         return True
     n_ctx = state.backend_of(job).info.n_ctx
     pinned = job.claim is SlotClaim.PINNED
-    exact = is_exact(job.request, job.resident_at_dispatch, event.reported, n_ctx, pinned=pinned)
+    # The counts of several tasks are sums: they say nothing of one slot.
+    told = Reported() if job.request.takes_several else event.reported
+    exact = is_exact(job.request, job.resident_at_dispatch, told, n_ctx, pinned=pinned)
     return job.request.adapted or not exact or _shares_state(state, job, event.reported)
 
 

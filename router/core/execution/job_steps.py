@@ -209,7 +209,10 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
         backend.backoff.succeed()
         state.stalled(info.id, Stall.SAVE, event.seconds)
         backend.rates.observe_save(
-            len(snapshot), snapshot.size_bytes, event.seconds, event.handling_s
+            event.n_positions or len(snapshot),
+            snapshot.size_bytes,
+            event.seconds,
+            event.handling_s,
         )
         state.keep(snapshot, info.memory_kind, now=now, keep_s=content.keep_s)
         if not snapshot.shape.useful:

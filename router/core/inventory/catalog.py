@@ -172,8 +172,9 @@ class Catalog:
             self._outdate(part)
         else:
             shorter = [match.item for match in index.prefixes(snapshot.tokens)][-2:]
-            for item in {*shorter, snapshot.id}:
-                self._value_contained(self._entries[item])
+            for one in (self._entries[item] for item in {*shorter, snapshot.id}):
+                one.own = min(one.own, self._share_beyond(one.snapshot))
+                self._ranks.value(one.snapshot.id, one.density)
         return doomed + self.shrink()
 
     def _turn_away(self, snapshot: Snapshot, known: _Entry | None) -> list[Snapshot]:
@@ -231,12 +232,6 @@ class Catalog:
             if entry is not None and not entry.doomed and own < entry.own:
                 entry.own = own
                 self._ranks.value(match.item, entry.density)
-
-    def _value_contained(self, entry: _Entry) -> None:
-        own = self._share_beyond(entry.snapshot)
-        if own < entry.own:
-            entry.own = own
-            self._ranks.value(entry.snapshot.id, entry.density)
 
     def _share_beyond(self, snapshot: Snapshot) -> float:
         """Return the share of a state beyond the next shorter one; 1 if no longer one has it."""

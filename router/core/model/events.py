@@ -208,6 +208,7 @@ class Saved(Struct, frozen=True):
     """A slot was saved as a committed snapshot, which tells the tokens that the slot holds.
 
     The backend took `seconds`; the request to it and the check of the file took `handling_s` more.
+    `n_positions`: as the backend counts, which is more than tokens where there are media.
     """
 
     request: RequestId
@@ -215,6 +216,7 @@ class Saved(Struct, frozen=True):
     snapshot: Snapshot
     seconds: float
     handling_s: float = 0.0
+    n_positions: int = 0
 
 
 class SaveFailed(Struct, frozen=True):

@@ -475,6 +475,36 @@ def test_slots_that_several_tasks_leave_idle_stay_as_they_were() -> None:
     assert found[1].tokens == tokens(*[3] * 40)
 
 
+def test_a_slot_that_came_free_meanwhile_may_be_taken() -> None:
+    """Another answer ends between the grant and the tasks' start: the server takes its slot."""
+    s = scheduler(backend("a", 3, kv_dir=None), idle_save_after_s=None, coalesce_above_s=None)
+    arrive(s, "other", [1] * 40, slot_hint=0)
+    arrive(s, "r", [9] * 40, tasks=2)
+    finish(s, "other", prompt_tokens=40, generated_tokens=1)
+    launched(s, 0, others={1})
+    assert slot(s, A0).phase is Phase.RUNNING
+    assert slot(s, A2).is_idle
+    finish(s, prompt_tokens=40)
+    assert slot(s, A0).content.resident == UNKNOWN
+
+
+def test_the_gate_stays_closed_where_a_taken_slot_is_in_use() -> None:
+    s = scheduler(backend("a", 3, kv_dir=None), idle_save_after_s=None, coalesce_above_s=None)
+    arrive(s, "other", [1] * 40, slot_hint=0)
+    arrive(s, "r", [9] * 40, tasks=2)
+    launched(s, 0, others={1})
+    assert s.state.inventory.gated == {A}
+    assert slot(s, A2).phase is Phase.RUNNING
+    finish(s, prompt_tokens=40)
+    assert not s.state.inventory.gated
+
+
+def test_sums_of_several_tasks_outgrow_no_slot() -> None:
+    s = running(backend("a", 2, n_ctx=100), tasks=2)
+    effects = finish(s, prompt_tokens=190, generated_tokens=20)
+    assert not any(isinstance(e, WatchSlot) for e in effects)
+
+
 def test_several_tasks_wait_for_as_many_slots() -> None:
     s = scheduler(backend("a", 3, kv_dir=None), idle_save_after_s=None, coalesce_above_s=None)
     arrive(s, "one", [1] * 40)
