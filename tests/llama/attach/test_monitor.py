@@ -122,9 +122,6 @@ class Reports:
     def settings_of(self, *_: object) -> KvSettings:
         return KvSettings()
 
-    async def recall_slots(self, *_: object) -> tuple[()]:
-        return ()
-
 
 @pytest.fixture
 async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
