@@ -76,9 +76,16 @@ class SnapshotStore(Protocol):
         """Return a fresh name for a backend to write to."""
 
     async def verify(
-        self, kv_dir: KvDir, name: str, size_bytes: int, kind: MemoryKind | None = None
+        self,
+        kv_dir: KvDir,
+        name: str,
+        size_bytes: int,
+        kind: MemoryKind | None = None,
+        media: Sequence[int] = (),
     ) -> StagedFile:
         """Check a file that a backend wrote: size as reported, every section readable.
+
+        `media`: the ids that stand for the media in its tokens.
 
         A sliding-window state is padded so that it can be extended after a restore: `size_bytes`
         of the result is then larger.

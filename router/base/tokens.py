@@ -3,10 +3,9 @@
 A prompt of 16,000 tokens is 64 kB and compares at memcpy speed; a list of ints is neither.
 """
 
-import re
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NewType
 
 Tokens = NewType("Tokens", bytes)
@@ -15,8 +14,6 @@ WIDTH = 4
 PIECE = 64 * 1024  # ids that are handled at once, in 1 ms
 _SHORT = 128  # bytes; comparing them as a number costs less than one more halving
 EMPTY = Tokens(b"")
-# Aligned: before such a run is a token that is not negative, so its last byte is no 0xff.
-_MEDIA_RUN = re.compile(rb"(?:\xff{4})+")
 
 
 def pack(ids: Iterable[int]) -> Tokens:
@@ -69,23 +66,6 @@ def media_of(tokens: Tokens) -> tuple[int, ...]:
     if max(tokens[WIDTH - 1 :: WIDTH], default=0) < 0x80:
         return ()
     return tuple(token for token in iterate(tokens) if token < 0)
-
-
-def with_media(tokens: Tokens, media: Sequence[int]) -> Tokens:
-    """Return the tokens of a slot with each run of media positions (-1) as one id of `media`.
-
-    Unchanged if there are more or fewer runs.
-    """
-    runs = [found.span() for found in _MEDIA_RUN.finditer(tokens)]
-    if not media or len(runs) != len(media):
-        return tokens
-    ends = [0, *(end for _, end in runs)]
-    parts = [
-        part
-        for at, (start, _), token in zip(ends, runs, media, strict=False)
-        for part in (Tokens(tokens[at:start]), pack([token]))
-    ]
-    return join([*parts, Tokens(tokens[ends[-1] :])])
 
 
 def join(parts: Iterable[Tokens]) -> Tokens:

@@ -8,11 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
-from msgspec.structs import replace
 
 from router.base.errors import BackendError, BackendRefusedError, KvError, KvFileError
 from router.base.ports import Clock, SlotServer, SnapshotStore, Telemetry
-from router.base.tokens import with_media
 from router.base.types import BackendId, BackendInfo, KvDir, Snapshot
 from router.core.model import effects as ef
 from router.core.model import events as ev
@@ -65,10 +63,8 @@ class Transfers:
         try:
             transfer = await self.backends[slot.backend].save(slot.index, name)
             staged = await self.store.verify(
-                info.kv_dir, name, transfer.size_bytes, info.memory_kind
+                info.kv_dir, name, transfer.size_bytes, info.memory_kind, effect.media
             )
-            if effect.media:
-                staged = replace(staged, tokens=with_media(staged.tokens, effect.media))
             snapshot = await self.store.commit(staged, effect.namespace)
             await self.tidy(slot.backend)
         except (BackendError, KvError) as error:

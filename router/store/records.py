@@ -168,7 +168,7 @@ def record(held: StoredSnapshot, *, fsync: bool) -> None:
         if files.identity_of(file) != held.identity:
             raise KvFileError(f"{held.path.name} changed after it was committed")
     snapshot = held.snapshot
-    media = tuple(i for i in tok.iterate(snapshot.tokens) if i < 0)
+    media = tok.media_of(snapshot.tokens)
     entry = SnapshotRecord(
         id=snapshot.id,
         namespace=snapshot.namespace,

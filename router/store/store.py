@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import structlog
+from msgspec.structs import replace
 
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import Tasks
@@ -35,13 +35,12 @@ from router.store.blobs.exchange import Exchange
 from router.store.blobs.split_snapshots import BlobSettings, SplitSnapshots
 from router.store.blobs.tier import BlobTier
 from router.store.files import Identity
+from router.store.format.head import tokens_of
 from router.store.io_pool import Threads
 from router.store.listener import Deaf, StoreListener
 from router.store.records import KvDirectory, StateFile, StoredSnapshot
 from router.store.verify import Verified, Verifier
 from router.store.withdrawal import Withdrawal
-
-T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -225,11 +224,17 @@ class KvStore:
         return files.staging_name()
 
     async def verify(
-        self, kv_dir: KvDir, name: str, size_bytes: int, kind: MemoryKind | None = None
+        self,
+        kv_dir: KvDir,
+        name: str,
+        size_bytes: int,
+        kind: MemoryKind | None = None,
+        media: Sequence[int] = (),
     ) -> StagedFile:
         """Check a file that a backend wrote: its size as reported, and every section of it.
 
-        `kind`: the backend's memory kind; None: as the file looks. Of an opaque state only size and
+        `kind`: the backend's memory kind; None: as the file looks. `media`: the ids that stand for
+        the media in its tokens. Of an opaque state only size and
         head are checked. A sliding window is padded where possible; `size_bytes` of the result is
         then larger. Raises KvFileError and removes the file then.
         """
@@ -239,11 +244,13 @@ class KvStore:
             found = await directory.threads.quick(partial(shapes.inspect, path, size_bytes, kind))
             if found.has_window:
                 found = await directory.threads.bulk(partial(shapes.pad, path, found))
+            named = partial(tokens_of, found.head, media)
+            tokens = await directory.threads.quick(named) if media else found.head.tokens
         except KvError as error:
             with suppress(KvError):
                 await self.discard(kv_dir, name)
             raise KvFileError(str(error)) from error
-        return self.stage(kv_dir, name, found)
+        return replace(self.stage(kv_dir, name, found), tokens=tokens)
 
     async def cut(self, snapshot: Snapshot, n_tokens: int) -> StagedFile:
         """Cut the first `n_tokens` out of a full-attention snapshot, as a file to commit.

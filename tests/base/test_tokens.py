@@ -15,7 +15,6 @@ from router.base.tokens import (
     pack,
     tail,
     unpack,
-    with_media,
 )
 from tests.support.scheduler.build import run_of, tokens
 
@@ -78,22 +77,6 @@ def test_many_ids_are_packed_like_few() -> None:
     assert unpack(pack(ids)) == ids
     with pytest.raises(OverflowError):
         pack([*ids, 2**31])
-
-
-@pytest.mark.parametrize(
-    ("positions", "media", "found"),
-    [
-        ([1, -1, -1, 255, -1], [-5, -6], [1, -5, 255, -6]),
-        ([-1, 2], [-5], [-5, 2]),
-        ([0xFFFF, -1, -1, 0xFF], [-5], [0xFFFF, -5, 0xFF]),
-        ([1, -1], [-5, -6], [1, -1]),  # of another number: unchanged
-        ([1, 2], [], [1, 2]),
-    ],
-)
-def test_media_positions_become_one_id_each(
-    positions: list[int], media: list[int], found: list[int]
-) -> None:
-    assert unpack(with_media(pack(positions), media)) == found
 
 
 def test_ids_of_media_are_found() -> None:

@@ -55,7 +55,7 @@ class World:
         self._do("cut", of.id, n_tokens)
         return StagedFile(of.kv_dir, "staged", run_of(n_tokens), 1000 * n_tokens)
 
-    async def verify(self, kv_dir: Any, name: str, size: int, kind: Any) -> StagedFile:
+    async def verify(self, kv_dir: Any, name: str, size: int, kind: Any, _: Any) -> StagedFile:
         self._do("verify", name)
         return StagedFile(kv_dir, name, PART.tokens, size)
 

@@ -16,7 +16,7 @@ import xxhash
 
 from router.base.decoding import UndecodableError, msgpack_decoder
 from router.base.errors import KvError, KvFileError
-from router.base.tokens import Tokens, iterate
+from router.base.tokens import Tokens, media_of
 from router.base.types import Blob, KvDir, Namespace, Snapshot, SnapshotId, StateShape
 from router.store import files
 from router.store.format.head import Head, read_head, tokens_of
@@ -122,7 +122,7 @@ def manifest_of(snapshot: Snapshot, head: bytes, split: Split, blobs: Iterable[B
         head=head,
         split=split,
         blobs=tuple(blob.id for blob in blobs),
-        media=tuple(token for token in iterate(snapshot.tokens) if token < 0),
+        media=media_of(snapshot.tokens),
         n_stream=shape.n_stream,
         checkpoints=shape.checkpoints,
         extendable=shape.extendable,

@@ -17,7 +17,7 @@ from router.base import tokens as tok
 from router.base.errors import KvFileError
 from router.base.types import MemoryKind
 from router.store.format.blocks import AttentionBlock
-from router.store.format.head import MAX_TOKENS, Head, collapse_media, read_head
+from router.store.format.head import MAX_TOKENS, Head, collapse_media, read_head, tokens_of
 from router.store.format.layout import Layout, check_agreement, read_layout
 from tests.conftest import StartServer
 from tests.support.files import state_files
@@ -351,6 +351,24 @@ def test_media_counts_as_one_token() -> None:
     assert found.media_starts == (1, 3)
     assert tok.pack([1, -77, -88, 2]) == collapse_media(found, [-77, -88])
     assert collapse_media(found, [-77]) is None
+
+
+@pytest.mark.parametrize(
+    ("positions", "media", "found"),
+    [
+        ([1, -1, -1, 255, -1], [-5, -6], [1, -5, 255, -6]),
+        ([-1, 2], [-5], [-5, 2]),
+        ([0xFFFF, -1, -1, 0xFF], [-5], [0xFFFF, -5, 0xFF]),
+        ([1, -1], [-5, -6], [1, -1]),  # of another number: unchanged
+        ([1, 2], [], [1, 2]),
+    ],
+)
+def test_media_positions_become_one_id_each(
+    positions: list[int], media: list[int], found: list[int]
+) -> None:
+    at = [i for i, token in enumerate(positions) if token == -1 and positions[i - 1 : i] != [-1]]
+    head = Head(tok.pack(positions), tuple(at), legacy=False, end=0)
+    assert tok.unpack(tokens_of(head, media)) == found
 
 
 # The rest talks to real servers.
