@@ -297,37 +297,27 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
     busy_until = inf if wipe else now + TUNING.abandoned_s(progress)
     own.do(replace(own.work, busy_until=busy_until))
     state.out.append(WatchSlot(job.id, job.slot, progress, wipe, flush))
-    for lease in job.others:
-        slot = state.inventory.slots[lease.slot]
+    watched = [state.inventory.slots[lease.slot] for lease in job.others]
+    for lease, slot in zip(job.others, watched, strict=True):
         held = slot.content.resident if refused else UNKNOWN
         slot.release(lease, replace(slot.content, resident=held, saved=False), now)
-        if not unseen:
-            watch(
-                state,
-                slot,
-                progress=progress,
-                wipe=wipe,
-                flush=flush,
-                likely_unchanged=refused,
-                tenant=slot.content.tenant,
-            )
     if unseen:
         _doubt_watched(state, job)
         placement_gate.mix(state, job)
-        for slot in state.backend_of(job).slots:
-            if slot.is_idle:
-                if not refused:
-                    slot.hold(slot.content.mixed_with(job.request))
-                other = RequestProgress.ANSWERED if answered else RequestProgress.UNSEEN
-                watch(
-                    state,
-                    slot,
-                    progress=other,
-                    wipe=wipe,
-                    flush=flush,
-                    likely_unchanged=refused,
-                    tenant=slot.content.tenant,
-                )
+        watched = [slot for slot in state.backend_of(job).slots if slot.is_idle]
+        progress = RequestProgress.ANSWERED if answered else RequestProgress.UNSEEN
+    for slot in watched:
+        if unseen and not refused:
+            slot.hold(slot.content.mixed_with(job.request))
+        watch(
+            state,
+            slot,
+            progress=progress,
+            wipe=wipe,
+            flush=flush,
+            likely_unchanged=refused,
+            tenant=slot.content.tenant,
+        )
 
 
 def _is_to_be_wiped(state: State, job: RequestJob, event: ev.Finished, now: float) -> bool:
