@@ -215,9 +215,11 @@ class LlamaClient(ServerClient):
         If the next token is a part of a character, those of the first one that is none.
         """
         found: list[tuple[int, float]] = []
+        shown = isinstance(prompt, wire.Shown)  # an encoder may take a minute
+        timeout_s = self._timeouts.first_byte_s if shown else self._timeouts.action_s
         for n_predict in (1, _WITHIN_A_CHARACTER):
             body = wire.fingerprint_body(prompt, slot, n_predict)
-            payload = await self._call("POST", "/completion", body, self._timeouts.first_byte_s)
+            payload = await self._call("POST", "/completion", body, timeout_s)
             found = reply.top_logprobs_from(payload)
             if found:
                 break
