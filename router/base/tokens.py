@@ -68,6 +68,11 @@ def media_of(tokens: Tokens) -> tuple[int, ...]:
     return tuple(token for token in iterate(tokens) if token < 0)
 
 
+def before_media(tokens: Tokens) -> int:
+    """Return how many tokens come before the first medium; 0 if there is none."""
+    return next((at for at, token in enumerate(iterate(tokens)) if token < 0), 0)
+
+
 def join(parts: Iterable[Tokens]) -> Tokens:
     """Concatenate sequences."""
     return Tokens(b"".join(parts))

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from router.base.tokens import Tokens, common_prefix, count, head, iterate, join
+from router.base.tokens import Tokens, before_media, common_prefix, count, head, join
 from router.base.types import MAX_CHECKPOINTS, Prompt, Reported, Request
 from router.core.model.memory_kinds import CHECKPOINT_BEFORE_END
 from router.core.model.slots import NOTHING, UNKNOWN, Resident
@@ -82,7 +82,7 @@ def _with_media(
         unread, unknown = reported.generated_tokens, reported.generated_tokens is None
         checkpoints = _checkpoints(before, at_end, len(prompt), limit)
         return Resident(prompt.tokens, max((unread or 0) - 1, 0), checkpoints, unknown)
-    text = head(prompt.tokens, next(at for at, i in enumerate(iterate(prompt.tokens)) if i < 0))
+    text = head(prompt.tokens, before_media(prompt.tokens))
     length = reported.prompt_tokens + max((reported.generated_tokens or 0) - 1, 0)
     return Resident(text, length - count(text), may_hold_more=reported.generated_tokens is None)
 

@@ -5,7 +5,7 @@ all of it is a prefix of the prompt. One is therefore needed wherever prompts di
 computed twice for it: the cost is the saves.
 """
 
-from router.base.tokens import common_prefix, head, iterate
+from router.base.tokens import before_media, common_prefix, head
 from router.base.types import Request
 from router.core.inventory.backend import Backend
 from router.core.inventory.inventory import Inventory
@@ -40,7 +40,7 @@ def boundary_saves(
     namespace = namespace_of(info, request.tenant)
     positions = {*(prompt.boundaries or (len(prompt) - 1,)), _branch(inventory, backend, request)}
     if prompt.n_media:  # the router computes no media: it stops before the first
-        text = next((at for at, token in enumerate(iterate(prompt.tokens)) if token < 0), 0)
+        text = before_media(prompt.tokens)
         positions = {text, *(at for at in positions if at < text)}
     found: list[int] = []
     cost_s = 0.0
