@@ -1,16 +1,12 @@
 """Several answers at once: they take as many slots as they have tasks, and all are counted."""
 
-import re
-
-import aiohttp
 import orjson
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.test_usage import auth, of
+from tests.e2e.test_usage import auth, counted, of
 from tests.support.conversations.measuring import direct
 from tests.support.conversations.prompts import Json, chat, ids, sentences
-from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.running_router import Answer, RunningRouter, running
 
 pytestmark = pytest.mark.thorough
@@ -31,18 +27,6 @@ ASKED: dict[str, tuple[str, Json]] = {
     "picked count": (COMPLETION, {**ONE, "response_fields": ["timings/prompt_n", "content"]}),
 }
 LONG: Json = {"n_predict": 30_000, "ignore_eos": True, "stream": True}
-
-
-async def counted(server: LlamaServer) -> tuple[int, int]:
-    """Return the tokens that a server computed of prompts, and generated."""
-    async with aiohttp.request("GET", f"{server.url}/metrics") as response:
-        text = await response.text()
-    found = [
-        re.search(rf"^llamacpp:{name}_total (\S+)", text, re.MULTILINE)
-        for name in ("prompt_tokens", "tokens_predicted")
-    ]
-    prompt, generated = (round(float(match[1])) for match in found if match)
-    return prompt, generated
 
 
 async def sums(kvferry: RunningRouter) -> tuple[int, int]:
