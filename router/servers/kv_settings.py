@@ -6,8 +6,10 @@ to change KV (llama-server.md section 1.8).
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b, file_digest
+from hashlib import blake2b
+from pathlib import Path
 
+from router.base.file_digest import file_identity, sampled_digest
 from router.base.types import KvSettings
 
 # The environment variable of each flag (arg.cpp); empty: it has none.
@@ -77,7 +79,6 @@ def _parts(flag: str, value: str) -> list[str]:
 
 def _content(part: str) -> str:
     try:
-        with open(part, "rb") as file:
-            return file_digest(file, lambda: blake2b(digest_size=8)).hexdigest()
+        return sampled_digest((file_identity(Path(part)),))
     except (OSError, ValueError):
         return os.path.basename(part)
