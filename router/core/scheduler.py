@@ -163,7 +163,7 @@ class Scheduler:
             case ev.Launched():
                 job_ends.launched(state, event.request, event.index, now, event.others)
             case ev.Misread():
-                ability_checks.misread(state, event.backend)
+                ability_checks.misread(state, event)
             case ev.Begun():
                 prefill_queue.begun(state, event.request)
             case ev.Quiet():

@@ -202,7 +202,8 @@ class PromptReader:
         """Compare the expected with the reported prompt tokens; drop shortcuts that are wrong.
 
         `server`: where the prompt was computed. `lost`: less of it was reused than was to be.
-        Return whether that server renders the prompt otherwise than it was read.
+        Return whether that server renders the prompt otherwise than it was read; `differs` says
+        whether it always does.
         """
         vocabulary = self._vocabulary
         tokenizer, agreed = vocabulary.tokenizer, vocabulary.tokenizer.report(expected, reported)
@@ -228,6 +229,10 @@ class PromptReader:
             log.info("tokenizer_not_compared", reason=without_prompt(error))
         return is_other
 
+    def differs(self, server: BackendId) -> bool:
+        """Return whether a server of the model was seen to render a chat in its own way."""
+        return server in self._vocabulary.others
+
     async def _renders_otherwise(
         self, server: LlamaClient | None, body: dict[str, Any], text: str
     ) -> bool:
@@ -244,8 +249,8 @@ class PromptReader:
                 "servers_render_differently",
                 backend=server.id,
                 read_by=own.id,
-                reason="their chat templates or time zones differ: reuse is predicted as if both"
-                " rendered alike; start them alike, or give them different names",
+                reason="their chat templates or time zones differ: start them alike, or give them"
+                " different names",
             )
         return server.id in others
 

@@ -7,6 +7,7 @@ Each turn starts with the tokens of the last one in the slot. Answers are script
 diverges from the generated answer, as with a client that keeps no reasoning.
 """
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,14 @@ from tests.support.conversations.measuring import (
     generated_ids,
     measured,
 )
-from tests.support.conversations.prompts import sentences
+from tests.support.conversations.prompts import chat, sentences
 from tests.support.paths import TEMPLATES
 from tests.support.servers.running_router import Json, running
 
 pytestmark = pytest.mark.thorough
 
 OFTEN = {"Qwen-Qwen3-0.6B"}
+OTHERWISE = "renders chats otherwise"
 ASKS: Json = {"max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 1}
 
 
@@ -172,3 +174,42 @@ async def test_the_date_changes_between_two_turns(
                 assert parted == [b"1", b"2"]
             held = [*prompt, *generated_ids(found.answer)[:-1]]
             await kvferry.until_quiet()
+
+
+def is_known_to_differ(state: Json) -> bool:
+    """Return whether b has that problem, and is idle."""
+    (b,) = (one for one in state["backends"] if one["name"] == "b")
+    (slot,) = (one for one in state["slots"] if one["backend"] == "b")
+    return OTHERWISE in (b["problem"] or "") and slot["phase"] == "idle"
+
+
+async def test_servers_of_one_name_in_two_time_zones(
+    llama_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chats are read by the first one's template: the other computes what is new, and no more."""
+    path = str(TEMPLATES / "openai-gpt-oss-120b.jinja")
+    servers = {}
+    for name, zone in (("a", "UTC+11"), ("b", "UTC-14")):  # a day apart at any time
+        monkeypatch.setenv("TZ", zone)
+        extra = ["--jinja", "--chat-template-file", path, "--skip-chat-parsing"]
+        extra += ["-a", f"m,only-{name}"]
+        servers[name] = await llama_server("lfm2", slots=1, ctx=32768, extra_args=extra)
+    backends = [(name, server.url) for name, server in servers.items()]
+    await servers["b"].stop()
+    async with running(backends, servers["a"].kv_dir, wait_for=["a"]) as kvferry:
+        await servers["b"].start()  # the one that came up first reads
+        await kvferry.until_up()
+        long: Json = {"prompt": [5] * 50, "n_predict": 30_000, "ignore_eos": True, "stream": True}
+        url, body = f"{kvferry.url}/completion", long | {"model": "only-a"}
+        async with kvferry.session.post(url, json=body) as busy:
+            await busy.content.readany()
+            messages, told = chat(1, sentences(4, 9), length=20), []
+            for turn in range(4):
+                answer = await kvferry.post(CHAT, {"messages": messages, "model": "m"} | ASKS)
+                assert (answer.status, answer.headers["x-kvferry-backend"]) == (200, "b")
+                told.append((answer.prompt_tokens, answer.cached))
+                question = {"role": "user", "content": sentences(40 + turn, 2)}
+                messages = [*messages, {"role": "assistant", "content": "Yes."}, question]
+                await kvferry.until(is_known_to_differ)
+            busy.close()
+    assert all(cached >= before - 16 for (before, _), (_, cached) in pairwise(told))

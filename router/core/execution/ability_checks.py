@@ -10,9 +10,10 @@ from bisect import bisect_right
 from msgspec.structs import replace
 
 from router.base.tokens import Tokens, common_prefix, count
-from router.base.types import BackendId, BackendInfo, Reported, Source
+from router.base.types import BackendInfo, Reported, Source
 from router.core.execution.state import State
 from router.core.inventory.backend import Backend
+from router.core.model import events as ev
 from router.core.model.effects import Limited
 from router.core.model.jobs import RequestJob
 from router.core.model.memory_kinds import goes_back
@@ -26,6 +27,11 @@ NO_EXTENSION = (
 )
 NO_USE_OF_STATES = (
     "it computed again what was restored: nothing is saved or restored there any more"
+)
+
+RENDERS_OTHERWISE = (
+    "it renders chats otherwise than the server that kvferry reads them by: nothing is computed"
+    " ahead or restored there"
 )
 
 
@@ -43,10 +49,11 @@ def compare(
     Only for a pinned request: of another, the slot may be another one. Nothing follows if the
     backend counts other tokens: then the prompt was read wrongly.
     """
-    if reported.prompt_tokens not in (None, count(tokens)):
-        return
     backend, cached = state.inventory.up.get(job.slot.backend), reported.cached_tokens
     if backend is None or cached is None or job.claim is not SlotClaim.PINNED:
+        return
+    is_other = reported.prompt_tokens not in (None, count(tokens))
+    if is_other or backend.limited == RENDERS_OTHERWISE:
         return
     info = backend.info
     again_at = backend.extends_again_at
@@ -75,13 +82,15 @@ def compare(
             backend.info = replace(info, checkpoints=min(info.checkpoints, kept))
 
 
-def misread(state: State, name: BackendId) -> None:
+def misread(state: State, event: ev.Misread) -> None:
     """Take back what the last count seemed to show: the prompt was another one than was read."""
-    backend = state.inventory.up.get(name)
-    if backend is None:
+    backend = state.inventory.up.get(event.backend)
+    if backend is None or backend.limited == RENDERS_OTHERWISE:
         return
     backend.unused_restores = 0
-    if not backend.info.extends and backend.limited == NO_EXTENSION:
+    if event.always:
+        _limit(state, backend, replace(backend.info, extends=False), RENDERS_OTHERWISE)
+    elif not backend.info.extends and backend.limited == NO_EXTENSION:
         backend.lost_prefills = max(backend.lost_prefills - 1, 0)
         _believe(backend)
 

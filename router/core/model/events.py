@@ -327,9 +327,13 @@ class Begun(Struct, frozen=True):
 
 
 class Misread(Struct, frozen=True):
-    """The prompt of the last request on a backend is rendered otherwise there than it was read."""
+    """The prompt of the last request on a backend is rendered otherwise there than it was read.
+
+    `always`: the backend differs from the one that reads; else what read it is mended.
+    """
 
     backend: BackendId
+    always: bool = False
 
 
 class Finished(Struct, frozen=True):

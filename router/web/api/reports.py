@@ -125,7 +125,7 @@ class Reports:
                 lost=cached is not None and cached < meant // 2,
             )
             if misread:
-                self._engine.tell(ev.Misread(backend))
+                self._engine.tell(ev.Misread(backend, reader.differs(backend)))
         if rest is not None and rest.complete:
             reported = await asyncio.to_thread(read_reply, parsed.shape, parsed.stream, rest.chunks)
         answer = reported.generated

@@ -6,7 +6,11 @@ import pytest
 
 from router.base.tokens import count, head, join
 from router.base.types import BackendInfo, MemoryKind, Outcome, Reported, RequestId, Source
-from router.core.execution.ability_checks import NO_EXTENSION, NO_USE_OF_STATES
+from router.core.execution.ability_checks import (
+    NO_EXTENSION,
+    NO_USE_OF_STATES,
+    RENDERS_OTHERWISE,
+)
 from router.core.model import events as ev
 from router.core.model.effects import Dispatch, Effect, Limited, Prefill
 from router.core.model.slots import Content, Resident
@@ -76,6 +80,22 @@ def test_a_prompt_that_was_misread_is_taken_back() -> None:
     s.handle(ev.Misread(A), NOW)
     assert info(s).extends
     assert s.state.inventory.backends[A].limited == ""
+
+
+def test_a_backend_that_renders_otherwise_computes_nothing_ahead() -> None:
+    """Whatever its counts show later; a new process is another matter."""
+    s = scheduler(backend(n_slots=1))
+    for _ in range(2):
+        s.handle(ev.Misread(A, always=True), NOW)
+        assert s.state.inventory.backends[A].limited == RENDERS_OTHERWISE
+    arrive(s, "r", LONG)
+    finish(s, "r", cached_tokens=0, prompt_tokens=600, generated_tokens=1)
+    arrive(s, "r2", run_of(610))
+    finish(s, "r2", cached_tokens=600, prompt_tokens=610, generated_tokens=1)
+    assert not info(s).extends
+    s.handle(ev.BackendDown(A), NOW)
+    s.handle(ev.BackendUp(backend(n_slots=1)), NOW)
+    assert info(s).extends
 
 
 def test_a_prompt_is_computed_ahead_again_after_a_while() -> None:
