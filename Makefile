@@ -18,7 +18,7 @@ REAL_MODELS := tests/e2e/test_real_models.py
 # Flaky tests of all targets of a `make test-all`: failed beside other tests, passed alone.
 export FLAKES ?= $(CURDIR)/.cache/flakes
 
-.PHONY: demo test test-all test-thorough test-binary test-archs test-device gpu-bundle test-slow test-hosts test-clients soak fuzz check bench clean
+.PHONY: demo test test-all test-thorough test-hostile test-binary test-archs test-device gpu-bundle test-slow test-hosts test-clients soak fuzz check bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kvferry demo
@@ -32,6 +32,7 @@ test-all:
 	: > $(FLAKES)
 	$(MAKE) test
 	$(MAKE) test-thorough
+	$(MAKE) test-hostile
 	$(MAKE) test-binary
 	$(MAKE) test-archs
 	$(MAKE) test-slow
@@ -39,6 +40,10 @@ test-all:
 	$(MAKE) test-clients
 	@printf '=== %s flaky tests in all: failed beside other tests, passed alone ===\n' \
 		"$$(grep -c . $(FLAKES))"; cat $(FLAKES)
+
+# Attackers of what SECURITY.md and reliability.md promise, with real servers.
+test-hostile: $(VENV)/.test
+	$(RUN) -m hostile tests/hostile
 
 # Real servers in all combinations, faults, many concurrent clients, benches.
 test-thorough: $(VENV)/.test

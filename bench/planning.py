@@ -35,9 +35,9 @@ from router.base.types import (
 )
 from router.core.inventory.catalog import Catalog
 from router.core.inventory.inventory import Inventory
+from router.core.model.policy import SnapshotLimits
 from router.core.model.rates import Rates
 from router.core.model.slots import Content, Resident
-from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.planner import plan
 
 COLUMNS = ("snapshots", "what", "n", "p50 µs", "p99 µs", "x fewest", "index bytes each")

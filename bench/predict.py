@@ -19,8 +19,7 @@ from bench.fleet.contenders import KVFERRY, Contender, Shape, running
 from bench.fleet.counters import Counts, counts, settle
 from bench.fleet.drive import Driver, Sample
 from bench.report import Report, arguments_of, median, percentile, run_bench
-from router.core.model.policy import Policy, PolicyName
-from router.core.model.snapshot_limits import UNLIMITED
+from router.core.model.policy import UNLIMITED, Policy, PolicyName
 from router.tools.simulate.accounting import Result
 from router.tools.simulate.experiment import Experiment
 from router.tools.simulate.machines.hardware import PRESETS, Hardware

@@ -47,9 +47,8 @@ from router.base.types import (
 from router.core.execution.state import State
 from router.core.inventory.catalog import Catalog
 from router.core.inventory.inventory import Inventory
-from router.core.model.policy import Policy
+from router.core.model.policy import Policy, SnapshotLimits
 from router.core.model.request_queue import Queue, QueueLimits
-from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine, Timing
 from router.engine.loop_throttle import LoopThrottle

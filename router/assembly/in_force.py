@@ -9,6 +9,7 @@ from router.assembly.part_settings import (
     policy_of,
     queue_limits_of,
     take_settings,
+    tenant_limits_of,
 )
 from router.assembly.parts import Parts, Watched
 from router.assembly.servers_on_demand import kv_dir_of_servers
@@ -28,7 +29,7 @@ class InForce:
     def __init__(self, parts: Parts, watched: Watched, memory_bytes: int) -> None:
         """Set up without a configuration. `memory_bytes`: of the machine, for bodies."""
         self.settings = Settings()
-        self.keys = Keys(parts.telemetry, parts.usage)
+        self.keys = Keys(parts.telemetry, parts.budget)
         self._parts = parts
         self._backends = watched.backends
         self._memory_bytes = memory_bytes
@@ -46,6 +47,7 @@ class InForce:
         engine.tell(ev.Configured(policy_of(wanted), limits_of(wanted), queue_limits_of(wanted)))
         take_settings(self.settings, wanted, self._memory_bytes)
         self.keys.known = known_of(wanted)
+        parts.budget.limit(tenant_limits_of(wanted))
         has_keys = bool(wanted.auth.keys)
         parts.guard.protects_reads = wanted.admin.protects_reads(has_keys=has_keys)
         set_level(wanted.logging.level)

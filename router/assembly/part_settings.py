@@ -8,14 +8,14 @@ from pathlib import Path
 from router.base.types import Caller, KvDir
 from router.config.schema import Config, Counts
 from router.config.values import NO_LIMIT
+from router.core.model.budget import Limits
 from router.core.model.events import ServersConfigured
-from router.core.model.policy import Policy, PolicyName
+from router.core.model.policy import Policy, PolicyName, SnapshotLimits
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerLimit, ServerSpec
-from router.core.model.snapshot_limits import SnapshotLimits
 from router.llama.bodies.filters import RequestFilter
 from router.store.blobs.split_snapshots import BlobSettings
-from router.web.api.client_keys import Known, Limits
+from router.web.api.client_keys import Known
 from router.web.server.settings import Settings
 
 _BODIES_SHARE = 32  # of the memory: a body takes about eight times its size
@@ -139,18 +139,14 @@ def filters_of(config: Config) -> dict[str, RequestFilter]:
 
 
 def known_of(config: Config) -> Known:
-    """Return the accepted keys with their callers, and the limits of tenants."""
+    """Return the accepted keys with their callers."""
     auth = config.auth
-    return Known(
-        callers={key.hash: Caller(key.name, key.tenant) for key in auth.keys},
-        limits={
-            tenant.name: Limits(
-                tenant.max_requests,
-                tenant.tokens_per_minute,
-                tenant.tokens_per_day,
-                tenant.background,
-            )
-            for tenant in auth.tenants
-        },
-        keeps_apart=auth.keeps_apart,
-    )
+    callers = {key.hash: Caller(key.name, key.tenant) for key in auth.keys}
+    return Known(callers, auth.keeps_apart)
+
+
+def tenant_limits_of(config: Config) -> dict[str, Limits]:
+    """Return the limits of tenants, by name."""
+    return {
+        tenant.name: Limits(**tenant.model_dump(exclude={"name"})) for tenant in config.auth.tenants
+    }

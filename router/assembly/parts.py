@@ -1,6 +1,5 @@
 """The first two stages of a router: parts that know no backend, then the watch over backends."""
 
-import sqlite3
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -9,7 +8,6 @@ from prometheus_client import CollectorRegistry
 
 from router.assembly.backends import (
     Backends,
-    StartError,
     client_of,
     kv_dir_of,
     secret_of,
@@ -26,6 +24,7 @@ from router.base.tasks import Tasks
 from router.base.types import BackendId, Standing, Stats
 from router.config.schema import BackendConfig, Config, TokenizerMode
 from router.core.execution.state import State
+from router.core.model.budget import Budget
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
 from router.engine.loop_throttle import LoopThrottle
@@ -53,6 +52,7 @@ class Parts:
     telemetry: PrometheusTelemetry
     decision_log: DecisionLog
     sessions: Sessions
+    budget: Budget
     usage: UsageBook
     guard: Guard
     certificates: Certificates
@@ -86,7 +86,10 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
     stack.push_async_callback(store.aclose)
     clients: dict[BackendId, LlamaClient] = {}
     on_demand = ServersOnDemand(config, connections)
-    engine = Engine(Scheduler(State()), clients, store, clock, telemetry, throttle, on_demand)
+    budget = Budget(wall_now)
+    engine = Engine(
+        Scheduler(State(budget=budget)), clients, store, clock, telemetry, throttle, on_demand
+    )
     store.listener = StoreReactions(engine)
     stack.push_async_callback(engine.aclose)
     tasks = Tasks()
@@ -98,7 +101,8 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         telemetry,
         DecisionLog(config.diagnostics.requests, wall_now),
         Sessions(config.diagnostics.requests, wall_now),
-        await _usage_of(config, stack),
+        budget,
+        await _usage_of(config, budget, stack),
         guard,
         certificates,
         connections,
@@ -112,14 +116,11 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
     )
 
 
-async def _usage_of(config: Config, stack: AsyncExitStack) -> UsageBook:
-    """Return the book of usage, with its file if there is to be one. Raises StartError."""
-    book = UsageBook(wall_now)
+async def _usage_of(config: Config, budget: Budget, stack: AsyncExitStack) -> UsageBook:
+    """Return the book of usage, with its file if there is to be one."""
+    book = UsageBook(wall_now, budget)
     if config.usage.file is not None:
-        try:
-            await book.open(config.usage.file)
-        except sqlite3.Error as error:
-            raise StartError(f"usage.file: {config.usage.file}: {error}") from error
+        await book.open(config.usage.file)
     stack.push_async_callback(book.aclose)
     return book
 

@@ -14,6 +14,7 @@ from router.base.ports import Telemetry
 from router.base.tasks import Tasks
 from router.base.types import (
     BackendId,
+    Cost,
     KvSettings,
     Namespace,
     Outcome,
@@ -156,6 +157,10 @@ class EngineReactions:
         self.decision_log.over(record, plan)
         self.sessions.over(record)
         self.usage.over(record)
+
+    def spent(self, request: Request, backend: BackendId, cost: Cost) -> None:
+        """Keep what a request cost after its end, or without having been sent."""
+        self.usage.late(request, backend, cost)
 
     def abandoned(self, request: Request) -> None:
         """Report a request whose client left in the queue or during its preparation."""

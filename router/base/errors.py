@@ -40,25 +40,31 @@ class UnauthorizedError(RouterError):
     outcome = "unauthorized"
 
 
-class TenantBusyError(RouterError):
+class TenantLimitError(RouterError):
+    """A limit of the tenant is reached. `limit_name`: its key in the configuration."""
+
+    status = 429
+    kind = "rate_limit_error"
+    retry_after_s = 1.0
+    limit_name: str
+
+
+class TenantBusyError(TenantLimitError):
     """The tenant's `max_requests` requests are already running or waiting."""
 
-    status = 429
-    kind = "rate_limit_error"
     outcome = "tenant_busy"
-    retry_after_s = 1.0
+    limit_name = "max_requests"
 
 
-class TenantQuotaError(RouterError):
-    """The tenant has used its tokens of this minute or day. `limit`: tokens in the window."""
+class TenantQuotaError(TenantLimitError):
+    """The tenant has used its tokens of a window, "minute" or "day", of which `left_s` are left."""
 
-    status = 429
-    kind = "rate_limit_error"
     outcome = "tenant_quota"
 
-    def __init__(self, message: str, *, limit: int, left_s: float) -> None:
+    def __init__(self, message: str, *, limit: int, window: str, left_s: float) -> None:
         super().__init__(message)
         self.limit, self.left_s = limit, left_s
+        self.limit_name = f"tokens_per_{window}"
         self.retry_after_s = left_s
 
 

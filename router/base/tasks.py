@@ -8,6 +8,9 @@ banned.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from threading import Thread
 from typing import Any, TypeVar
 
 import structlog
@@ -153,3 +156,36 @@ class Tasks:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
+
+
+def in_thread(function: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Return the result to come of a function that may never return, as on a mount that hangs.
+
+    It runs in a thread of its own, for which no exit of the process waits. It runs to its end,
+    whatever becomes of the future.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_it: Callable[[], None]) -> None:
+        if not future.done():
+            set_it()
+
+    def run() -> None:
+        try:
+            done = partial(future.set_result, function())
+        except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
+            done = partial(future.set_exception, error)
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, done)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+async def within(future: asyncio.Future[T], limit_s: float, what: str) -> T:
+    """Return the result of a future. Raises TimeoutError if it takes longer than `limit_s`."""
+    done, _ = await asyncio.wait({future}, timeout=limit_s)
+    if not done:
+        raise TimeoutError(f"{what} did not answer within {limit_s:g} s")
+    return future.result()

@@ -172,6 +172,14 @@ class Session(Struct, frozen=True):
     named_by: str
 
 
+class Cost(Struct, frozen=True):
+    """Tokens of a request so far: of its prompt reused and computed ones, and its answer's."""
+
+    cached: int = 0
+    computed: int = 0
+    generated: int = 0
+
+
 class Request(Struct, frozen=True):
     """One completion request, as far as the scheduler has to know it."""
 
@@ -200,7 +208,8 @@ class Request(Struct, frozen=True):
     warms: bool = False  # only to compute and save the prompt: nothing is sent
     avoid: frozenset[BackendId] = frozenset()  # failed for it already, or not to be used for it
     clients_id: str | None = None  # the client's own id for it; for the log
-    caller: Caller | None = None  # for the log; None: no keys are configured
+    caller: Caller | None = None  # None: no keys are configured
+    body_bytes: int = 0  # no fewer than its tokens, where they are not known
 
     @property
     def takes_one_slot(self) -> bool:
@@ -408,7 +417,7 @@ class RequestRecord(Struct, frozen=True):
     model: str | None = None
     misread: bool = False  # the backend counted other tokens of its prompt than were read
     server_s: float = 0.0  # in which the backend computed for it
-    least_computed: int = 0  # prompt tokens that were computed if nothing was reported
+    cost: Cost = Cost()  # as reported, or else as far as it is sure
     avoided_s: float = 0.0  # prefill that reuse made unnecessary, at the backend's learned rate
     missed: Mapping[Miss, int] = {}  # adds up to the computed tokens
     nearest: Nearest | None = None

@@ -256,6 +256,7 @@ class TenantConfig(ConfigSection):
     max_requests: values.PositiveCount | None = None  # running and waiting; None: no limit
     tokens_per_minute: values.PositiveCount | None = None  # computed by servers; None: no limit
     tokens_per_day: values.PositiveCount | None = None
+    reused: values.Ratio = 0.0  # what a reused token counts
     background: bool = False  # served after all other tenants
 
 

@@ -5,9 +5,9 @@ from math import inf
 
 from router.base.types import BackendId, BackendStats, ServerStats, Stats
 from router.core.execution.state import State
+from router.core.model.policy import UNLIMITED
 from router.core.model.servers import Server
 from router.core.model.slots import Phase
-from router.core.model.snapshot_limits import UNLIMITED
 
 
 def stats_of(state: State, backends: Iterable[BackendId]) -> Stats:

@@ -20,6 +20,7 @@ from router.base.tasks import Tasks, attempt
 from router.base.types import (
     BackendId,
     BackendInfo,
+    Cost,
     Lease,
     MemoryKind,
     Outcome,
@@ -88,6 +89,9 @@ class EngineListener(Protocol):
     def over(self, record: RequestRecord, plan: Plan) -> None:
         """Note the end of a request that reached a backend."""
 
+    def spent(self, request: Request, backend: BackendId, cost: Cost) -> None:
+        """Add a cost to that of a request that is over."""
+
     def abandoned(self, request: Request) -> None:
         """Note that a request was abandoned before its grant."""
 
@@ -102,6 +106,7 @@ class _Deaf:
     """A listener that does nothing."""
 
     def over(self, *_: object) -> None: ...
+    def spent(self, *_: object) -> None: ...
     def abandoned(self, *_: object) -> None: ...
     def detached(self, *_: object) -> None: ...
     def prove(self, *_: object) -> None: ...
@@ -392,6 +397,8 @@ class Engine:
                 self._reject(effect)
             case ef.Account():
                 self._account(effect)
+            case ef.Spent():
+                self.listener.spent(effect.request, effect.backend, effect.cost)
             case ef.Save() | ef.Cut() | ef.Restore() | ef.Erase():
                 self._note_step(effect.request)
                 self._tasks.spawn(self._transfer(effect), name=f"transfer for {effect.request}")
@@ -512,10 +519,9 @@ class Engine:
         self._feed(ev.PrefillBroke(request))
         failure.backend = effect.slot.backend
         on_overdue = partial(self._send_elsewhere, request, failure)
-        n_tokens = await self._quiet(
-            ef.WatchSlot(request, effect.slot, RequestProgress.SENT), on_overdue
-        )
-        return ev.PrefillFailed(request, str(failure), n_tokens)
+        at, worked = ef.WatchSlot(request, effect.slot, RequestProgress.SENT), asyncio.Event()
+        n_tokens = await self._quiet(at, on_overdue, worked)
+        return ev.PrefillFailed(request, str(failure), n_tokens, ran=worked.is_set())
 
     def _send_elsewhere(self, request: RequestId, failure: BackendError) -> None:
         """Fail a request if its client still waits, so that another backend can serve it.
@@ -534,22 +540,27 @@ class Engine:
             self._prefills.pop(request, None)
 
     async def _watch(self, effect: ef.WatchSlot) -> None:
-        n_tokens = await self._quiet(effect)
+        worked = asyncio.Event()
+        n_tokens = await self._quiet(effect, worked=worked)
         backend, index = self._backends.get(effect.slot.backend), effect.slot.index
         if effect.wipe and backend is not None:  # else a server on demand, which has ended
             jobs = self._scheduler.state.inventory.jobs
             await watch.wipe(backend, index, lambda: effect.request in jobs, flush=effect.flush)
-            n_tokens = None
-        self._throttle.call(partial(self._feed, ev.Quiet(effect.request, n_tokens)))
+        event = ev.Quiet(effect.request, n_tokens, effect.wipe, worked.is_set())
+        self._throttle.call(partial(self._feed, event))
 
     async def _quiet(
-        self, at: ef.WatchSlot, on_overdue: Callable[[], None] = lambda: None
+        self,
+        at: ef.WatchSlot,
+        on_overdue: Callable[[], None] = lambda: None,
+        worked: asyncio.Event | None = None,
     ) -> int | None:
         if at.slot.backend not in self._backends:
             return None
         jobs, poller = self._scheduler.state.inventory.jobs, self._pollers.at(at.slot.backend)
+        on_work = (lambda: None) if worked is None else worked.set
         return await watch.wait_quiet(
-            poller, at.slot.index, lambda: at.request in jobs, at.progress, on_overdue
+            poller, at.slot.index, lambda: at.request in jobs, at.progress, on_overdue, on_work
         )
 
     async def _poll_for_strangers(self, backend: BackendId) -> None:

@@ -46,6 +46,7 @@ class SlotPoller:
         self.watchers = 0  # tasks that wait for a slot to be idle
         self.disturbed = 0  # of these, for requests that a server drops only if polls are rare
         self.backend = backend
+        self.last_tasks: dict[int, int | None] = {}  # of slots, when they were last waited for
         self._lock = asyncio.Lock()
         self._at = -inf  # of the last poll, in loop time
         self._seen: list[SlotStatus] = []
@@ -103,11 +104,12 @@ async def wait_quiet(
     concerned: Callable[[], bool],
     progress: RequestProgress = RequestProgress.UNSEEN,
     on_overdue: Callable[[], None] = lambda: None,
+    on_work: Callable[[], object] = lambda: None,
 ) -> int | None:
     """Wait until a slot is idle, and return the number of tokens it holds.
 
     None: that cannot be known, or `concerned` is false. `on_overdue` is called once,
-    after 10 s.
+    after 10 s; `on_work` if the slot was at work since it was last waited for.
 
     Before its answer begins, a request may still be in the server's queue at the first poll: two
     polls must see the slot idle, or one after a poll that saw it at work. UNSEEN: always two.
@@ -117,7 +119,7 @@ async def wait_quiet(
     poller.disturbed += disturbed
     timer = asyncio.get_running_loop().call_later(_OVERDUE_S, on_overdue)
     try:
-        return await _wait_quiet(poller, slot, concerned, progress)
+        return await _wait_quiet(poller, slot, concerned, progress, on_work)
     finally:
         timer.cancel()
         poller.watchers -= 1
@@ -125,7 +127,11 @@ async def wait_quiet(
 
 
 async def _wait_quiet(
-    poller: SlotPoller, slot: int, concerned: Callable[[], bool], progress: RequestProgress
+    poller: SlotPoller,
+    slot: int,
+    concerned: Callable[[], bool],
+    progress: RequestProgress,
+    on_work: Callable[[], object],
 ) -> int | None:
     delays = _STREAM_DELAYS_S if progress is RequestProgress.BEGUN else _QUIET_DELAYS_S
     idle_seen, n = int(progress in (RequestProgress.BEGUN, RequestProgress.ANSWERED)), 0
@@ -149,6 +155,9 @@ async def _wait_quiet(
             int(progress is not RequestProgress.UNSEEN) if status.is_processing else idle_seen + 1
         )
         if idle_seen == 2:
+            if status.id_task is None or poller.last_tasks.get(slot) != status.id_task:
+                on_work()
+            poller.last_tasks[slot] = status.id_task
             return status.n_tokens or 0
     return None
 

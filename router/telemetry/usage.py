@@ -4,23 +4,27 @@ The sums of a day are rows, so the book stays small: tenants x models x days. Da
 """
 
 import asyncio
+import os
 import sqlite3
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import structlog
 
-from router.base.types import Outcome, RequestRecord
+from router.base.tasks import in_thread, spawn, within
+from router.base.types import BackendId, Cost, Outcome, Request, RequestRecord
+from router.core.model.budget import Budget
 
 Json = dict[str, Any]
 log = structlog.get_logger(__name__)
 
 _EVERY_S = 1.0  # between writes: so much is lost at most if the process is killed
-_KEEP_DAYS = 400
+_PATIENCE_S = 5.0  # of a start and of an end with a file that does not answer
+_KEEP_DAYS = 400  # of those that have rows: no clock that is wrong can empty the book
 _MOST_TOKENS = 10**9  # of one request
 _FORMAT = 1  # `user_version` of the file
 
@@ -49,11 +53,6 @@ class UsageSums:
         """Return the prompt tokens that were not computed."""
         return max(self.prompt_tokens - self.computed_tokens, 0)
 
-    @property
-    def limited_tokens(self) -> int:
-        """Return the tokens that count for a limit: those that a server computed."""
-        return self.computed_tokens + self.generated_tokens
-
     def add(self, other: "UsageSums") -> None:
         """Add other totals."""
         self.requests += other.requests
@@ -77,33 +76,45 @@ _ADD = (
 
 
 class UsageFile:
-    """A file of sums. Every method may block, and raises sqlite3.Error."""
+    """A file of sums. Every method may block, and raises sqlite3.Error or OSError."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file; it is made if there is none."""
+        """Open the file; it is made if there is none. Others may not read it."""
+        os.close(os.open(path, os.O_RDONLY | os.O_CREAT, 0o600))
+        if os.stat(path).st_uid == os.geteuid():
+            os.chmod(path, 0o600)
         self._db = sqlite3.connect(path, check_same_thread=False, timeout=5.0)
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, _FORMAT):
-            raise sqlite3.DatabaseError(f"its format {version} is of a newer kvferry")
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute(_CREATE)
-        self._db.execute(f"PRAGMA user_version={_FORMAT}")
-        self._db.commit()
+        try:
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, _FORMAT):
+                raise sqlite3.DatabaseError(f"its format {version} is of a newer kvferry")
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute(_CREATE)
+            self._db.execute(f"PRAGMA user_version={_FORMAT}")
+            self._db.commit()
+        except BaseException:
+            self._db.close()
+            raise
 
-    def add(self, found: dict[Place, UsageSums]) -> None:
+    def add(self, found: Mapping[Place, UsageSums]) -> None:
         """Add sums to their rows, all or none."""
         with self._db:
             self._db.executemany(_ADD, [(*place, *astuple(sums)) for place, sums in found.items()])
 
-    def rows(self, since: str) -> dict[Place, UsageSums]:
-        """Return the rows from a day on."""
-        found = self._db.execute("SELECT * FROM usage WHERE day >= ?", (since,))
-        return {Place(*row[:3]): UsageSums(*row[3:]) for row in found}
+    def rows(self) -> dict[Place, UsageSums]:
+        """Return the rows. One that kvferry did not write is left out, and stays in the file."""
+        names = ", ".join((*Place._fields, *_COLUMNS))
+        found = list(self._db.execute(f"SELECT {names} FROM usage"))  # noqa: S608 - our names
+        good = [row for row in found if _is_row(row)]
+        if len(good) < len(found):
+            log.warning("usage_rows_unreadable", rows=len(found) - len(good))
+        return {Place(*row[:3]): UsageSums(*row[3:]) for row in good}
 
-    def forget(self, before: str) -> None:
-        """Delete the rows before a day."""
+    def forget(self) -> None:
+        """Delete all rows but those of the newest days."""
+        days = "SELECT DISTINCT day FROM usage ORDER BY day DESC LIMIT ?"
         with self._db:
-            self._db.execute("DELETE FROM usage WHERE day < ?", (before,))
+            self._db.execute(f"DELETE FROM usage WHERE day NOT IN ({days})", (_KEEP_DAYS,))  # noqa: S608
 
     def close(self) -> None:
         """Close the file."""
@@ -113,125 +124,159 @@ class UsageFile:
 class UsageBook:
     """The sums of this process, and those in the file. For one event loop."""
 
-    def __init__(self, wall_now: Callable[[], float]) -> None:
-        """Set up without a file: all is kept in memory."""
+    def __init__(self, wall_now: Callable[[], float], budget: Budget | None = None) -> None:
+        """Set up without a file: all is kept in memory. `budget`: asks for the sums of a day."""
         self._wall_now = wall_now
+        self._budget = budget or Budget()
+        self._budget.costs_of_day = self._costs_of_day
+        self._path: Path | None = None
         self._file: UsageFile | None = None
         self._stored: dict[Place, UsageSums] = {}  # in the file, or for good in memory
         self._fresh: dict[Place, UsageSums] = {}  # not yet in the file
         self._writing: dict[Place, UsageSums] = {}
         self._turn = asyncio.Lock()
         self.totals: dict[str, UsageSums] = {}  # of this process, by tenant
-        self._today: Counter[str] = Counter()  # tokens computed today, by tenant
-        self._minute: Counter[str] = Counter()
-        self._of_minute = self._of_day = 0
-        self._name_of_day = ""
-        self._problem = ""  # why the last write failed
+        self.problem = ""  # why the last write failed
 
     async def open(self, path: Path) -> None:
-        """Keep the sums in a file, and read it. Raises sqlite3.Error."""
-        since = self._day(_KEEP_DAYS)
-
-        def read() -> tuple[UsageFile, dict[Place, UsageSums]]:
-            file = UsageFile(path)
-            file.forget(since)
-            return file, file.rows(since)
-
-        self._file, self._stored = await asyncio.to_thread(read)
-        self._begin_windows()
-        for place, sums in self._stored.items():
-            if place.day == self._name_of_day:
-                self._today[place.tenant] += sums.limited_tokens
+        """Keep the sums in a file, once it can be opened and read."""
+        self._path = path
+        try:
+            await within(self._saving(), _PATIENCE_S, str(path))
+        except TimeoutError as error:
+            self._note(error)
 
     def over(self, record: RequestRecord) -> None:
         """Add a finished request that reached a backend."""
-        tenant = "" if record.caller is None else record.caller.tenant
-        told = record.computed_tokens
-        computed = _sane(record.least_computed if told is None else told)
+        cost = record.cost
         sums = UsageSums(
             requests=1,
             failed=int(record.outcome in (Outcome.BACKEND_ERROR, Outcome.REFUSED)),
-            prompt_tokens=_sane(max(record.prompt_tokens or 0, computed)),
-            computed_tokens=computed,
-            generated_tokens=_sane(record.generated_tokens),
+            prompt_tokens=_sane(cost.cached + cost.computed),
+            computed_tokens=_sane(cost.computed),
+            generated_tokens=_sane(cost.generated),
             server_s=record.server_s,
         )
-        self._begin_windows()
-        place = Place(self._name_of_day, tenant, record.model or record.slot.backend)
-        self._fresh.setdefault(place, UsageSums()).add(sums)
-        self.totals.setdefault(tenant, UsageSums()).add(sums)
-        self._today[tenant] += sums.limited_tokens
-        self._minute[tenant] += sums.limited_tokens
+        tenant = "" if record.caller is None else record.caller.tenant
+        self._add(tenant, record.model or record.slot.backend, sums)
 
-    def used(self, tenant: str) -> tuple[int, int]:
-        """Return the tokens computed for a tenant in this minute and on this day."""
-        self._begin_windows()
-        return self._minute[tenant], self._today[tenant]
-
-    def left_s(self) -> tuple[float, float]:
-        """Return the seconds until the minute and the day end."""
-        now = self._wall_now()
-        return 60 - now % 60, 86400 - now % 86400
+    def late(self, request: Request, backend: BackendId, cost: Cost) -> None:
+        """Add what a request cost after its end, or though it was never sent."""
+        computed = _sane(cost.computed)
+        sums = UsageSums(
+            prompt_tokens=computed,
+            computed_tokens=computed,
+            generated_tokens=_sane(cost.generated),
+        )
+        tenant = "" if request.caller is None else request.caller.tenant
+        self._add(tenant, request.model or backend, sums)
 
     def rows(self, days: int) -> list[Json]:
         """Return the rows of the last days, today included, the newest first."""
-        since = self._day(days - 1)
-        found: dict[Place, UsageSums] = {}
-        for part in (self._stored, self._writing, self._fresh):
-            for place, sums in part.items():
-                if place.day >= since:
-                    found.setdefault(place, UsageSums()).add(sums)
+        since, found = self._day(days - 1), dict[Place, UsageSums]()
+        for place, sums in self._parts():
+            if place.day >= since:
+                found.setdefault(place, UsageSums()).add(sums)
         return [_row(place, found[place]) for place in sorted(found, reverse=True)]
 
     async def run(self) -> None:
         """Write what is new every second, until cancelled."""
         while True:
             await asyncio.sleep(_EVERY_S)
-            await self.save()
+            await asyncio.wait({self._saving()})
+
+    def _saving(self) -> "asyncio.Task[None]":
+        """Return a task that writes what is new: a write under way is never cancelled."""
+        return spawn(self.save(), name="usage save")
 
     async def save(self) -> None:
         """Write what is new. What cannot be written stays, for the next time."""
         async with self._turn:
-            if not self._fresh:
-                return
-            self._writing, self._fresh = self._fresh, {}
-            problem: Exception | None = None
             try:
-                if self._file is not None:
-                    await asyncio.to_thread(self._file.add, self._writing)
+                await self._write()
             except Exception as error:  # noqa: BLE001 - nothing of the sums may be lost
-                problem = error
-            target = self._stored if problem is None else self._fresh
-            for place, sums in self._writing.items():
-                target.setdefault(place, UsageSums()).add(sums)
-            self._writing = {}
-            reason = "" if problem is None else str(problem)
-            if reason and reason != self._problem:
-                log.warning("usage_not_written", reason=reason)
-            self._problem = reason
+                self._note(error)
+            else:
+                self._note(None)
 
     async def aclose(self) -> None:
         """Write what is new, and close the file."""
-        await self.save()
-        if self._file is not None:
-            await asyncio.to_thread(self._file.close)
-            self._file = None
+        try:
+            await within(self._saving(), _PATIENCE_S, str(self._path))
+        except TimeoutError as error:
+            self._note(error)
+        else:
+            if self._file is not None:
+                await in_thread(self._file.close, "usage")
+                self._file = None
 
-    def _begin_windows(self) -> None:
-        """Begin to count anew in another minute or on another day, and forget days of long ago."""
-        now = self._wall_now()
-        minute, day = int(now // 60), int(now // 86400)
-        if minute != self._of_minute:
-            self._of_minute, self._minute = minute, Counter()
-        if day != self._of_day:
-            self._of_day, self._today = day, Counter()
-            self._name_of_day = self._day()
-            oldest = self._day(_KEEP_DAYS)
-            self._stored = {one: sums for one, sums in self._stored.items() if one.day >= oldest}
+    async def _write(self) -> None:
+        if self._path is not None and self._file is None:
+            self._file, known = await in_thread(partial(_opened, self._path), "usage")
+            _merge(self._stored, known)
+            self._budget.recount()
+        if not self._fresh:
+            return
+        self._writing, self._fresh = self._fresh, {}
+        target = self._fresh
+        try:
+            if self._file is not None:
+                await in_thread(partial(self._file.add, self._writing), "usage")
+            target = self._stored
+        finally:
+            _merge(target, self._writing)
+            self._writing = {}
+
+    def _add(self, tenant: str, model: str, sums: UsageSums) -> None:
+        self._fresh.setdefault(Place(self._day(), tenant, model), UsageSums()).add(sums)
+        self.totals.setdefault(tenant, UsageSums()).add(sums)
+
+    def _parts(self) -> Iterable[tuple[Place, UsageSums]]:
+        for part in (self._stored, self._writing, self._fresh):
+            yield from part.items()
+
+    def _costs_of_day(self, number: int) -> dict[str, Cost]:
+        """Return the sums of each tenant on a day, counted since 1970."""
+        day, found = _name(number * 86400), dict[str, UsageSums]()
+        for place, sums in self._parts():
+            if place.day == day:
+                found.setdefault(place.tenant, UsageSums()).add(sums)
+        return {
+            tenant: Cost(sums.cached_tokens, sums.computed_tokens, sums.generated_tokens)
+            for tenant, sums in found.items()
+        }
+
+    def _note(self, error: Exception | None) -> None:
+        """Log a problem of the file once, and note its end."""
+        problem = "" if error is None else str(error) or type(error).__name__
+        if problem and problem != self.problem:
+            log.warning("usage_not_written", file=str(self._path), reason=problem)
+        self.problem = problem
 
     def _day(self, ago: int = 0) -> str:
-        now = datetime.fromtimestamp(self._wall_now(), UTC)
-        return (now - timedelta(days=ago)).date().isoformat()
+        return _name(self._wall_now() - ago * 86400)
+
+
+def _opened(path: Path) -> tuple[UsageFile, dict[Place, UsageSums]]:
+    file = UsageFile(path)
+    file.forget()
+    return file, file.rows()
+
+
+def _merge(into: dict[Place, UsageSums], more: Mapping[Place, UsageSums]) -> None:
+    for place, sums in more.items():
+        into.setdefault(place, UsageSums()).add(sums)
+
+
+def _is_row(row: tuple[Any, ...]) -> bool:
+    return all(isinstance(each, str) for each in row[:3]) and all(
+        isinstance(each, int | float) and each >= 0 for each in row[3:]
+    )
+
+
+def _name(at: float) -> str:
+    """Return a time's day of UTC."""
+    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=max(at, 0.0))).date().isoformat()
 
 
 def _sane(tokens: int | None) -> int:

@@ -17,6 +17,7 @@ from router.base.errors import (
     NotFoundError,
     OriginError,
     RouterError,
+    TenantLimitError,
 )
 from router.base.forwarded import sender_of
 from router.base.ports import Telemetry
@@ -166,9 +167,9 @@ class App:
         if is_misspelled(path):
             raise NotFoundError("there is nothing at this path")
         may_take_slot = method == "POST" and not self._settings.passthrough
+        # A forwarded request was counted where its client is.
+        counted = call.caller if call.hop is None and method == "POST" else None
         if may_take_slot and (route.shape or route.takes_slot):
-            # A forwarded request was counted where its client is.
-            counted = call.caller if call.hop is None else None
             with self._keys.room(counted):  # before the body, which takes memory
                 await self._bodies.read(call)
                 return await self._completions.serve(call)
@@ -176,6 +177,10 @@ class App:
             raise ForbiddenError(reason)
         if route.lists_models and method == "GET":
             return await self._passing.models(call)
+        with self._keys.room(counted, costs=False):
+            return await self._pass(call, may_take_slot=may_take_slot)
+
+    async def _pass(self, call: Call, *, may_take_slot: bool) -> web.StreamResponse:
         await self._bodies.read(call)
         # As llama-server's router mode does: a body names the model, and the query of a GET.
         named = call.http.query.get("model") or None
@@ -211,6 +216,8 @@ class App:
         push others out of it.
         """
         caller = call.caller
+        if isinstance(error, TenantLimitError):
+            self._telemetry.tenant_limited(error.limit_name)
         self._telemetry.rejected(call.id, error.outcome, why, call.clients_id, caller)
         if is_own(call.http.path):
             return

@@ -21,7 +21,7 @@ def _make(kind: type[RouterError]) -> RouterError:
     if issubclass(kind, ContextTooLongError):
         return kind(7, 5)
     if issubclass(kind, TenantQuotaError):
-        return kind("said", limit=7, left_s=5.0)
+        return kind("said", limit=7, window="day", left_s=5.0)
     options = {"backend_status": 500} if kind.__name__ == "BackendRefusedError" else {}
     return kind("said", **options)
 

@@ -28,10 +28,9 @@ from router.core.execution import placement_gate
 from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.model.jobs import AtGate, InPrefillQueue, RequestJob
-from router.core.model.policy import PolicyName
+from router.core.model.policy import PolicyName, SnapshotLimits
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import Phase
-from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning import prefill_chunks

@@ -227,7 +227,7 @@ def test_tasks_are_spawned_by_name() -> None:
 
 def test_tests_mirror_the_tree() -> None:
     """Folders of `router/` have their tests in the folder of the same name."""
-    special = {"archs", "bench", "clients", "e2e", "fuzz", "repository", "support"}
+    special = {"archs", "bench", "clients", "e2e", "fuzz", "hostile", "repository", "support"}
     folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
     names = {folder.relative_to(ROOT / "tests") for folder in folders}
     strangers = [

@@ -16,6 +16,7 @@ from router.base.types import BackendId, MemoryKind, Request, RequestId, Source
 from router.core.admission import server_swaps
 from router.core.execution import prefill_queue
 from router.core.execution.job_steps import is_wanted, next_step
+from router.core.execution.spending import may_start
 from router.core.execution.state import State
 from router.core.inventory.inventory import Inventory
 from router.core.model.effects import SaveReason, StopWork
@@ -55,6 +56,8 @@ def arrived(state: State, request: Request, now: float) -> None:
         state.reject(request.id, NoBackendError("the router is stopping"))
     elif failed := server_swaps.refusal(state, request, now):
         state.reject(request.id, failed)
+    elif request.caller and (used := state.budget.refusal(request.caller.tenant)):
+        state.reject(request.id, used)
     else:
         state.queue.add(request, now)
         if not state.inventory.slots.any_idle():
@@ -254,7 +257,7 @@ def serve_queue(state: State, now: float) -> None:
     def asked(waiting: Waiting) -> Request | None:
         """Return the request to plan. None: it need not be planned."""
         request = waiting.request
-        if request.model not in idle:
+        if request.model not in idle or not may_start(state, request):
             return None
         if reserved:
             request = replace(request, avoid=request.avoid | reserved)

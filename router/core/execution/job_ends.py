@@ -10,6 +10,7 @@ from router.base.types import (
     NO_TENANT,
     BackendId,
     BackendInfo,
+    Cost,
     MemoryKind,
     Outcome,
     Reported,
@@ -28,6 +29,7 @@ from router.core.execution.resident_updates import (
     after_quiet,
     is_exact,
 )
+from router.core.execution.spending import charge, charge_rest, charge_unsent, cost_of
 from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.effects import Account, StopWork, WatchSlot
@@ -185,6 +187,8 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
     if event.index is not None:
         launched(state, event.request, event.index, now)
     state.backend_of(job).gate.leave(job.id)
+    cost = cost_of(job, event)
+    charge(state, job.request, cost)
     state.out.append(
         Account(
             request=job.request,
@@ -196,6 +200,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
             prepared_s=job.prepared_s,
             prefill_queue_s=job.past_queue_s,
             prefilled=job.prefilled,
+            cost=cost,
             avoided_s=avoided_s(state.backend_of(job).rates, event.reported, job.prefilled),
         )
     )
@@ -215,7 +220,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
     elif event.outcome is Outcome.OK and not _is_to_be_wiped(state, job, event, now):
         end(state, job, now, _content_after(state, job, event))
     else:
-        _abandon(state, job, now, event)
+        _abandon(state, job, now, event, cost)
 
 
 def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Resident:
@@ -249,7 +254,7 @@ def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Residen
     return after_either(job.resident_at_dispatch, job.request.prompt)
 
 
-def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> None:
+def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished, cost: Cost) -> None:
     """Watch the slot, and every slot that the request may use, until the backend is done.
 
     After a complete answer the first poll decides. After a refusal most slots hold what they held,
@@ -288,6 +293,8 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
         request=job.request,
         before=job.resident_at_dispatch,
         plan=job.plan,
+        prefilled=0 if job.prefilled is None else job.prefilled.tokens,
+        counted=None if answered else cost,
         has_begun=progress is RequestProgress.BEGUN,
         is_elsewhere=unseen,
         is_doubtful=unseen or bool(job.others),
@@ -425,7 +432,8 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
     watch = state.inventory.jobs.get(event.request)
     if not isinstance(watch, SlotWatch):
         return
-    slot, n_tokens = state.slot_of(watch), event.n_tokens
+    charge_rest(state, watch, event)
+    slot, n_tokens = state.slot_of(watch), None if event.wiped else event.n_tokens
     if watch.likely_unchanged and not watch.is_doubtful and n_tokens == len(slot.content.resident):
         end(state, watch, now)
     elif watch.request is None or watch.is_doubtful:
@@ -459,6 +467,8 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
     request = job.request if isinstance(job, RequestJob | SlotWatch) else None
     in_background = isinstance(job, SaveJob | ProbeLoan)
     was_sent = isinstance(job, RequestJob) and job.is_sent
+    if isinstance(job, RequestJob) and not was_sent:
+        charge_unsent(state, job)
     if isinstance(job, RequestJob) and not job.request.background:
         state.backend_of(job).person_at = now
     for lease in (job.lease, *job.others):

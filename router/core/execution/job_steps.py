@@ -14,6 +14,7 @@ from router.base.tokens import EMPTY, Tokens, common_prefix, count, head, media_
 from router.base.types import (
     Lease,
     MemoryKind,
+    Reported,
     RequestId,
     Snapshot,
     Stall,
@@ -22,6 +23,7 @@ from router.core.execution import deadline, placement_gate, prefill_queue
 from router.core.execution.ability_checks import compare
 from router.core.execution.job_ends import end
 from router.core.execution.resident_updates import after_prefill, after_quiet
+from router.core.execution.spending import computed_since
 from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.effects import (
@@ -420,6 +422,8 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     if isinstance(event, ev.PrefillFailed):
         slot.do(replace(slot.work, prefill_abandoned=False))
         if event.began:
+            lost = computed_since(slot.content.resident, job.request.prompt, event)
+            job.note_prefill(Reported(prompt_tokens=lost, cached_tokens=0))
             left = after_quiet(slot.content.resident, job.request.prompt, event.n_tokens)
             slot.hold(replace(slot.content, resident=left))
         # There is nothing to save, also not for the requests that wait for it.

@@ -14,6 +14,7 @@ from router.base.types import (
 )
 from router.core.inventory.backend import Backend
 from router.core.inventory.inventory import Inventory
+from router.core.model.budget import Budget
 from router.core.model.effects import Delete, Effect, Reject
 from router.core.model.jobs import Job, RequestJob, RestoreStep
 from router.core.model.request_queue import Queue
@@ -27,6 +28,7 @@ class State:
 
     inventory: Inventory = field(default_factory=Inventory)
     queue: Queue = field(default_factory=Queue)
+    budget: Budget = field(default_factory=Budget)
     unexplained: list[RequestJob] = field(default_factory=list)  # admitted by the last event
     # Restores still running after their job ended: each keeps its snapshot reference.
     orphaned_restores: dict[RequestId, SnapshotId] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from router.core.inventory.ghost_list import GhostList
 from router.core.inventory.prefix_index import Match, PrefixIndex
 from router.core.inventory.protection import Protection
 from router.core.model.memory_kinds import goes_back, reusable_tokens, subsumes
-from router.core.model.snapshot_limits import UNLIMITED, SnapshotLimits
+from router.core.model.policy import UNLIMITED, SnapshotLimits
 from router.core.model.tuning import TUNING
 
 # Called with a snapshot that became usable (True), or is usable no more.

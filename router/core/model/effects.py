@@ -8,6 +8,7 @@ from router.base.errors import RouterError
 from router.base.tokens import Tokens
 from router.base.types import (
     BackendId,
+    Cost,
     Lease,
     Namespace,
     Outcome,
@@ -196,12 +197,22 @@ class Account(Struct, frozen=True):
     waited_s: float
     prepared_s: float
     prefilled: OwnPrefill | None
+    cost: Cost = Cost()
     avoided_s: float = 0.0  # prefill that reuse made unnecessary
     prefill_queue_s: float = 0.0  # part of `prepared_s` spent in the prefill queue
 
 
+class Spent(Struct, frozen=True):
+    """Account for tokens of a request that has been accounted for, or never was sent."""
+
+    request: Request
+    backend: BackendId
+    cost: Cost
+
+
 Effect = (
     Save
+    | Spent
     | Cut
     | Restore
     | Erase

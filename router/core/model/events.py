@@ -20,10 +20,9 @@ from router.base.types import (
     SnapshotId,
     Tenant,
 )
-from router.core.model.policy import Policy
+from router.core.model.policy import Policy, SnapshotLimits
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerLimit, ServerSpec
-from router.core.model.snapshot_limits import SnapshotLimits
 
 
 class BackendUp(Struct, frozen=True):
@@ -303,13 +302,15 @@ class PrefillBroke(Struct, frozen=True):
 class PrefillFailed(Struct, frozen=True):
     """A prefill failed. The slot holds the first `n_tokens` of the prompt; None: unknown.
 
-    Not `began`: the server refused the request's fields, and the slot is as it was.
+    Not `began`: the server refused the request's fields, and the slot is as it was. `ran`: the slot
+    has had a task since it was last waited for.
     """
 
     request: RequestId
     reason: str
     n_tokens: int | None = None
     began: bool = True
+    ran: bool = False
 
 
 class Launched(Struct, frozen=True):
@@ -360,10 +361,15 @@ class AnswerRead(Struct, frozen=True):
 
 
 class Quiet(Struct, frozen=True):
-    """A watched slot is idle and holds `n_tokens`; None: its length is unknown."""
+    """A watched slot is idle and held `n_tokens`; None: its length is unknown.
+
+    `wiped`: it was emptied since. `ran`: it has had a task since it was last waited for.
+    """
 
     request: RequestId
     n_tokens: int | None
+    wiped: bool = False
+    ran: bool = False
 
 
 class FoundBusy(Struct, frozen=True):

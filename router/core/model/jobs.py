@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from router.base.tokens import Tokens, head
 from router.base.types import (
+    Cost,
     Lease,
     OwnPrefill,
     Reported,
@@ -142,6 +143,8 @@ class SlotWatch(LeaseHolder):
     request: Request | None = None
     before: Resident = NOTHING
     plan: Plan | None = None  # of that request
+    prefilled: int = 0  # tokens that the router computed for it before it was sent
+    counted: Cost | None = None  # of that request; None: all of it
     has_begun: bool = False  # to answer: that request surely ran here
     is_elsewhere: bool = False  # that request may run in any slot of the backend
     is_doubtful: bool = False  # nothing will be known of the slot's content

@@ -32,7 +32,7 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         session=account.request.session,
         model=account.request.model,
         misread=_is_misread(account),
-        least_computed=_least_computed(account, ttft_s),
+        cost=account.cost,
         server_s=_server_s(account, reported, total_s),
         avoided_s=account.avoided_s,
         missed=_missed(account, reported.computed_tokens),
@@ -55,17 +55,6 @@ def _server_s(account: Account, reported: Reported, total_s: float) -> float:
     if reported.prompt_s is not None or reported.generated_s is not None:
         return (reported.prompt_s or 0.0) + (reported.generated_s or 0.0)
     return max(total_s - account.waited_s - account.prefill_queue_s, 0.0)
-
-
-def _least_computed(account: Account, ttft_s: float | None) -> int:
-    """Return how many prompt tokens a request surely had computed, whatever was reported.
-
-    A client may disconnect before the report. Once it has seen a token, its prompt was computed.
-    """
-    own = 0 if account.prefilled is None else account.prefilled.tokens
-    if ttft_s is None:
-        return own
-    return max(own, len(account.request.prompt) - account.plan.chosen.reused_tokens)
 
 
 def avoided_s(rates: Rates, reported: Reported, prefilled: OwnPrefill | None) -> float:

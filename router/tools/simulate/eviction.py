@@ -13,7 +13,7 @@ from router.base.tokens import Tokens, count
 from router.base.types import KvDir, MemoryKind, Namespace, Snapshot, SnapshotId
 from router.core.inventory.catalog import Catalog
 from router.core.inventory.prefix_index import PrefixIndex
-from router.core.model.snapshot_limits import UNLIMITED, SnapshotLimits
+from router.core.model.policy import UNLIMITED, SnapshotLimits
 from router.tools.simulate.machines.hardware import Hardware
 
 Sequence_ = Sequence[tuple[Tokens, Tokens]]  # a prompt; the same with its answer

@@ -6,8 +6,7 @@ from time import perf_counter
 
 from msgspec import structs
 
-from router.core.model.policy import PolicyName
-from router.core.model.snapshot_limits import UNLIMITED
+from router.core.model.policy import UNLIMITED, PolicyName
 from router.tools.simulate.accounting import Losses, Result, percentiles
 from router.tools.simulate.eviction import Evicted, compare
 from router.tools.simulate.machines.hosts import SimulatedHost

@@ -6,9 +6,8 @@ from router.base.types import BackendId, BackendInfo, MemoryKind, Namespace
 from router.core.execution.state import State
 from router.core.inventory.catalog import Catalog
 from router.core.inventory.inventory import Inventory
-from router.core.model.policy import Policy
+from router.core.model.policy import UNLIMITED, Policy, SnapshotLimits
 from router.core.model.request_queue import Queue, QueueLimits
-from router.core.model.snapshot_limits import UNLIMITED, SnapshotLimits
 from router.core.scheduler import Scheduler
 from router.tools.simulate.machines.blobs import SimulatedBlobs, SplitSettings
 from router.tools.simulate.machines.hardware import Hardware

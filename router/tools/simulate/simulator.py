@@ -347,6 +347,8 @@ class Simulator:
                 self._at(self.now + self._on_demand.stop_s, ended)
             case ef.Detach():
                 pass  # the server is idle; `StopServer` follows
+            case ef.Spent():
+                pass  # nobody has a limit
             case ef.Limited() | ef.Prove():  # pragma: no cover - they do what they promise
                 pass
             case ef.Erase() | ef.ModelReady():  # pragma: no cover - no tenants, prompts are read

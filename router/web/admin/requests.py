@@ -151,7 +151,8 @@ class SumRoutes:
     async def usage(self, call: Call) -> web.Response:
         """List what each tenant used, by day and model, for the last `?days=`, 30 by default."""
         days = _number(call, "days", 30)
-        return json_response({"usage": self._usage.rows(max(days, 1))})
+        told = {"usage": self._usage.rows(max(days, 1)), "problem": self._usage.problem or None}
+        return json_response(told)
 
     async def recent_sessions(self, call: Call) -> web.Response:
         """List the sessions with the latest request first; at most `?limit=`."""

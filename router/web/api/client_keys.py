@@ -9,17 +9,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from math import ceil
 
 from aiohttp import web
 
 from router.base.api_keys import digest_of
-from router.base.errors import TenantBusyError, TenantQuotaError, UnauthorizedError
+from router.base.errors import TenantBusyError, UnauthorizedError
 from router.base.ports import Telemetry
 from router.base.types import NO_TENANT, Caller, Tenant
+from router.core.model.budget import Budget
 from router.core.model.tenancy import salted
 from router.llama.routes import PUBLIC
-from router.telemetry.usage import UsageBook
 from router.web.server.call import Call
 
 # The page of a llama-server with --api-key is open, as its public routes are. The names of its
@@ -32,30 +31,19 @@ _NO_LIMIT = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of a tenant; None: there is none. Tokens are those that servers compute for it."""
-
-    max_requests: int | None = None
-    tokens_per_minute: int | None = None
-    tokens_per_day: int | None = None
-    background: bool = False  # its requests are served after those of others
-
-
-@dataclass(frozen=True, slots=True)
 class Known:
     """The configuration of keys. `callers` is by the digest of the key."""
 
     callers: Mapping[bytes, Caller] = field(default_factory=dict)
-    limits: Mapping[str, Limits] = field(default_factory=dict)  # by tenant
     keeps_apart: bool = False
 
 
 class Keys:
     """The check of keys and of tenant limits. A replaced `known` counts for later requests."""
 
-    def __init__(self, telemetry: Telemetry, usage: UsageBook) -> None:
+    def __init__(self, telemetry: Telemetry, budget: Budget) -> None:
         self.known = Known()
-        self._usage = usage
+        self._budget = budget
         self._telemetry = telemetry
         self._busy: Counter[str] = Counter()
 
@@ -97,51 +85,32 @@ class Keys:
 
     def is_background(self, caller: Caller | None) -> bool:
         """Return whether the requests of a caller's tenant are served after all others."""
-        limits = None if caller is None else self.known.limits.get(caller.tenant)
+        limits = None if caller is None else self._budget.limits.get(caller.tenant)
         return limits is not None and limits.background
 
-    def room(self, caller: Caller | None) -> AbstractContextManager[None]:
+    def room(self, caller: Caller | None, *, costs: bool = True) -> AbstractContextManager[None]:
         """Count a request of the tenant while it arrives, waits or runs.
 
-        Raises TenantBusyError if the tenant has too many, TenantQuotaError if its tokens are used.
+        Raises TenantBusyError if the tenant has too many, TenantQuotaError if its tokens are used
+        and the request `costs` some.
         """
-        return _NO_LIMIT if caller is None else self._room(caller.tenant)
+        return _NO_LIMIT if caller is None else self._room(caller.tenant, costs)
 
     @contextmanager
-    def _room(self, name: str) -> Iterator[None]:
-        if (limits := self.known.limits.get(name)) is not None:
-            self._check(name, limits)
+    def _room(self, name: str, costs: bool) -> Iterator[None]:
+        limits = self._budget.limits.get(name)
+        most = None if limits is None else limits.max_requests
+        if most is not None and self._busy[name] >= most:
+            raise TenantBusyError(
+                f"{most} requests of this tenant are running or waiting; try again later"
+            )
+        if costs and (refusal := self._budget.refusal(name)) is not None:
+            raise refusal
         self._busy[name] += 1
         try:
             yield
         finally:
             self._busy[name] -= 1
-
-    def _check(self, name: str, limits: Limits) -> None:
-        """Raise TenantBusyError or TenantQuotaError if a limit is reached.
-
-        The tokens of a request are known at its end: the last one may exceed the limit.
-        """
-        most = limits.max_requests
-        if most is not None and self._busy[name] >= most:
-            self._telemetry.tenant_limited("max_requests")
-            raise TenantBusyError(
-                f"{most} requests of this tenant are running or waiting; try again later"
-            )
-        windows = (
-            ("minute", "tokens_per_minute", limits.tokens_per_minute),
-            ("day", "tokens_per_day", limits.tokens_per_day),
-        )
-        used, left_s = self._usage.used(name), self._usage.left_s()
-        for at, (window, reason, limit) in enumerate(windows):
-            if limit is not None and used[at] >= limit:
-                self._telemetry.tenant_limited(reason)
-                raise TenantQuotaError(
-                    f"this tenant has used its {limit} tokens of this {window};"
-                    f" try again in {ceil(left_s[at])} s",
-                    limit=limit,
-                    left_s=left_s[at],
-                )
 
 
 def _is_open(method: str, path: str) -> bool:

@@ -55,6 +55,7 @@ class _From(TypedDict):
     client: str | None
     clients_id: str | None
     caller: Caller | None
+    body_bytes: int
 
 
 class Completions:
@@ -253,6 +254,7 @@ class Completions:
             "client": call.client,
             "clients_id": call.clients_id,
             "caller": call.caller,
+            "body_bytes": len(call.raw),
         }
 
     def _check_quote(self, call: Call) -> None:

@@ -20,6 +20,7 @@ from router.telemetry.decision_log import DecisionLog
 from router.web.server.call import Call
 from router.web.server.relay import INLINE_BYTES, Capture
 
+_BROKEN = (Outcome.CLIENT_GONE, Outcome.BACKEND_ERROR)
 _USAGE_WITHIN = 4096  # bytes of either end of an answer of embeddings
 
 
@@ -69,8 +70,8 @@ class Reports:
                 )
         elif end.ok and end.encoding in IDENTITY:
             reported = read_usage(b"".join(end.capture.ends(_USAGE_WITHIN)))
-        elif end.outcome is Outcome.CLIENT_GONE and parsed is not None and parsed.stream:
-            # The server's totals come last, and its client has gone.
+        elif end.outcome in _BROKEN and parsed is not None and parsed.stream:
+            # The server's totals come last, and its client or the server has gone.
             seen = tokens_seen(end.capture.chunks, end.capture.size_bytes)
             reported = Reported(generated_tokens=seen)
         ttft_s = None

@@ -8,10 +8,9 @@ from router.base.tokens import Tokens
 from router.base.types import BackendInfo, MemoryKind, Outcome, RequestId, SlotStatus, SnapshotId
 from router.core.model import events as ev
 from router.core.model.effects import Delete, Detach, Prove, Save, SaveReason
-from router.core.model.policy import Policy, PolicyName
+from router.core.model.policy import Policy, PolicyName, SnapshotLimits
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import Phase
-from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.planner import plan
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (

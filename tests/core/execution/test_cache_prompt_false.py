@@ -168,7 +168,7 @@ def test_a_client_that_left_leaves_nothing_to_save() -> None:
     arrive(s, ids=LONG, reuse=False)
     finish(s, outcome=Outcome.CLIENT_GONE)
 
-    assert quiet(s, n=800) == []
+    assert names(quiet(s, n=800)) == ["Spent"]
     assert held(s, A0) == run_of(800)
     assert s.handle(ev.Tick(), NOW + 86400) == []
 

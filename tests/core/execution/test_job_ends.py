@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from router.base.tokens import EMPTY, head
 from router.base.types import (
     NO_TENANT,
+    Cost,
     Outcome,
     Prompt,
     Reported,
@@ -75,7 +76,8 @@ def test_a_good_end_is_accounted_for_and_frees_the_slot() -> None:
 
     (account,) = s.handle(ev.Finished(R, Outcome.OK, said), NOW)
 
-    assert account == Account(request_, A0, plan, Outcome.OK, said, 0.0, 0.0, None)
+    cost = Cost(computed=3, generated=2)
+    assert account == Account(request_, A0, plan, Outcome.OK, said, 0.0, 0.0, None, cost)
     assert held(s, A0) == tokens(1, 2, 3, 7)
     assert slot(s, A0).phase is Phase.IDLE
     assert (s.state.inventory.jobs, slot(s, A0).last_used) == ({}, NOW)
@@ -123,7 +125,7 @@ def test_a_slot_that_was_left_in_the_middle_is_watched(outcome: Outcome) -> None
     left = RequestProgress.ANSWERED if outcome is Outcome.REFUSED else RequestProgress.SENT
     assert finish(s, "r", outcome)[1:] == [WatchSlot(R, A0, left)]
     assert slot(s, A0).phase is Phase.ABANDONED
-    assert quiet(s, n=2) == []
+    assert names(quiet(s, n=2)) == ([] if outcome is Outcome.REFUSED else ["Spent"])
     assert slot(s, A0).content.resident == Resident(tokens(1, 2))
     assert s.state.inventory.jobs == {}
 
@@ -204,7 +206,7 @@ def test_a_prefill_that_was_left_is_gone_on_from() -> None:
     back = request("r2", run_of(2000) + tokens(7))
     assert s.handle(ev.Arrived(back), NOW + 3) == []
     again = s.handle(ev.PrefillFailed(R, "the client left", 1200), NOW + 4)
-    assert names(again) == ["Prefill"]
+    assert names(again) == ["Spent", "Prefill"]
     assert slot(s, A0).holder == R2
     assert held(s, A0) == run_of(1200)
 

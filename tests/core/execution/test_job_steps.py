@@ -9,8 +9,8 @@ from router.base.types import MemoryKind, SnapshotId, Source
 from router.core.model import events as ev
 from router.core.model.effects import Delete, Dispatch, Prefill, Quarantine, Restore, Save
 from router.core.model.effects import SaveReason as Why
+from router.core.model.policy import SnapshotLimits
 from router.core.model.slots import Phase
-from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
     A0,

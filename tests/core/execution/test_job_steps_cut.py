@@ -11,8 +11,8 @@ from router.core.execution.job_steps import next_step
 from router.core.model import events as ev
 from router.core.model.effects import Cut, Delete, Restore
 from router.core.model.jobs import CutStep
+from router.core.model.policy import SnapshotLimits
 from router.core.model.rates import LinearFit
-from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.planner import plan
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (

@@ -6,7 +6,7 @@ import pytest
 
 from router.base.types import MemoryKind, Prompt, RequestId, SnapshotId
 from router.core.model import events as ev
-from router.core.model.snapshot_limits import SnapshotLimits
+from router.core.model.policy import SnapshotLimits
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
     A0,

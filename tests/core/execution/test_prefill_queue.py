@@ -166,7 +166,7 @@ def test_who_stands_in_line_again_has_stood_before() -> None:
     s = stood_ten_seconds()
     assert of(s.handle(ev.Prefilled(RequestId("r2"), PIECE), NOW + 13)) == ["Prefill r"]
     assert tick(s, 20.9) == []
-    assert names(tick(s, 21.0)) == ["Reject"]
+    assert names(tick(s, 21.0)) == ["Reject", "Spent"]
 
 
 def test_gone_client_in_line_for_others_is_told_nothing() -> None:

@@ -14,7 +14,7 @@ from router.base.tokens import count, pack
 from router.base.types import Blob, MemoryKind, Snapshot, SnapshotId, StateShape
 from router.core.inventory.catalog import Basis, Catalog
 from router.core.inventory.prefix_index import Match
-from router.core.model.snapshot_limits import SnapshotLimits
+from router.core.model.policy import SnapshotLimits
 from tests.support.scheduler.build import NS, OTHER_NS, run_of, snapshot, tokens
 
 FULL, HYBRID = MemoryKind.FULL, MemoryKind.HYBRID

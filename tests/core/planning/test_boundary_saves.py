@@ -18,8 +18,8 @@ from router.base.types import (
 from router.core.model import events as ev
 from router.core.model.effects import Account, Delete, Dispatch, Prefill, Save, SaveReason
 from router.core.model.plan import Plan
+from router.core.model.policy import SnapshotLimits
 from router.core.model.slots import Content, Resident
-from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.boundary_saves import boundary_saves
 from router.core.planning.planner import plan
 from router.core.reporting.request_records import record_of
@@ -250,7 +250,7 @@ def test_a_client_that_leaves_at_a_pause_is_the_end_of_it() -> None:
     prefilled(s, prompt_tokens=600, cached_tokens=0)
     cancel(s)
 
-    assert saved(s, snapshot("b1", run_of(600))) == []
+    assert names(saved(s, snapshot("b1", run_of(600)))) == ["Spent"]
     assert R not in s.state.inventory.jobs
     assert held(s, A0) == run_of(600)
 

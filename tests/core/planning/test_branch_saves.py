@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from router.base.tokens import join
 from router.base.types import MemoryKind, Prompt, Tenant
 from router.core.model.effects import Save, SaveReason
+from router.core.model.policy import SnapshotLimits
 from router.core.model.rates import LinearFit, Mean
 from router.core.model.slots import Content, Resident
-from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import A0, A1, R, backend, busy, run_of, scheduler, snapshot
 from tests.support.scheduler.drive import arrive, names, prefilled, save_failed, saved, slot

@@ -9,10 +9,9 @@ from router.base.tokens import join
 from router.base.types import MemoryKind, Prompt, Request, RequestId, SlotId, Source
 from router.core.inventory.inventory import Inventory
 from router.core.model.plan import Candidate, Plan
-from router.core.model.policy import PolicyName
+from router.core.model.policy import PolicyName, SnapshotLimits
 from router.core.model.rates import Mean
 from router.core.model.slots import NO_WORK, Content, Resident
-from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.displacement import can_save, saving_pays
 from router.core.planning.planner import plan
 from tests.support.scheduler.build import (

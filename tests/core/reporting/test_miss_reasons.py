@@ -12,9 +12,8 @@ from router.core.inventory.catalog import Catalog
 from router.core.inventory.inventory import Inventory
 from router.core.model import events as ev
 from router.core.model.plan import Coverage
-from router.core.model.policy import PolicyName
+from router.core.model.policy import PolicyName, SnapshotLimits
 from router.core.model.slots import Content, Resident
-from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.planner import plan
 from router.core.reporting.miss_reasons import coverage_of, missed
 from tests.support.scheduler.build import (

@@ -3,7 +3,16 @@
 import pytest
 
 from router.base.tokens import EMPTY
-from router.base.types import Miss, Nearest, Outcome, OwnPrefill, Reported, RequestRecord, Source
+from router.base.types import (
+    Cost,
+    Miss,
+    Nearest,
+    Outcome,
+    OwnPrefill,
+    Reported,
+    RequestRecord,
+    Source,
+)
 from router.core.model.effects import Account
 from router.core.model.plan import Candidate, Coverage, Plan, Price
 from router.core.model.rates import LinearFit, Rates
@@ -19,7 +28,17 @@ def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
     # Originally 3 tokens were to be reused; the final plan reuses 2.
     plan = Plan(chosen, reason="why", coverage=Coverage(planned=3, nearest=NEAREST))
     account = Account(
-        request(), A0, plan, Outcome.OK, said, 5.0, 6.0, None, avoided_s=9.0, prefill_queue_s=4.0
+        request(),
+        A0,
+        plan,
+        Outcome.OK,
+        said,
+        5.0,
+        6.0,
+        None,
+        avoided_s=9.0,
+        prefill_queue_s=4.0,
+        cost=Cost(2, 1, 9),
     )
 
     assert record_of(account, ttft_s=7.0, total_s=8.0) == RequestRecord(
@@ -39,7 +58,7 @@ def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
         ttft_s=7.0,
         total_s=8.0,
         predicted_s=8.0,
-        least_computed=1,
+        cost=Cost(2, 1, 9),
         avoided_s=9.0,
         missed={Miss.FAILED: 1},
         nearest=NEAREST,
@@ -60,15 +79,6 @@ def test_nothing_is_missed_where_nothing_was_reported() -> None:
     account = Account(request(), A0, plan, Outcome.CLIENT_GONE, Reported(), 0.0, 0.0, None)
 
     assert record_of(account, None, 0.0).missed == {}
-
-
-@pytest.mark.parametrize(("ttft_s", "least"), [(None, 40), (0.1, 80)])
-def test_least_that_was_computed_without_a_report(ttft_s: float | None, least: int) -> None:
-    """Once a client has seen a token, all of its prompt but the reused part was computed."""
-    plan = Plan(Candidate(A0, Source.RESIDENT, 20, Price()))
-    asked = request(ids=range(100))
-    account = Account(asked, A0, plan, Outcome.CLIENT_GONE, Reported(), 0.0, 0.0, OwnPrefill(40))
-    assert record_of(account, ttft_s, 0.0).least_computed == least
 
 
 @pytest.mark.parametrize(

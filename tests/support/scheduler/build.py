@@ -21,11 +21,10 @@ from router.base.types import (
 from router.core.execution.state import State
 from router.core.inventory.catalog import Catalog
 from router.core.inventory.inventory import Inventory
-from router.core.model.policy import Policy, PolicyName
+from router.core.model.policy import Policy, PolicyName, SnapshotLimits
 from router.core.model.rates import LinearFit, Mean, Rates
 from router.core.model.request_queue import Queue, QueueLimits
 from router.core.model.slots import Content, Resident, Work
-from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.scheduler import Scheduler
 
 A, B = BackendId("a"), BackendId("b")

@@ -352,10 +352,10 @@ class World:
                 assert not (left and self.servers[effect.backend].alive), "not over"
                 self.dies(effect.backend)
                 self.released.add(effect.backend)
-            case ef.StartServer() | ef.StopServer() | ef.ModelReady() | ef.Limited():
-                raise AssertionError("no servers on demand here")
-            case ef.Prove():
-                raise AssertionError("all servers here are probed")
+            case ef.StartServer() | ef.StopServer() | ef.ModelReady() | ef.Limited() | ef.Prove():
+                raise AssertionError("all servers here are probed, and none is on demand")
+            case ef.Spent():
+                pass  # nobody has a key
             case ef.Quarantine():
                 assert effect.snapshot.id not in self.gone, "quarantined twice"
                 self.gone.add(effect.snapshot.id)

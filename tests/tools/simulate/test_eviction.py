@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.base.tokens import Tokens, pack
-from router.core.model.snapshot_limits import UNLIMITED
+from router.core.model.policy import UNLIMITED
 from router.tools.simulate.accounting import reusable
 from router.tools.simulate.eviction import compare, served_by
 from router.tools.simulate.machines.hardware import PRESETS

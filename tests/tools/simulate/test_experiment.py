@@ -7,8 +7,7 @@ from math import inf
 import pytest
 
 from router.base.types import SnapshotId
-from router.core.model.policy import PolicyName
-from router.core.model.snapshot_limits import UNLIMITED
+from router.core.model.policy import UNLIMITED, PolicyName
 from router.tools.simulate.accounting import percentiles
 from router.tools.simulate.experiment import Experiment
 from router.tools.simulate.machines.blobs import SimulatedBlobs, SplitSettings

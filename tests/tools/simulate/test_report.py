@@ -7,8 +7,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from router.core.model.policy import PolicyName
-from router.core.model.snapshot_limits import UNLIMITED
+from router.core.model.policy import UNLIMITED, PolicyName
 from router.tools.simulate import report
 from router.tools.simulate.accounting import Result
 from router.tools.simulate.eviction import Evicted

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from router.base.tokens import Tokens, pack
 from router.base.types import MemoryKind, Prompt, RequestId
-from router.core.model.policy import Policy, PolicyName
+from router.core.model.policy import UNLIMITED, Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
-from router.core.model.snapshot_limits import UNLIMITED
 from router.tools.simulate.accounting import Losses
 from router.tools.simulate.machines.hardware import PRESETS, Hardware
 from router.tools.simulate.machines.on_demand import OnDemand

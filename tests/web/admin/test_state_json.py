@@ -34,8 +34,8 @@ from router.core.model.jobs import (
     Step,
 )
 from router.core.model.plan import Candidate, Plan, Price
+from router.core.model.policy import SnapshotLimits
 from router.core.model.slots import Slot
-from router.core.model.snapshot_limits import SnapshotLimits
 from router.engine.scheduler_view import slot_view
 from router.web.admin.state_json import Changes, Picture, changes, slot_row, survey
 from tests.support.scheduler.build import request

@@ -21,12 +21,12 @@ from router.base.types import (
     RequestId,
     Tenant,
 )
+from router.core.model.budget import Budget
 from router.engine.engine import Engine
 from router.llama.attach.monitor import Monitor
 from router.llama.routes import Shape
 from router.llama.wire import ParsedRequest, parse_request
 from router.prompts.reader import PromptReader
-from router.telemetry.usage import UsageBook
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
@@ -181,7 +181,7 @@ async def test_completion_is_read_with_the_wanted_boundaries(kind: MemoryKind) -
         directory,
         cast(Sender, None),
         Settings(),
-        Keys(cast(Telemetry, None), UsageBook(lambda: 0.0)),
+        Keys(cast(Telemetry, None), Budget()),
         Suspects(lambda: 0.0),
         Nowhere(cast(Engine, None)),
     )

@@ -1,0 +1,99 @@
+"""What tenants may use: tokens in a minute and on a day of UTC. Pure but for the wall time."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from math import ceil, inf
+
+from msgspec import Struct
+
+from router.base.errors import TenantQuotaError
+from router.base.types import Cost
+
+_WINDOWS_S = {"minute": 60, "day": 86400}
+
+
+class Limits(Struct, frozen=True):
+    """Limits of a tenant; None: there is none. Tokens are those that servers compute for it."""
+
+    max_requests: int | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    reused: float = 0.0  # what a reused token counts, 0 to 1
+    background: bool = False  # its requests are served after those of others
+
+    def of(self, window: str) -> int | None:
+        """Return the most tokens in a window, "minute" or "day"."""
+        return self.tokens_per_minute if window == "minute" else self.tokens_per_day
+
+    def tokens(self, cost: Cost) -> float:
+        """Return what a cost counts."""
+        return cost.computed + cost.generated + self.reused * cost.cached
+
+
+class Budget:
+    """The tokens that tenants with limits have used."""
+
+    def __init__(self, wall_now: Callable[[], float] = lambda: 0.0) -> None:
+        """Set up without limits. `wall_now`: UNIX seconds."""
+        self.limits: Mapping[str, Limits] = {}  # by tenant
+        # What each tenant used on a day, counted since 1970: for a start, or a clock that is set.
+        self.costs_of_day: Callable[[int], Mapping[str, Cost]] = lambda _: {}
+        self._wall_now = wall_now
+        self._used = {window: defaultdict[str, float](float) for window in _WINDOWS_S}
+        self._number = dict.fromkeys(_WINDOWS_S, 0)  # of each window, since 1970
+
+    def limit(self, limits: Mapping[str, Limits]) -> None:
+        """Replace the limits of all tenants."""
+        self.limits = limits
+        self.recount()
+
+    def spend(self, tenant: str, cost: Cost) -> None:
+        """Count what a request of a tenant has cost."""
+        if (limits := self.limits.get(tenant)) is not None:
+            self._begin_windows()
+            for used in self._used.values():
+                used[tenant] += limits.tokens(cost)
+
+    def left(self, tenant: str) -> float:
+        """Return the tokens that a tenant may still use now; inf: it has no limit."""
+        if (limits := self.limits.get(tenant)) is None:
+            return inf
+        self._begin_windows()
+        most = ((window, limits.of(window)) for window in _WINDOWS_S)
+        return min(
+            (limit - self._used[window][tenant] for window, limit in most if limit is not None),
+            default=inf,
+        )
+
+    def refusal(self, tenant: str) -> TenantQuotaError | None:
+        """Return the error for a tenant that has used its tokens; None: it may use some."""
+        if self.left(tenant) > 0:
+            return None
+        found: list[TenantQuotaError] = []
+        for window, seconds in _WINDOWS_S.items():
+            limit, now = self.limits[tenant].of(window), self._wall_now()
+            if limit is not None and self._used[window][tenant] >= limit:
+                left_s = seconds - now % seconds
+                told = f"this tenant has used its {limit} tokens of this {window}"
+                again = f"try again in {ceil(left_s)} s"
+                found.append(
+                    TenantQuotaError(f"{told}; {again}", limit=limit, window=window, left_s=left_s)
+                )
+        return max(found, key=lambda error: error.left_s)
+
+    def recount(self) -> None:
+        """Count what was used on this day anew, as `costs_of_day` has it."""
+        used = self._used["day"]
+        used.clear()
+        for tenant, cost in self.costs_of_day(self._number["day"]).items():
+            if (limits := self.limits.get(tenant)) is not None:
+                used[tenant] = limits.tokens(cost)
+
+    def _begin_windows(self) -> None:
+        now = self._wall_now()
+        for window, seconds in _WINDOWS_S.items():
+            if (number := int(now // seconds)) != self._number[window]:
+                self._number[window] = number
+                self._used[window].clear()
+                if window == "day":
+                    self.recount()
