@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 import orjson
 from msgspec import Struct
+from msgspec.structs import replace
 
 from router.base.decoding import UndecodableError, json_bytes
 from router.base.errors import BadRequestError
@@ -95,6 +96,10 @@ class UnknownPrompt(Struct, frozen=True):
 PromptSource = TokenPrompt | TextPrompt | MixedPrompt | ChatPrompt | InfillPrompt | UnknownPrompt
 
 
+_INFILL = ("input_prefix", "input_suffix", "input_extra")
+_PROMPTS = frozenset({"messages", "prompt", "input", "system", "tools", *_INFILL})
+
+
 class ParsedRequest(Struct, frozen=True):
     """One completion request, as llama-server reads it."""
 
@@ -114,6 +119,11 @@ class ParsedRequest(Struct, frozen=True):
     hints: CacheHints = NO_HINTS
     background: bool = False  # its client can wait
     salt: str = ""  # its client's digest of `cache_salt`: nothing is shared between two of them
+
+    def without_prompt(self) -> "ParsedRequest":
+        """Return the request without what may be large; its other fields stay."""
+        body = {name: value for name, value in self.body.items() if name not in _PROMPTS}
+        return replace(self, body=body, prompt_source=UnknownPrompt("it was let go of"))
 
     @property
     def counts_asked(self) -> list[Any] | None:

@@ -151,6 +151,7 @@ class App:
         assert self._hosts is not None
         path = call.http.path
         if path.startswith(PEERS) and HOP not in call.http.headers:
+            call.is_trusted = True
             await self._bodies.read(call)
             return await self._hosts.routes.answer(call)
         if is_own(path) or _is_for_peers(path):

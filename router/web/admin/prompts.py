@@ -153,6 +153,7 @@ class PromptRoutes:
         shape = shape_of(path)
         if shape is None:
             raise BadRequestError(f"path: {path!r} is not a completion route")
+        call.is_trusted = True
         await self._bodies.read(call)
         filters = self._settings.filters
         parsed, _ = await json_offload.read(call.raw, parse_completion, shape, call.raw, filters)

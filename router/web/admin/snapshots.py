@@ -286,6 +286,7 @@ class Snapshots:
         self._guard.check(call.http)
         if call.http.content_type != "application/json":
             raise UnsupportedMediaTypeError("the body must be application/json")
+        call.is_trusted = True
         await self._bodies.read(call)
         return parse_body(call.raw)
 

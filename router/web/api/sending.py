@@ -61,6 +61,7 @@ class Sender:
 
         def first_byte() -> None:
             call.first_byte = perf_counter()
+            call.let_go()
             if grant.plan.prefill_first and request.streams:
                 told = partial(self._engine.tell, ev.Begun(request.id))
                 asyncio.get_running_loop().call_soon(self._throttle.call, told)

@@ -112,7 +112,7 @@ class Suspects:
 
 
 def _keys(raw: bytes, parsed: ParsedRequest | None) -> list[bytes]:
-    keys = [blake2b(raw, digest_size=16).digest()]
+    keys = [blake2b(raw, digest_size=16).digest()] if raw else []  # a large one is let go of
     if parsed is not None:
         alike = {k: v for k, v in trial.unproven(parsed).items() if k in _ALIKE}
         if alike:

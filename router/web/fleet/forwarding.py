@@ -401,13 +401,18 @@ class Forwarding:
         on_first_byte: Callable[[], None],
     ) -> tuple[web.StreamResponse, Outcome]:
         """Pass the answer of a peer to the client. Raises BackendError before the first byte."""
+
+        def first_byte() -> None:
+            call.let_go()
+            on_first_byte()
+
         return await relay(
             call,
             upstream,
             call.names(here=False),
             self._settings,
             capture,
-            on_first_byte,
+            first_byte,
             self._throttle,
         )
 

@@ -1,12 +1,13 @@
 """Bodies of requests: read within limits of size, time, memory and expansion.
 
-A body is held until its request has been answered, and costs several times its size: parsed, and
-as tokens. So the bodies of all requests together have a limit, and a client may take half of it.
+A body is held until its answer begins, and costs several times its size: parsed, and as tokens. So
+the bodies of all requests together have a limit. What counts is what came, not what was announced.
 """
 
 import asyncio
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from aiohttp import HttpVersion11, web
 
@@ -25,7 +26,9 @@ from router.web.server.settings import Settings
 _NOT_ENCODED = frozenset({"", "identity"})
 # A compressed body may expand so many times: prompts do 3 to 10 times, text of one letter 1,000.
 _MOST_EXPANDED = 30
-_SMALL = 1024 * 1024  # bytes; a smaller body may expand more
+_SMALL = 1024 * 1024  # bytes; a smaller body may expand more, and is held until its answer ends
+# Of the memory for bodies, kept for operators and other hosts. Chosen.
+_KEPT_SHARE = 4
 
 
 class Bodies:
@@ -47,11 +50,11 @@ class Bodies:
         encoding = request.headers.get("Content-Encoding", "").strip().lower()
         if encoding not in _NOT_ENCODED and encoding not in ENCODINGS:
             raise unsupported()
-        length = _length(request)
-        if length is not None:
-            self._take(call, length)  # before it is read
+        if (length := _length(request)) is not None:
+            self._check_size(length)
         if expects(request):
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        call.let_go = partial(self._let_go, call)
         call.raw = await self._arrived(call)
         if encoding not in _NOT_ENCODED:
             call.raw = await self._decoded(call, encoding)
@@ -68,11 +71,19 @@ class Bodies:
                 f"the body did not arrive within {limit_s:g} s (limits.body_timeout)"
             ) from error
 
+    def _let_go(self, call: Call) -> None:
+        """Let go of a large body whose answer has begun: it is not sent again."""
+        if call.held_bytes > _SMALL:
+            call.raw = b""
+            if call.parsed is not None and call.parsed.tasks == 1:
+                call.parsed = call.parsed.without_prompt()
+            self.release(call)
+
     def release(self, call: Call) -> None:
         """Stop counting the body of a call."""
         if not call.held_bytes:
             return
-        client, held = call.client, call.held_bytes
+        client, held = _owner(call), call.held_bytes
         call.held_bytes = 0
         self.held_bytes -= held
         self._held[client] -= held
@@ -80,16 +91,23 @@ class Bodies:
             del self._held[client]
 
     def _take(self, call: Call, size: int) -> None:
-        """Count a body as one of `size` bytes, or raise BodiesFullError."""
-        client, held = call.client, call.held_bytes
+        """Count a body as one of `size` bytes, or raise BodiesFullError.
+
+        A client may hold half of what others leave free, so there is always room for one more. A
+        part is kept for operators and for other hosts.
+        """
+        client, held = _owner(call), call.held_bytes
         more, most = size - held, self._settings.body_memory_bytes
         if more <= 0:
             return
-        others = self._held[client] - held
-        if self.held_bytes + more > most or (others and others + size > most // 2):
+        if call.hop is None and not call.is_trusted:
+            most -= most // _KEPT_SHARE
+        of_client = self._held[client]
+        if of_client + more > (most - (self.held_bytes - of_client)) // 2:
             raise BodiesFullError(
-                f"the bodies of requests in progress take {self.held_bytes} bytes, and this one"
-                f" {size}; all may take {most}, those of one client half (limits.body_memory)"
+                f"the bodies of requests in progress take {self.held_bytes} bytes, {of_client} of"
+                f" them from this client, and this one {size}; a client may take half of what"
+                f" others leave of {most} (limits.body_memory)"
             )
         call.held_bytes = size
         self.held_bytes += more
@@ -134,6 +152,13 @@ class Bodies:
         limit = self._settings.max_body_bytes
         if size > limit:
             raise BodyTooLargeError(f"the body is larger than {limit} bytes (limits.max_body)")
+
+
+def _owner(call: Call) -> str | None:
+    """Return whose body it is: a tenant's or an address's. A key that nobody checks names none."""
+    if call.hop is not None:
+        return call.hop.client
+    return call.sender if call.caller is None else call.fair_to
 
 
 def _length(request: web.BaseRequest) -> int | None:

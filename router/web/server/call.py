@@ -3,6 +3,7 @@
 `Completions.serve` names the stages of a request that takes a slot, in their order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -40,6 +41,7 @@ class Call:
     host: str | None = None  # the name of this host, in a fleet
     sender: str | None = None  # the address of the client
     hop: Hop | None = None  # another host forwarded the request
+    is_trusted: bool = False  # of an operator, or a call of another host
     keyed: bool = False  # clients have keys: one in the request is for the router
     caller: Caller | None = None  # the owner of the key, if the request needed one
     route: Route = field(init=False)
@@ -48,6 +50,7 @@ class Call:
     # -- from the body
     raw: bytes = b""
     held_bytes: int = 0  # of memory for the body (`Bodies`)
+    let_go: Callable[[], None] = lambda: None  # of a large body, once its answer has begun
     parsed: ParsedRequest | None = None  # of a completion
     tasks: int = 1  # of another request that takes a slot, or several
     model: str | None = None  # as the client named it, or hosts know it

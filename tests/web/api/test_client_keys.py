@@ -300,6 +300,23 @@ async def test_a_tenant_may_have_so_many_and_no_more(fake: FakeLlama) -> None:
     assert metrics['kvferry_requests_total{outcome="tenant_busy"}'] == 1
 
 
+@pytest.mark.parametrize(
+    "path", ["/tokenize", "/detokenize", "/apply-template", "/v1/messages/count_tokens"]
+)
+async def test_a_request_without_a_slot_is_one_of_so_many(fake: FakeLlama, path: str) -> None:
+    """Its prompt takes the server's time, too. Lists and pages do not count."""
+    yaml = auth(("laptop", GOOD, "alice"), limits="{name: alice, max_requests: 1}")
+    async with running([("a", fake.url)], None, yaml=yaml) as kvferry, asyncio.TaskGroup() as group:
+        fake.decode_gate.clear()
+        group.create_task(kvferry.post("/completion", PROMPT, headers=bearer(GOOD)))
+        await kvferry.until(lambda state: any(s["phase"] == "running" for s in state["slots"]))
+        refused = await kvferry.post(path, {"content": "ferry"}, headers=bearer(GOOD))
+        listed = await kvferry.session.get(kvferry.url + "/v1/models", headers=bearer(GOOD))
+        fake.decode_gate.set()
+    assert refused.status == 429
+    assert listed.status == 200
+
+
 @pytest.mark.parametrize("path", ["/completion", "/v1/embeddings"])
 async def test_a_body_that_is_on_its_way_is_one_of_so_many(fake: FakeLlama, path: str) -> None:
     """A tenant's limit counts requests that still arrive: the body of one more is not read."""

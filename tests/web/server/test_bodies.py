@@ -54,27 +54,76 @@ def held(kvferry: RunningRouter) -> int:
     return kvferry.router.app._bodies.held_bytes
 
 
+def padded(size: int) -> bytes:
+    """Return a short completion of so many bytes."""
+    return BODY[:-1] + b', "x": "%b"}' % (b"y" * (size - len(BODY) - 8))
+
+
 async def test_bodies_in_progress_have_a_limit(kvferry: RunningRouter, fake: FakeLlama) -> None:
-    """Beyond it: 503 before the body is read. A client alone may take half of it."""
+    """A client may take half of what others leave of three fourths."""
     fake.prefill_gate.clear()
-    large = b'{"prompt": "%b", "n_predict": 1}' % (b"x" * 3_000)
-    padded = large[:-1] + b', "x": "%b"}' % (b"y" * 3 * MIB)
+    large = padded(5 * MIB // 2)
     async with asyncio.TaskGroup() as group:
-        first = group.create_task(post(kvferry, padded))
-        await kvferry.until(lambda _: held(kvferry) == len(padded))
+        first = group.create_task(post(kvferry, large))
+        await kvferry.until(lambda _: held(kvferry) == len(large))
         async with kvferry.session.post(
-            kvferry.url + "/completion", data=BytesIO(padded)
+            kvferry.url + "/completion", data=BytesIO(large)
         ) as response:
             told = await response.json()
             assert response.status == 503
             assert response.headers["Retry-After"] == "1"
             assert "limits.body_memory" in told["error"]["message"]
-        assert held(kvferry) == len(padded)
+        await kvferry.until(lambda _: held(kvferry) == len(large))
         small = group.create_task(post(kvferry, BODY))
-        await kvferry.until(lambda _: held(kvferry) == len(padded) + len(BODY))
+        await kvferry.until(lambda _: held(kvferry) == len(large) + len(BODY))
         fake.prefill_gate.set()
     assert [await first, await small] == [200, 200]
     await kvferry.until(lambda _: held(kvferry) == 0)
+
+
+async def test_what_was_announced_does_not_count(kvferry: RunningRouter) -> None:
+    """Of a body that never comes nothing is held, so nobody else has to wait for it."""
+    writers = []
+    for _ in range(20):
+        _, writer = await kvferry.connect()
+        head = f"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: {3 * MIB}\r\n\r\n"
+        writer.write(head.encode() + b"{")
+        writers.append(writer)
+    await kvferry.until(lambda _: held(kvferry) == 20)
+    assert await post(kvferry, padded(2 * MIB)) == 200
+    for writer in writers:
+        writer.close()
+    await kvferry.until(lambda _: held(kvferry) == 0)
+
+
+async def test_a_large_body_is_let_go_of_when_its_answer_begins(
+    kvferry: RunningRouter, fake: FakeLlama
+) -> None:
+    """Answers may take long; what was sent is not sent again."""
+    fake.faults.hang_after_chunks = 1
+    stream = padded(2 * MIB)[:-1] + b', "stream": true, "n_predict": 3}'
+    async with kvferry.session.post(kvferry.url + "/completion", data=BytesIO(stream)) as response:
+        await response.content.readany()
+        await kvferry.until(lambda _: held(kvferry) == 0)
+        assert not response.content.at_eof()
+
+
+@pytest.mark.parametrize("key", ["", "made up"])
+async def test_a_key_that_nobody_checks_is_no_other_client(
+    kvferry: RunningRouter, fake: FakeLlama, key: str
+) -> None:
+    fake.prefill_gate.clear()
+    large = padded(5 * MIB // 2)
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(post(kvferry, large))
+        await kvferry.until(lambda _: held(kvferry) == len(large))
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with kvferry.session.post(
+            kvferry.url + "/completion", data=BytesIO(large), headers=headers
+        ) as response:
+            assert response.status == 503
+        fake.prefill_gate.set()
+    assert await first == 200
 
 
 @pytest.mark.parametrize("target", ["GET /kvferry/health", "GET /metrics", "POST /kvferry/reload"])
