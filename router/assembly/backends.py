@@ -7,11 +7,12 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import structlog
 
 from router.base.errors import ConflictError, RouterError
-from router.base.tasks import Tasks, supervise
+from router.base.tasks import Tasks, in_thread, supervise, within
 from router.base.types import BackendId, KvDir
 from router.config.schema import BackendConfig, Config
 from router.core.model import events as ev
@@ -24,8 +25,24 @@ from router.llama.server_client import Connections, Timeouts
 log = structlog.get_logger(__name__)
 
 
+T = TypeVar("T")
+
+_READ_S = 10.0  # for a file of the configuration
+
+
 class StartError(RouterError):
     """The router cannot work as configured; the message names the key and the remedy."""
+
+
+async def read(function: Callable[[], T], what: str) -> T:
+    """Return the result of a function that reads a file. Raises StartError if it does not answer.
+
+    A file on a mount that hangs must hold up neither later reloads nor the end of the process.
+    """
+    try:
+        return await within(in_thread(function, "read a file"), _READ_S, what)
+    except TimeoutError as error:
+        raise StartError(str(error)) from error
 
 
 def timeouts_of(config: Config) -> Timeouts:

@@ -4,12 +4,12 @@ New files are loaded into the contexts in use: open connections stay, new ones g
 certificate.
 """
 
-import asyncio
 import ssl
+from functools import partial
 
 import structlog
 
-from router.assembly.backends import StartError
+from router.assembly.backends import StartError, read
 from router.base.certificates import end_of
 from router.config.schema import Config, TlsConfig
 from router.hosts.credentials import Credentials, CredentialsError, renew
@@ -36,10 +36,10 @@ class Certificates:
     async def take(self, config: Config) -> None:
         """Load the files of a configuration. Raises StartError; all stays as it was then."""
         if self.context is not None:
-            await asyncio.to_thread(self._load, self.context, config.tls)
+            await read(partial(self._load, self.context, config.tls), "tls: certificate")
         if self.credentials is not None and self._directory is not None:
             try:
-                await asyncio.to_thread(renew, self.credentials, self._directory)
+                await read(partial(renew, self.credentials, self._directory), "fleet.credentials")
             except CredentialsError as error:
                 raise StartError(f"fleet.credentials (--fleet-credentials): {error}") from error
 

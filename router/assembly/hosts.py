@@ -16,7 +16,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from router import __version__
-from router.assembly.backends import StartError, timeouts_of
+from router.assembly.backends import StartError, read, timeouts_of
 from router.base.clock import MonotonicClock, wall_now
 from router.base.errors import KvError
 from router.base.tasks import Tasks
@@ -136,7 +136,7 @@ async def hosts_of(
         yield None
         return
     try:
-        credentials = await asyncio.to_thread(load_credentials, fleet.credentials)
+        credentials = await read(partial(load_credentials, fleet.credentials), "fleet.credentials")
     except CredentialsError as error:
         raise StartError(f"fleet.credentials (--fleet-credentials): {error}") from error
     name, incarnation = fleet.name or _own_name(), secrets.token_hex(8)
@@ -287,7 +287,8 @@ async def cold_parts(config: ColdConfig) -> ColdStore:
     assert config.url is not None
     place = ColdPlace(config.url, config.endpoint, config.region)
     try:
-        secret = None if config.key_file is None else await asyncio.to_thread(_key, config.key_file)
+        key_file = config.key_file
+        secret = None if key_file is None else await read(partial(_key, key_file), "cold.key_file")
         objects: Objects
         if place.is_directory:
             objects = SharedDirectory(place, is_sealed=secret is not None)

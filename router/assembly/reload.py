@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import structlog
 
-from router.assembly.backends import StartError
+from router.assembly.backends import StartError, read
 from router.base.errors import ConflictError, InvalidConfigError, KvError, RouterError
 from router.base.ports import Spawn
 from router.config.diff import Change, Changes, compare
@@ -69,7 +70,8 @@ class Reload:
         if self._path is None:
             raise ConflictError("kvferry was started without --config: there is no file to read")
         try:
-            changes = compare(self.config, await asyncio.to_thread(load, self._path))
+            wanted = await read(partial(load, self._path), str(self._path))
+            changes = compare(self.config, wanted)
             if misfits := changes.config.misfits():
                 pending = ", ".join(change.key for change in changes.needs_restart)
                 raise ConfigError(

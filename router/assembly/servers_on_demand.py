@@ -3,11 +3,12 @@
 import asyncio
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import structlog
 
-from router.assembly.backends import Backends, StartError, timeouts_of
+from router.assembly.backends import Backends, StartError, read, timeouts_of
 from router.base.errors import BackendError
 from router.base.tasks import Tasks
 from router.base.types import BackendId, KvDir, KvSettings
@@ -89,9 +90,9 @@ class ServersOnDemand:
             raise StartError(f"servers: kv_dir: {error}") from error
         if self._kv_dir is None:
             return
-        self._proofs = await asyncio.to_thread(read_proofs, self._kv_dir)
+        self._proofs = await read(partial(read_proofs, self._kv_dir), str(self._kv_dir))
         for model in self._models:  # a warning: the file may come before its first request
-            if model.model is not None and not await asyncio.to_thread(model.model.is_file):
+            if model.model is not None and not await _is_file(model.model):
                 log.warning("model_file_missing", model=model.name, path=str(model.model))
 
     async def _make_kv_dir(self) -> None:
@@ -99,7 +100,8 @@ class ServersOnDemand:
         if self._kv_dir is None:
             return
         try:
-            await asyncio.to_thread(self._kv_dir.mkdir, mode=0o700, parents=True, exist_ok=True)
+            make = partial(self._kv_dir.mkdir, mode=0o700, parents=True, exist_ok=True)
+            await read(make, str(self._kv_dir))
         except OSError as error:
             raise OSError(f"{self._kv_dir} cannot be made: {error.strerror}") from error
 
@@ -182,3 +184,9 @@ def _secrets_of(config: Config) -> set[str]:
     """Return the environment variables that hold secrets that servers have no use for."""
     variables = [config.admin.token_env, *(backend.api_key_env for backend in config.backends)]
     return {variable for variable in variables if variable is not None}
+
+
+async def _is_file(path: Path) -> bool:
+    with suppress(StartError):  # its mount hangs; other models may be elsewhere
+        return await read(path.is_file, str(path))
+    return False

@@ -1,6 +1,7 @@
 """Reload: settings in force at once, settings that need a restart; bad files change nothing."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
+from router.assembly import backends
 from router.config.schema import LogLevel
 from router.telemetry.logs import set_level, set_up_logging
 from router.tools.doctor.check import check_text
@@ -105,6 +107,22 @@ async def test_a_file_with_mistakes_changes_nothing(setting: Setting) -> None:
     assert setting.kvferry.router.config is before
     assert setting.kvferry.router.engine._scheduler.state.queue.limits.max_requests == 1024
     assert_good(await setting.kvferry.complete(PROMPT))
+
+
+async def test_a_file_that_does_not_answer_blocks_nothing(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A FIFO that nobody writes, as a mount that hangs. The next reload is as any."""
+    monkeypatch.setattr(backends, "_READ_S", 0.05)
+    setting.path.unlink(missing_ok=True)
+    os.mkfifo(setting.path)
+    answer = await setting.kvferry.reload()
+    assert answer.status == 422
+    assert f"{setting.path} did not answer" in answer.json["error"]["message"]
+
+    setting.path.rename(setting.path.with_name("aside"))
+    answer = await setting.reload("queue: {max_requests: 7}")
+    assert [change["key"] for change in answer.json["changed"]] == ["queue.max_requests"]
 
 
 @pytest.mark.parametrize("what", ["no file", "kv_dir", "key"])
