@@ -180,6 +180,16 @@ class Cost(Struct, frozen=True):
     generated: int = 0
 
 
+class Keep(Struct, frozen=True):
+    """A wish to keep a prompt: for so long, and whose it is. "": the operator's."""
+
+    seconds: float = 0.0
+    owner: str = ""
+
+
+NO_KEEP = Keep()
+
+
 class Request(Struct, frozen=True):
     """One completion request, as far as the scheduler has to know it."""
 
@@ -210,6 +220,14 @@ class Request(Struct, frozen=True):
     clients_id: str | None = None  # the client's own id for it; for the log
     caller: Caller | None = None  # None: no keys are configured
     body_bytes: int = 0  # no fewer than its tokens, where they are not known
+
+    @property
+    def keep(self) -> Keep:
+        """Return the wish of its client, or of the operator who warms a prompt."""
+        if not self.keep_s:
+            return NO_KEEP
+        owner = self.client if self.caller is None else self.caller.tenant
+        return Keep(self.keep_s, "" if self.warms else owner or "-")
 
     @property
     def takes_one_slot(self) -> bool:

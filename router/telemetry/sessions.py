@@ -18,6 +18,7 @@ class SessionSums:
     session: Session
     began_at: float
     tenant: str | None
+    model: str | None
     last_at: float = 0.0
     last: RequestRecord | None = None
     requests: int = 0
@@ -42,6 +43,7 @@ class SessionSums:
             "id": self.session.id,
             "named_by": self.session.named_by,
             "tenant": self.tenant,
+            "model": self.model,
             "began": _time(self.began_at),
             "last": _time(self.last_at),
             "requests": self.requests,
@@ -61,20 +63,23 @@ class Sessions:
     def __init__(self, limit: int, wall_now: Callable[[], float]) -> None:
         self._limit = limit
         self._wall_now = wall_now
-        self._sums: OrderedDict[Session, SessionSums] = OrderedDict()
+        # Two tenants may name their sessions alike, and a session may use two models.
+        self._sums: OrderedDict[tuple[Session, str | None, str | None], SessionSums]
+        self._sums = OrderedDict()
 
     def over(self, record: RequestRecord) -> None:
         """Add a finished request that reached a backend, if its client named a session."""
         session, now = record.session, self._wall_now()
         if session is None or not self._limit:
             return
-        if session not in self._sums:
-            tenant = None if record.caller is None else record.caller.tenant
-            self._sums[session] = SessionSums(session, now, tenant)
+        tenant = None if record.caller is None else record.caller.tenant
+        key = session, tenant, record.model
+        if key not in self._sums:
+            self._sums[key] = SessionSums(session, now, tenant, record.model)
             if len(self._sums) > self._limit:
                 self._sums.popitem(last=False)
-        self._sums[session].add(record, now)
-        self._sums.move_to_end(session)
+        self._sums[key].add(record, now)
+        self._sums.move_to_end(key)
 
     def recent(self) -> list[SessionSums]:
         """Return all sessions, the one with the latest request first."""

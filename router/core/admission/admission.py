@@ -387,7 +387,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     if chosen.snapshot is not None:
         inventory.catalog.add_reference(chosen.snapshot, now)
         if request.keep_s:
-            inventory.catalog.protect(chosen.snapshot, now + request.keep_s)
+            inventory.catalog.protect(chosen.snapshot, now + request.keep_s, request.keep.owner)
         job.use(chosen.snapshot)
     inventory.granted += 1
     if not request.background:

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from router.base.types import (
+    NO_KEEP,
     NO_TENANT,
     BackendId,
     BackendInfo,
@@ -96,7 +97,7 @@ def _lend(state: State, backend: BackendId, now: float) -> None:
         loan = ProbeLoan(id=name, lease=lease, others=others, before=before)
         state.inventory.jobs[name] = loan
     for slot in chosen:
-        slot.hold(replace(slot.content, tenant=NO_TENANT, keep_s=0.0))
+        slot.hold(replace(slot.content, tenant=NO_TENANT, keep=NO_KEEP))
 
 
 def put_off(state: State, event: ev.ProbePutOff, now: float) -> None:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from router.base.errors import BackendError
 from router.base.types import (
+    NO_KEEP,
     NO_TENANT,
     BackendId,
     BackendInfo,
@@ -176,7 +177,7 @@ def _follow(state: State, job: RequestJob, actual: Slot) -> None:
     job.move(actual.lease(job.id, work))
     job.runs_on(actual.content.resident)
     actual.start(job.lease)
-    actual.hold(replace(actual.content, tenant=work.tenant, keep_s=leased.content.keep_s))
+    actual.hold(replace(actual.content, tenant=work.tenant, keep=leased.content.keep))
 
 
 def finished(state: State, event: ev.Finished, now: float) -> None:
@@ -440,7 +441,7 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
         if watch.likely_unchanged:
             state.inventory.note_displaced(slot)
         # An unknown client may have used it.
-        slot.hold(replace(slot.content, tenant=NO_TENANT, keep_s=0.0))
+        slot.hold(replace(slot.content, tenant=NO_TENANT, keep=NO_KEEP))
         end(state, watch, now, UNKNOWN if n_tokens is None else Resident(unread=n_tokens))
     else:
         prompt, begun = watch.request.prompt, watch.has_begun

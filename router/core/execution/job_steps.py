@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from router.base.errors import NoBackendError
 from router.base.tokens import EMPTY, Tokens, common_prefix, count, head, media_of
 from router.base.types import (
+    NO_KEEP,
     Lease,
     MemoryKind,
     Reported,
@@ -183,8 +184,8 @@ def _dispatch(state: State, job: RequestJob, now: float) -> None:
         used.start(lease)
         used.do(replace(used.work, busy_until=ends_at))
     slot.do(replace(slot.work, pending=job.request.prompt.tokens, sharing=False))
-    if slot.content.keep_s != job.request.keep_s:
-        slot.hold(replace(slot.content, keep_s=job.request.keep_s))
+    if slot.content.keep != job.request.keep:
+        slot.hold(replace(slot.content, keep=job.request.keep))
     prefill_queue.hand_over(state, job, now)
     job.dispatch(slot.content.resident, now)
     if not backend.info.is_managed:
@@ -216,7 +217,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
             event.seconds,
             event.handling_s,
         )
-        state.keep(snapshot, info.memory_kind, now=now, keep_s=content.keep_s)
+        state.keep(snapshot, info.memory_kind, now=now, keep=content.keep)
         if not snapshot.shape.useful:
             # Shorter than the window, which the probe has not seen to its end: save none so short.
             window = max(info.window, len(snapshot))
@@ -238,9 +239,9 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
     """Keep the cut prefix as a snapshot of its own, and restore it."""
     trunk = event.snapshot
     job = state.request_job(event.request)
-    keep_s = 0.0 if job is None else job.request.keep_s
+    keep = NO_KEEP if job is None else job.request.keep
     # No other kind can be cut.
-    state.keep(trunk, MemoryKind.FULL, now=now, keep_s=keep_s)
+    state.keep(trunk, MemoryKind.FULL, now=now, keep=keep)
     if job is None:
         return
     state.backend_of(job).rates.rewrite.observe(1.0, trunk.size_bytes, event.seconds)
@@ -330,7 +331,7 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
     # A medium takes up many positions of the slot, and is one id here.
     as_saved = event.n_tokens == len(snapshot) or snapshot.shape.media
     read = whole if as_saved else UNKNOWN
-    slot.hold(slot.content.replaced_by(read, job.request.keep_s))
+    slot.hold(slot.content.replaced_by(read, job.request.keep))
     state.restore_over(event.request)
     next_step(state, job, now)
 
@@ -435,7 +436,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         compare(state, job, slot.content.resident, job.doing.now, event.reported, now)
         limit = state.backend_of(job).info.checkpoints
         held = after_prefill(slot.content.resident, job.doing.now, event.reported, limit)
-        slot.hold(slot.content.replaced_by(held, job.request.keep_s))
+        slot.hold(slot.content.replaced_by(held, job.request.keep))
         job.note_prefill(event.reported)
         state.backend_of(job).rates.observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)

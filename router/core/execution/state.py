@@ -5,7 +5,9 @@ from math import inf
 
 from router.base.errors import RouterError
 from router.base.types import (
+    NO_KEEP,
     BackendId,
+    Keep,
     MemoryKind,
     RequestId,
     Snapshot,
@@ -62,15 +64,17 @@ class State:
         self.out.extend(Delete(snapshot) for snapshot in snapshots)
 
     def keep(
-        self, snapshot: Snapshot, kind: MemoryKind, *, now: float = 0.0, keep_s: float = 0.0
+        self, snapshot: Snapshot, kind: MemoryKind, *, now: float = 0.0, keep: Keep = NO_KEEP
     ) -> None:
         """Offer a new snapshot to the catalog, and delete what the catalog drops for it.
 
-        `keep_s`: so long a client wants it kept from now on; 0: not at all.
+        `keep`: from now on.
         """
-        until = now + keep_s if keep_s else -inf
+        until = now + keep.seconds if keep.seconds else -inf
         worth = worth_of(self.inventory, snapshot)
-        self.delete(self.inventory.catalog.add(snapshot, kind, *worth, until=until))
+        self.delete(
+            self.inventory.catalog.add(snapshot, kind, *worth, until=until, owner=keep.owner)
+        )
 
     def backend_of(self, job: Job) -> Backend:
         """Return the backend of the job's slot."""

@@ -112,10 +112,11 @@ class Catalog:
         basis: Basis = Basis.OWN,
         *,
         until: float = -inf,
+        owner: str = "",
     ) -> list[Snapshot]:
         """Add a committed snapshot; return the snapshots to delete now, perhaps itself.
 
-        `until`: so long it is protected, or the equal one that there is.
+        `until`: so long it is protected for `owner`, or the equal one that there is.
 
         1. It is in the catalog: nothing changes. If it was forgotten but is still being read, it
            becomes usable again, or is deleted after its last use.
@@ -140,7 +141,7 @@ class Catalog:
         for match in alike:
             if match.common == match.length == len(snapshot):
                 if until > -inf:
-                    self.protect(match.item, until)
+                    self.protect(match.item, until, owner)
                 return self._turn_away(snapshot, known)
         entry = _Entry(snapshot, kind, value_s, basis)
         if known is not None:
@@ -163,10 +164,10 @@ class Catalog:
             and index.branches_at(self[match.item].tokens) == 1
             and self._protection.until(match.item) < inf
         ]
-        until = max([until, *map(self._protection.until, superfluous)])
+        until, owner = max([(until, owner), *map(self._protection.of, superfluous)])
         doomed = [gone for item in superfluous for gone in self.remove(item)]
         if until > -inf:
-            self._protect(entry, until)
+            self._protect(entry, until, owner)
         if goes_back(kind):
             part = [match for match in alike if match.common < match.length < len(snapshot)]
             self._outdate(part)
@@ -396,14 +397,17 @@ class Catalog:
             self._ranks.use(snapshot, entry.density)
         return entry.snapshot
 
-    def protect(self, snapshot: SnapshotId, until: float) -> None:
-        """Keep a usable snapshot from eviction until a time, in clock seconds."""
+    def protect(self, snapshot: SnapshotId, until: float, owner: str = "") -> None:
+        """Keep a usable snapshot from eviction until a time, in clock seconds.
+
+        `owner`: who wants that; "": the operator.
+        """
         entry = self._entries.get(snapshot)
         if entry is not None and not entry.doomed:
-            self._protect(entry, until)
+            self._protect(entry, until, owner)
 
-    def _protect(self, entry: _Entry, until: float) -> None:
-        self._protection.add(entry.snapshot.id, until, entry.snapshot.size_bytes)
+    def _protect(self, entry: _Entry, until: float, owner: str) -> None:
+        self._protection.add(entry.snapshot.id, until, entry.snapshot.size_bytes, owner)
         self._ranks.drop(entry.snapshot.id)
 
     def lapse(self, now: float) -> None:

@@ -34,10 +34,11 @@ class GhostList:
         """Add tokens that were held. Drop the sequences that are a prefix of them or equal."""
         if not tokens:
             return
-        index = self._index.setdefault(namespace, PrefixIndex())
-        for item in [match.item for match in index.beginnings(tokens)]:
+        index = self._index.get(namespace)
+        for item in [] if index is None else [match.item for match in index.beginnings(tokens)]:
             self._forget(item)
         self._made += 1
+        index = self._index.setdefault(namespace, PrefixIndex())
         index.insert(tokens, self._made)
         self._kept[self._made] = namespace, tokens
         self._total += count(tokens) + _ITEM_TOKENS
@@ -51,5 +52,8 @@ class GhostList:
 
     def _forget(self, item: int) -> None:
         namespace, tokens = self._kept.pop(item)
-        self._index[namespace].remove(tokens, item)
+        index = self._index[namespace]
+        index.remove(tokens, item)
+        if not len(index):  # there may be a namespace for each `cache_salt`
+            del self._index[namespace]
         self._total -= count(tokens) + _ITEM_TOKENS

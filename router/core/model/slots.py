@@ -13,9 +13,11 @@ from msgspec.structs import replace
 from router.base.errors import StaleLeaseError
 from router.base.tokens import EMPTY, Tokens, common_prefix, count
 from router.base.types import (
+    NO_KEEP,
     NO_TENANT,
     BackendId,
     BackendInfo,
+    Keep,
     Lease,
     Prompt,
     Request,
@@ -146,24 +148,24 @@ class Content(Struct, frozen=True):
     # The router cannot see whether a server restarted, so a slot that was lost may still hold it.
     savable: bool = True
     saved: bool = False  # an idle save was tried or ruled out
-    keep_s: float = 0.0  # `Request.keep_s` of the last request
+    keep: Keep = NO_KEEP  # `Request.keep` of the last request
 
     @property
     def is_unsaved(self) -> bool:
         """Return whether it is due for an idle save."""
         return self.savable and not self.saved and len(self.resident) > 0
 
-    def replaced_by(self, resident: Resident, keep_s: float) -> "Content":
+    def replaced_by(self, resident: Resident, keep: Keep) -> "Content":
         """Return the content after the router computed or restored `resident`: all else is gone.
 
-        `keep_s`: of the request that it was for.
+        `keep`: of the request that it was for.
         """
-        return replace(self, resident=resident, savable=True, keep_s=keep_s)
+        return replace(self, resident=resident, savable=True, keep=keep)
 
     def mixed_with(self, request: Request) -> "Content":
         """Return the content if a request may have used the slot: several tenants' is no one's."""
         tenant = self.tenant if self.tenant == request.tenant else NO_TENANT
-        return replace(self.touched_by(request), tenant=tenant, keep_s=0.0)
+        return replace(self.touched_by(request), tenant=tenant, keep=NO_KEEP)
 
     def touched_by(self, request: Request) -> "Content":
         """Return the content: not savable if what the request may have left here is not."""

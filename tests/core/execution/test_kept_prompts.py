@@ -54,10 +54,10 @@ def test_without_a_hint_nothing_is_protected() -> None:
 
 def test_the_last_request_of_a_slot_decides() -> None:
     s = answered(keep_s=300.0)
-    assert slot(s, A0).content.keep_s == 300
+    assert slot(s, A0).content.keep.seconds == 300
     arrive(s, "next", prompt=Prompt(run_of(1100)))
     finish(s, "next", prompt_tokens=1100, generated_tokens=1)
-    assert slot(s, A0).content.keep_s == 0
+    assert slot(s, A0).content.keep.seconds == 0
 
 
 def test_a_restore_begins_the_time_again() -> None:
@@ -106,4 +106,4 @@ def test_what_a_stranger_left_is_not_kept() -> None:
     s.handle(ev.FoundBusy({A0: slot(s, A0).generation}), NOW)
     (watch,) = s.state.inventory.jobs
     s.handle(ev.Quiet(watch, 700), NOW)
-    assert slot(s, A0).content.keep_s == 0
+    assert slot(s, A0).content.keep.seconds == 0

@@ -1,5 +1,6 @@
 """Ghost list: token sequences that were held once are remembered, within bounds."""
 
+from router.base.types import Namespace
 from router.core.inventory.ghost_list import GhostList
 from tests.support.scheduler.build import NS, OTHER_NS, run_of, tokens
 
@@ -52,3 +53,11 @@ def test_one_that_is_too_long_leaves_nothing() -> None:
     ghosts.add(NS, run_of(100))
 
     assert len(ghosts) == 0
+
+
+def test_a_namespace_without_a_sequence_is_forgotten() -> None:
+    """Clients may make a namespace of each request by `cache_salt`."""
+    ghosts = GhostList(max_tokens=1000)
+    for number in range(200):
+        ghosts.add(Namespace(f"m@alice+{number}"), tokens(1, 2, 3))
+    assert len(ghosts._index) == len(ghosts) < 20

@@ -122,3 +122,40 @@ def test_rows_of_earlier_ends_are_dropped() -> None:
         held.add(S1, float(number), 1)
     assert len(held._heap) < 100
     assert held.lapsed(999.0) == [S1]
+
+
+def kept(*owners: str, share: float = 0.5) -> Protection:
+    """Return protections of ten bytes each that end in the order of these owners."""
+    found = Protection()
+    for number, owner in enumerate(owners):
+        found.add(SnapshotId(f"s{number}"), 100.0 + number, 10, owner)
+    return found
+
+
+def test_clients_go_before_the_operator_and_who_has_most_first() -> None:
+    """However early the operator's end, and however many names a client has for its prompts."""
+    protection = kept("", "bob", "alice", "alice", "alice")
+    assert protection.lapsed(0.0, 30) == ["s2", "s3"]
+    assert protection.lapsed(0.0, 10) == ["s4", "s1"]
+    assert protection.lapsed(0.0, 0) == ["s0"]
+
+
+def test_an_operators_is_not_a_clients_to_end_or_to_take_over() -> None:
+    protection = kept("")
+    protection.add(SnapshotId("s0"), 900.0, 10, "alice")
+    assert protection.of(SnapshotId("s0")) == (100.0, "")
+
+
+def test_the_operator_takes_over_what_a_client_keeps() -> None:
+    protection = kept("alice")
+    protection.add(SnapshotId("s0"), 50.0, 10)
+    assert protection.of(SnapshotId("s0")) == (100.0, "")
+    assert protection.total_bytes == 10
+
+
+def test_stale_rows_do_not_pile_up() -> None:
+    protection = kept("alice", "bob")
+    for until in range(200, 1000):
+        protection.add(SnapshotId("s0"), float(until), 10, "alice")
+    assert len(protection._heap) < 80
+    assert protection.lapsed(999.0) == ["s1", "s0"]
