@@ -335,16 +335,11 @@ class BackendSelection:
     def alone(self, request: Request, lost: BackendId | None) -> Request:
         """Return a suspect so that it is sent only where no other request is.
 
-        `lost`: the server that ended with it; None: one of another host. Raises BackendError if
-        other requests are everywhere.
+        `lost`: the server that ended with it; None: one of another host. Where others are
+        everywhere, it waits until a server has answered them.
         """
         idle = self.idle(request) - {lost}
-        if not idle and self.others(lost, request):
-            raise BackendError(
-                "llama-server ended while it computed this request; it is not sent again where"
-                " others would be lost with it"
-            )
-        busy = frozenset(self.monitors) - idle - {lost}
+        busy = frozenset(self.monitors) - idle - {lost} if idle else frozenset()
         return replace(request, whole_backend=True, avoid=request.avoid | busy)
 
     def others(self, backend: BackendId | None, request: Request) -> bool:
