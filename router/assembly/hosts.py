@@ -20,11 +20,10 @@ from router.assembly.backends import StartError, read, timeouts_of
 from router.base.clock import MonotonicClock, wall_now
 from router.base.errors import KvError
 from router.base.tasks import Tasks
-from router.base.types import Namespace, Snapshot, SnapshotId, Tenant
+from router.base.types import TENANT_SALT, Namespace, Snapshot, Tenant
 from router.base.urls import authority
 from router.config.cold import ColdConfig
 from router.config.schema import Config
-from router.core.model import events as ev
 from router.core.model.slots import Phase
 from router.core.model.tenancy import facts_of, model_of, tenant_of
 from router.engine.engine import Engine
@@ -246,6 +245,7 @@ class _Kept:
     """The snapshots of this host. Implements `cold.tier.KeptSnapshots`."""
 
     engine: Engine
+    store: KvStore
 
     def snapshots(self) -> Iterator[Snapshot]:
         """Yield all that are whole and in use, the most valuable first."""
@@ -265,13 +265,14 @@ class _Kept:
         found = {tenant_of(one.namespace) for one, _, _ in view.snapshots()}
         return found | view.slot_tenants()
 
-    async def forget(self, tenant: Tenant) -> None:
-        """Save nothing of what slots have of a tenant."""
-        self.engine.tell(ev.TenantPurged(tenant))
+    def is_noted(self, note: str) -> bool:
+        """Return whether a purge was obeyed, by this run or an earlier one."""
+        return note in self.store.purges
 
-    async def purged(self, snapshots: list[SnapshotId]) -> None:
-        """Delete snapshots of a tenant that another host has purged."""
-        await self.engine.purge(snapshots)
+    async def purge(self, tenant: Tenant, note: str) -> None:
+        """Delete all that is here of a tenant, and note that the purge was obeyed."""
+        await self.engine.purge_tenant(tenant)
+        await self.store.purge(Tenant(tenant.partition(TENANT_SALT)[0]), note)
 
 
 class ColdStore(NamedTuple):
@@ -313,7 +314,7 @@ async def cold_of(
         return None
     settings = ColdSettings(config.after_s, config.keep_s)
     parts = await cold_parts(config)
-    return ColdTier(*parts, store.exchange, _Kept(engine), settings, wall_now)
+    return ColdTier(*parts, store.exchange, _Kept(engine, store), settings, wall_now)
 
 
 def _key(path: Path) -> bytes:

@@ -25,6 +25,7 @@ from router.base.types import BackendId, Standing, Stats
 from router.config.schema import BackendConfig, Config, TokenizerMode
 from router.core.execution.state import State
 from router.core.model.budget import Budget
+from router.core.model.tenancy import is_of, tenant_of
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
 from router.engine.loop_throttle import LoopThrottle
@@ -81,6 +82,7 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         fsync=kept.fsync,
         group_access=kept.group_access,
         blobs=blobs_of(config),
+        is_of=lambda namespace, tenant: is_of(tenant_of(namespace), tenant),
     )
     BlobCollector(registry, store.tier_status)
     stack.push_async_callback(store.aclose)

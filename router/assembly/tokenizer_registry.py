@@ -71,6 +71,11 @@ class TokenizerRegistry:
         self._vocabularies: dict[BackendId, tuple[_Speakers, Vocabulary]] = {}
         self.readers: dict[BackendId, PromptReader] = {}
 
+    def forget(self) -> None:
+        """Forget all texts that were read."""
+        for reader in self.readers.values():
+            reader.forget()
+
     def leave(self, backend: BackendId, *, keep: bool = False) -> None:
         """Remove a backend that is not up any more; others of its namespace tokenize instead.
 

@@ -67,6 +67,8 @@ class Stages:
         hosts = self.hosts
         return Purging(
             self.parts.engine,
+            self.parts.store,
+            (self.parts.decision_log.forget, lambda _: self.parts.tokenizers.forget()),
             self.cold,
             lambda: () if hosts is None else hosts.peers.all(),
             stop_fetches,

@@ -136,7 +136,7 @@ class Scheduler:
             case ev.SnapshotStored():
                 state.inventory.catalog.stored(event.snapshot)
             case ev.TenantPurged():
-                idle_saves.never_save(state, event.tenant)
+                idle_saves.forget_tenant(state, event.tenant)
             case ev.Purged():
                 for snapshot in event.snapshots:
                     state.delete(state.inventory.catalog.remove(snapshot))

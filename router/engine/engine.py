@@ -36,6 +36,7 @@ from router.base.types import (
     Snapshot,
     SnapshotId,
     Stats,
+    Tenant,
     TierStatus,
 )
 from router.core.admission.backend_attach import probe_name
@@ -306,6 +307,16 @@ class Engine:
         for start in range(0, len(snapshots), _PURGED_AT_ONCE):
             self._feed(ev.Purged(tuple(snapshots[start : start + _PURGED_AT_ONCE])))
             await asyncio.sleep(0)
+
+    async def purge_tenant(self, tenant: Tenant) -> int:
+        """Delete the snapshots of a tenant, with any salt; return their number.
+
+        Those in use are deleted after their last use. What slots have of it is not saved.
+        """
+        self.tell(ev.TenantPurged(tenant))
+        held = self._scheduler.state.inventory.catalog.of(tenant)
+        await self.purge(held)
+        return len(held)
 
     @property
     def infos(self) -> Mapping[BackendId, BackendInfo]:

@@ -163,9 +163,10 @@ class PurgeAsk(Struct, frozen=True, array_like=True):
 
 
 class PurgeReply(Struct, frozen=True, array_like=True):
-    """How many snapshots go."""
+    """How many snapshots go, and what could not be reached."""
 
     count: int
+    problem: str | None = None
 
 
 class TakeReply(Struct, frozen=True, array_like=True):

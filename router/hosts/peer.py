@@ -232,9 +232,12 @@ class Peer(ServerClient):
         """Let the host delete what it has of a tenant; return how much. Raises BackendError."""
         payload = await self._post(PURGE, _ENCODER.encode(PurgeAsk(tenant)), limit_s)
         try:
-            return _purged_of(payload).count
+            purged = _purged_of(payload)
         except UndecodableError as error:
             raise BackendError("it does not answer as a kvferry does") from error
+        if purged.problem:
+            raise BackendError(purged.problem)
+        return purged.count
 
     async def _post(
         self,

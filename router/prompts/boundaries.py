@@ -98,6 +98,10 @@ class BoundaryFinder:
         self._named: frozenset[str] = frozenset()
         self._marks: frozenset[int] = frozenset()
 
+    def forget(self) -> None:
+        """Forget the openings of all chats."""
+        self._openings.clear()
+
     async def find(
         self, body: Json, prompt: Tokens, forks: Sequence[list[Json]] = ()
     ) -> tuple[int, ...]:

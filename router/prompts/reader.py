@@ -60,6 +60,12 @@ class PromptReader:
         self._finder = BoundaryFinder(self._render, vocabulary.tokenizer, tenant)
         self._others: dict[Tenant, PromptReader] = {}
 
+    def forget(self) -> None:
+        """Forget all texts that were read, of all tenants: they are read again."""
+        self._others.clear()
+        self._finder.forget()
+        self._vocabulary.tokenizer.forget()
+
     def of(self, tenant: Tenant) -> "PromptReader":
         """Return the reader for a tenant. Only the latest are kept: clients may make up salts."""
         if tenant == self._tenant:

@@ -449,10 +449,14 @@ class SegmentTokenizer:
         parts = [pack(ids) for ids in await tokenize_all(self._call, pieces)]
         return self._framed(parts, add_special) == direct
 
+    def forget(self) -> None:
+        """Forget the ids of all texts."""
+        self._cache.clear()
+
     def _void(self) -> None:
         """Drop all cached ids; callers that wait for some tokenize again."""
         self._epoch += 1
-        self._cache.clear()
+        self.forget()
         self._pending.clear()
 
 

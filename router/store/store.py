@@ -27,6 +27,7 @@ from router.base.types import (
     Snapshot,
     SnapshotId,
     StagedFile,
+    Tenant,
     TierStatus,
 )
 from router.store import files, io_pool, records, shapes
@@ -38,6 +39,7 @@ from router.store.files import Identity
 from router.store.format.head import tokens_of
 from router.store.io_pool import Threads
 from router.store.listener import Deaf, StoreListener
+from router.store.purges import Purges
 from router.store.records import KvDirectory, StateFile, StoredSnapshot
 from router.store.verify import Verified, Verifier
 from router.store.withdrawal import Withdrawal
@@ -60,6 +62,7 @@ class KvStore:
         fsync: bool = True,
         group_access: bool = False,
         blobs: BlobSettings | None = None,
+        is_of: Callable[[Namespace, str], bool] = lambda *_: False,
     ) -> None:
         """Configure the store; `load` opens `kv_dirs`.
 
@@ -67,7 +70,9 @@ class KvStore:
         of the machine (not of the router) may lose snapshots, but never brings back a wrong one.
         `group_access`: the group of a directory may read and write in it, as a backend of another
         user has to. `blobs`: split snapshots in the background, and store equal bytes once.
+        `is_of` says whether a namespace is a tenant's.
         """
+        self.purges = Purges(is_of)
         self._kv_dirs = tuple(dict.fromkeys(kv_dirs))
         self.listener: StoreListener = Deaf()
         self._wall_now = wall_now
@@ -131,7 +136,9 @@ class KvStore:
                 self._split.opened(directory, [h for h in found if h.directory is directory])
         self._held |= {held.snapshot.id: held for held in found}
         names += [held.snapshot.id for held in found]
-        offered = [self._held[name].snapshot for name in dict.fromkeys(names)]
+        await self._obey()
+        here = [name for name in dict.fromkeys(names) if name in self._held]
+        offered = [self._held[name].snapshot for name in here]
         return sorted(offered, key=lambda snapshot: snapshot.saved_at)
 
     async def _open_blobs(self, settings: BlobSettings) -> SplitSnapshots:
@@ -487,6 +494,18 @@ class KvStore:
         if self._split is not None:
             await self._split.remove(held)
 
+    async def purge(self, tenant: Tenant, note: str) -> dict[KvDir, str]:
+        """Delete all of a tenant, now or when a directory answers; return what failed, and why."""
+        self.purges.add(note, tenant)
+        return await self._obey()
+
+    async def _obey(self) -> dict[KvDir, str]:
+        return await self.purges.obey(self._distinct(), self._held, self._purged)
+
+    async def _purged(self, held: StoredSnapshot) -> None:
+        self.listener.lost(held.snapshot, "its tenant was purged")
+        await self.delete(held.snapshot)
+
     async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
         """Drop the record of a misbehaving snapshot; keep its file for the operator."""
         held = self._held.pop(snapshot.id, None)
@@ -540,7 +559,7 @@ class KvStore:
 
         self._threads.append(threads)
         try:
-            self._directories[kv_dir] = await threads.bulk(make, undo)
+            self._directories[kv_dir] = await threads.bulk(lambda: self.purges.read(make()), undo)
         finally:
             self._drop_threads()
 
@@ -558,6 +577,7 @@ class KvStore:
             self._background.spawn(telling, name=f"kv_dir {kv_dir}")
 
     async def _remove_unwanted(self) -> None:
+        await self._obey()
         unwanted, self._unwanted = self._unwanted, []
         for kv_dir, name in unwanted:
             with suppress(KvError):

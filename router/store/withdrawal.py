@@ -53,5 +53,5 @@ class Withdrawal:
                 await asyncio.sleep(0)
 
     async def _found(self, snapshots: Sequence[Snapshot]) -> None:
-        await self._listener().found([s for s in snapshots if s.id in self._held])
         await self._on_back()
+        await self._listener().found([s for s in snapshots if s.id in self._held])

@@ -209,6 +209,15 @@ class DecisionLog:
                 found.setdefault(name.partition(".")[0], entry)
         return list(found.values())
 
+    def forget(self, tenant: str) -> None:
+        """Drop the entries of a tenant, chats and plans with them."""
+        mine = {e.id for e in self._entries.values() if e.caller and e.caller.tenant == tenant}
+        for name in mine:
+            del self._entries[name]
+            self._hosts.pop(name, None)
+        self._chats_bytes -= sum(size for entry, size in self._chats if entry.id in mine)
+        self._chats = deque(one for one in self._chats if one[0].id not in mine)
+
     def _add(self, entry: LoggedDecision) -> None:
         self._entries[entry.id] = entry
         if len(self._entries) > self.limit:

@@ -4,13 +4,14 @@ from math import inf
 
 from msgspec.structs import replace
 
-from router.base.types import BackendId, RequestId, SlotId, Tenant
+from router.base.types import BackendId, Namespace, RequestId, RequestProgress, SlotId, Tenant
+from router.core.execution.job_ends import watch
 from router.core.execution.job_steps import save
 from router.core.execution.state import State
 from router.core.model.effects import SaveReason
 from router.core.model.jobs import SaveJob
 from router.core.model.slots import Phase, Slot, Work
-from router.core.model.tenancy import is_of
+from router.core.model.tenancy import is_of, tenant_of
 from router.core.planning.displacement import can_save, saving_pays
 
 
@@ -69,13 +70,27 @@ def save_for_host(state: State, slot_id: SlotId, now: float) -> None:
         _save(state, slot, now, SaveReason.HOST)
 
 
-def never_save(state: State, tenant: Tenant) -> None:
-    """Keep nothing that idle slots have of a tenant, or are being saved of it, with any salt."""
+def forget_tenant(state: State, tenant: Tenant) -> None:
+    """Forget a tenant that is purged, with any salt: what idle slots have, and what was lost.
+
+    Idle slots are emptied; what is just being saved is not kept.
+    """
+
+    def is_owned(namespace: Namespace) -> bool:
+        return is_of(tenant_of(namespace), tenant)
+
+    inventory = state.inventory
+    inventory.catalog.gone.forget(is_owned)
+    inventory.displaced.forget(is_owned)
+    for backend in inventory.backends.values():
+        backend.sent.forget(is_owned)
     for backend in state.inventory.backends.values():
         for slot in backend.slots:
             at_rest = slot.phase is Phase.IDLE or bool(slot.work.saving)
             if at_rest and is_of(slot.content.tenant, tenant):
                 slot.hold(replace(slot.content, savable=False))
+                if slot.phase is Phase.IDLE:
+                    watch(state, slot, progress=RequestProgress.ANSWERED, wipe=True)
 
 
 def not_for_host(state: State, slot_id: SlotId) -> None:

@@ -11,13 +11,14 @@ from math import inf
 
 from router.base.shared_bytes import SharedBytes
 from router.base.tokens import Tokens, count
-from router.base.types import Blob, MemoryKind, Namespace, Snapshot, SnapshotId
+from router.base.types import Blob, MemoryKind, Namespace, Snapshot, SnapshotId, Tenant
 from router.core.inventory.eviction_order import EvictionOrder
 from router.core.inventory.ghost_list import GhostList
 from router.core.inventory.prefix_index import Match, PrefixIndex
 from router.core.inventory.protection import Protection
 from router.core.model.memory_kinds import goes_back, reusable_tokens, subsumes
 from router.core.model.policy import UNLIMITED, SnapshotLimits
+from router.core.model.tenancy import is_of, tenant_of
 from router.core.model.tuning import TUNING
 
 # Called with a snapshot that became usable (True), or is usable no more.
@@ -434,6 +435,10 @@ class Catalog:
             for name, entry in self._entries.items()
             if self._protection.until(name) == inf
         ]
+
+    def of(self, tenant: Tenant) -> list[SnapshotId]:
+        """Return the usable snapshots of a tenant, with any salt."""
+        return [one.id for one, _, _ in self.snapshots() if is_of(tenant_of(one.namespace), tenant)]
 
     def equal(self, namespace: Namespace, tokens: Tokens) -> SnapshotId | None:
         """Return the snapshot with exactly these tokens; None if there is none."""

@@ -4,6 +4,7 @@ Bounded in size, and lost with the process.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from router.base.tokens import Tokens, count
@@ -49,6 +50,11 @@ class GhostList:
         """Return how many leading tokens were held once, and whether others followed them."""
         index = self._index.get(namespace)
         return index.nearest(tokens) if index else (0, False)
+
+    def forget(self, is_owned: Callable[[Namespace], bool]) -> None:
+        """Drop the sequences of some namespaces."""
+        for item in [item for item, (space, _) in self._kept.items() if is_owned(space)]:
+            self._forget(item)
 
     def _forget(self, item: int) -> None:
         namespace, tokens = self._kept.pop(item)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from router.base.types import Snapshot, SnapshotId, Tenant
+from router.base.types import Snapshot, Tenant
 
 
 class Owned(NamedTuple):
@@ -25,11 +25,11 @@ class KeptSnapshots(Protocol):
     def tenants(self) -> set[Tenant]:
         """Return the tenants of snapshots and slots."""
 
-    async def forget(self, tenant: Tenant) -> None:
-        """Save nothing of what slots have of a tenant."""
+    def is_noted(self, note: str) -> bool:
+        """Return whether a purge was obeyed, by this run or an earlier one."""
 
-    async def purged(self, snapshots: list[SnapshotId]) -> None:
-        """Delete snapshots of a tenant that another host has purged."""
+    async def purge(self, tenant: Tenant, note: str) -> None:
+        """Delete all that is here of a tenant, and note that the purge was obeyed."""
 
 
 class MeasuredLink(Protocol):

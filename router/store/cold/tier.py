@@ -98,7 +98,6 @@ class ColdTier:
         self._seen: set[str] = set()  # blobs
         self._failed: dict[SnapshotId, float] = {}  # until when not to copy them
         self._purging: Counter[str] = Counter()  # folders of tenants
-        self._purged: dict[str, float] = {}  # folder: what was saved before is to go, in wall time
         self._obeyed: set[str] = set()  # names of purges
         self._doubted = asyncio.Event()
         self._putting = asyncio.Lock()  # of one object: a purge waits for its end
@@ -388,7 +387,7 @@ class ColdTier:
         self._failed[snapshot.id] = asyncio.get_running_loop().time() + _FAILED_S
 
     async def _due(self) -> list[Snapshot]:
-        """Return the snapshots to copy; delete those that another host has purged."""
+        """Return the snapshots to copy."""
         oldest, now = self._wall_now() - self._settings.after_s, asyncio.get_running_loop().time()
         held = list(self._kept.snapshots())
         here = {snapshot.id for snapshot in held}
@@ -396,19 +395,10 @@ class ColdTier:
         self._failed = {name: at for name, at in self._failed.items() if at > now}
         unnamed = [(one, self._kept.owned(one)) for one in held if one.id not in self._named]
         self._named |= await asyncio.to_thread(self._names_of, unnamed)
-        purged = [
-            one.id
-            for one in held
-            if one.saved_at <= self._purged.get(self._named[one.id].tenant, 0.0)
-        ]
-        if purged:
-            log.info("purged_by_another_host", snapshots=len(purged))
-            await self._kept.purged(purged)
-        gone = {*purged, *self._failed}
         return [
             one
             for one in held
-            if one.saved_at <= oldest and one.id not in gone and self._is_wanted(one)
+            if one.saved_at <= oldest and one.id not in self._failed and self._is_wanted(one)
         ]
 
     def _is_wanted(self, one: Snapshot) -> bool:
@@ -512,6 +502,7 @@ class ColdTier:
                 note = self._names.purge(tenant, now)
                 self._obeyed.add(note)
                 await self._works.bulk(partial(self._objects.put, note, b"kvferry"))
+            await self._kept.purge(tenant, note)
             return await self._clear(folder)
         finally:
             self._purging[folder] -= 1
@@ -543,10 +534,10 @@ class ColdTier:
         return len(deleted)
 
     async def _obey(self, paths: Iterable[str]) -> None:
-        """Delete what this host has of tenants that were purged on another one.
+        """Delete what this host has of tenants that were purged on another one, whenever it came.
 
         A host may have copied a state meanwhile. What was written in the first `after_s` seconds is
-        of before the purge, whoever wrote it.
+        of before the purge, whoever wrote it; both times are of the store.
         """
         purges = [(path, one) for path in paths if (one := self._names.read_purge(path))]
         folders: dict[str, list[Tenant]] = {}
@@ -554,15 +545,13 @@ class ColdTier:
             for tenant in self._kept.tenants():
                 folders.setdefault(self._names.tenant(tenant), []).append(tenant)
         for path, (folder, before) in purges:
-            age_s = self._store_now - before
-            wall = self._wall_now() - age_s
-            self._purged[folder] = max(self._purged.get(folder, 0.0), wall)
-            if age_s < self._settings.after_s + 2 * _LISTED_S:
+            if self._store_now - before < self._settings.after_s + 2 * _LISTED_S:
                 await self._clear(folder, before + self._settings.after_s)
             if path not in self._obeyed:
                 self._obeyed.add(path)
-                for tenant in folders.get(folder, ()):
-                    await self._kept.forget(tenant)
+                for tenant in () if self._kept.is_noted(path) else folders.get(folder, ()):
+                    log.info("purged_by_another_host", tenant=tenant)
+                    await self._kept.purge(tenant, path)
 
 
 class _OwnError(Exception):

@@ -256,13 +256,14 @@ class Snapshots:
         if not wanted.dry_run:
             log.info("purged", by=call.http.remote, **asdict(sums))
             if wanted.is_of_one_tenant:
-                await self._purging.here(Tenant(wanted.tenant))
+                here = await self._purging.here(Tenant(wanted.tenant))
+                reached += [here] if here.problem else []
             else:
                 await self._engine.purge([one.id for one in doomed])
             if wanted.everywhere:
-                reached = await self._purging.elsewhere(Tenant(wanted.tenant))
+                reached += await self._purging.elsewhere(Tenant(wanted.tenant))
             else:
-                reached = await self._purging.in_cold(doomed)
+                reached += await self._purging.in_cold(doomed)
         return json_response(
             asdict(sums) | {"dry_run": wanted.dry_run, "elsewhere": to_builtins(reached)}
         )

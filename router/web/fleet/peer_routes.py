@@ -155,9 +155,9 @@ class PeerRoutes:
             raise BadRequestError(f"not a tenant to purge: {error}") from error
         if not ask.tenant:
             raise BadRequestError("not a tenant to purge: it has no name")
-        count = await self._purging.here(Tenant(ask.tenant))
-        log.info("purged_for_another_host", snapshots=count)
-        return msgspec.msgpack.encode(PurgeReply(count))
+        here = await self._purging.here(Tenant(ask.tenant))
+        log.info("purged_for_another_host", snapshots=here.count)
+        return msgspec.msgpack.encode(PurgeReply(here.count, here.problem))
 
     def quote(self, raw: bytes, name: RequestId) -> QuoteReply:
         """Return the offer for a request of which only hashes are known. Reserves nothing."""

@@ -1,19 +1,19 @@
 """Delete all that hosts and the cold tier keep of one tenant, and say who could not be reached."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from secrets import token_hex
 
 from msgspec import Struct
 
 from router.base.errors import BackendError, KvError
 from router.base.tasks import spawn
 from router.base.types import Snapshot, Tenant
-from router.core.model import events as ev
-from router.core.model.tenancy import is_of, tenant_of
 from router.engine.engine import Engine
 from router.hosts.peer import Peer
 from router.store.cold.tier import ColdTier
+from router.store.store import KvStore
 from router.web.fleet.cold import NAME
 
 _LIMIT_S = 60.0  # for one host
@@ -32,24 +32,25 @@ class Purging:
     """Purges of this host."""
 
     engine: Engine
+    store: KvStore
+    memories: Sequence[Callable[[str], None]]  # what else of a tenant is kept in memory
     cold: ColdTier | None
     peers: Callable[[], Iterable[Peer]]
     stop_fetches: Callable[[Tenant], None]
 
-    async def here(self, tenant: Tenant) -> int:
-        """Delete the snapshots of a tenant on this host; return their number.
+    async def here(self, tenant: Tenant) -> Reached:
+        """Delete the snapshots of a tenant on this host, and what is known of its prompts.
 
-        Those in use are deleted after their last use. What idle slots have of it is not saved.
+        Those in use are deleted after their last use. What idle slots have of it is neither saved
+        nor reused.
         """
-        self.engine.tell(ev.TenantPurged(tenant))
         self.stop_fetches(tenant)
-        doomed = [
-            one.id
-            for one, _, _ in self.engine.view.snapshots()
-            if is_of(tenant_of(one.namespace), tenant)
-        ]
-        await self.engine.purge(doomed)
-        return len(doomed)
+        count = await self.engine.purge_tenant(tenant)
+        problems = await self.store.purge(tenant, token_hex(16))
+        for forget in self.memories:
+            forget(tenant)
+        told = "; ".join(f"{kv_dir}: {why}" for kv_dir, why in problems.items())
+        return Reached("this host", count, told or None)
 
     async def elsewhere(self, tenant: Tenant) -> list[Reached]:
         """Delete what the other hosts and the cold tier have of a tenant.

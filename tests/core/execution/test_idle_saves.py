@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from router.base.types import Prompt, RequestId, SlotId, SlotStatus, SnapshotId, Tenant
 from router.core.execution.idle_saves import wakeup
 from router.core.model import events as ev
-from router.core.model.effects import Delete, Save, SaveReason
+from router.core.model.effects import Delete, Save, SaveReason, WatchSlot
 from router.core.model.policy import PolicyName
 from tests.support.scheduler.build import (
     A0,
@@ -59,7 +59,11 @@ def test_what_a_purged_tenant_has_in_idle_slots_is_not_saved() -> None:
     for at, owner in zip(contents, ("alice", "alice~salt", "alicia"), strict=True):
         slot(s, at).hold(replace(slot(s, at).content, tenant=Tenant(owner)))
 
-    (save,) = s.handle(ev.TenantPurged(Tenant("alice")), NOW)
+    *emptied, save = s.handle(ev.TenantPurged(Tenant("alice")), NOW)
+    assert [(e.slot, e.wipe) for e in emptied if isinstance(e, WatchSlot)] == [
+        (A0, True),
+        (A1, True),
+    ]
     assert isinstance(save, Save)
     assert save.slot == SlotId(A, 2)
     assert s.handle(ev.SaveFailed(save.request, save.slot, "disk full"), NOW) == []

@@ -15,6 +15,7 @@ from router.base.errors import KvError, KvFileError
 from router.base.tasks import spawn
 from router.base.tokens import Tokens
 from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId, Tenant
+from router.core.model.tenancy import is_of
 from router.store.blobs import manifests
 from router.store.cold.directory import SharedDirectory
 from router.store.cold.names import BLOBS, PURGED, STATES, Names, StateName
@@ -42,7 +43,7 @@ class Host:
     now: float = field(default_factory=wall_now)
     owners: dict[SnapshotId, Tenant] = field(default_factory=dict)
     held: dict[SnapshotId, Snapshot] = field(default_factory=dict)
-    forgotten: list[Tenant] = field(default_factory=list)
+    notes: set[str] = field(default_factory=set)
     tier: ColdTier = field(init=False)
 
     def snapshots(self) -> Iterator[Snapshot]:
@@ -54,12 +55,13 @@ class Host:
     def tenants(self) -> set[Tenant]:
         return set(self.owners.values())
 
-    async def forget(self, tenant: Tenant) -> None:
-        self.forgotten.append(tenant)
+    def is_noted(self, note: str) -> bool:
+        return note in self.notes
 
-    async def purged(self, snapshots: list[SnapshotId]) -> None:
-        for name in snapshots:
-            del self.held[name]
+    async def purge(self, tenant: Tenant, note: str) -> None:
+        self.notes.add(note)
+        for name in [name for name, owner in self.owners.items() if is_of(owner, tenant)]:
+            self.held.pop(name, None)
 
     async def put(self, raw: bytes, tenant: str = "") -> Snapshot:
         snapshot = await self.place.put(self.store, raw)
@@ -476,7 +478,6 @@ async def test_a_host_that_was_down_obeys_a_purge_before_it_copies(
     assert await late.copy() == 1
 
     assert mine.id not in late.held
-    assert late.forgotten == ["alice"], "what its slots have"
     assert late.found(bobs.tokens, "bob").n_tokens == 700
     assert len(hosts.files(STATES)) == 1
     late.now += 100
@@ -485,6 +486,27 @@ async def test_a_host_that_was_down_obeys_a_purge_before_it_copies(
     anew = await late.put(state(700), "alice")
     late.held[anew.id] = anew = replace(anew, saved_at=late.now)
     assert await late.copy() == 1, "what is computed after the purge is kept"
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 100 * DAY_S, -100 * DAY_S])
+async def test_a_purge_does_not_ask_when_a_state_was_saved(hosts: Hosts, ahead_s: float) -> None:
+    """The clock of the host that was down may have been wrong."""
+    here, late = await hosts.start(), await hosts.start()
+    await here.tier.refresh()
+    mine = await late.put(state(700), "alice")
+    late.held[mine.id] = replace(mine, saved_at=late.now + ahead_s)
+    await here.tier.purge(Tenant("alice"))
+    await late.tier.refresh()
+    assert mine.id not in late.held
+
+
+async def test_a_purge_that_was_noted_is_not_obeyed_again(hosts: Hosts) -> None:
+    here, late = await hosts.start(), await hosts.start()
+    await here.tier.purge(Tenant("alice"))
+    late.notes |= here.notes  # an earlier run of this host has obeyed it
+    mine = await late.put(state(700), "alice")
+    await late.tier.refresh()
+    assert mine.id in late.held
 
 
 async def test_what_was_copied_during_a_purge_is_found_and_removed(hosts: Hosts) -> None:

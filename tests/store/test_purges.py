@@ -1,0 +1,132 @@
+"""Purges of tenants reach directories that were not open, or did not answer, when they are back."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from router.base.types import KvDir, Namespace, Snapshot, Tenant
+from router.core.model.tenancy import is_of, tenant_of
+from router.store import purges
+from router.store.blobs.split_snapshots import BlobSettings
+from router.store.records import KvDirectory
+from router.store.store import KvStore
+from tests.support.files.blob_stores import state
+
+ALICE, BOB = Namespace("m@alice"), Namespace("m@bob")
+
+
+class Run:
+    """Runs of one router over some directories."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.root = tmp_path
+
+    async def start(self, *names: str, blobs: str = "") -> tuple[KvStore, list[Snapshot]]:
+        """Return a store over directories of these names, and the snapshots that it offers."""
+        dirs = [KvDir(str(self.root / name)) for name in names]
+        for name in [*names, *([blobs] if blobs else [])]:
+            (self.root / name).mkdir(mode=0o700, exist_ok=True)
+        directory = KvDir(str(self.root / blobs))
+        settings = BlobSettings(directory, write_after_s=0.0, whole_bytes=0, least_bytes=1)
+        store = KvStore(
+            dirs,
+            wall_now=lambda: 0.0,
+            fsync=False,
+            blobs=settings if blobs else None,
+            is_of=lambda namespace, tenant: is_of(tenant_of(namespace), tenant),
+        )
+        return store, await store.load()
+
+
+async def save(store: KvStore, root: Path, namespace: Namespace, n: int = 300) -> Snapshot:
+    raw, name = state(n), store.staging_name()
+    (root / name).write_bytes(raw)
+    staged = await store.verify(KvDir(str(root)), name, len(raw))
+    return await store.commit(staged, namespace)
+
+
+async def test_a_directory_that_was_not_open_obeys(tmp_path: Path) -> None:
+    runs = Run(tmp_path)
+    store, _ = await runs.start("a", "b")
+    for name in "ab":
+        for namespace in (ALICE, Namespace("m@alice~salt"), BOB):
+            await save(store, tmp_path / name, namespace)
+    await store.aclose()
+
+    store, found = await runs.start("a")
+    for one in found:
+        if is_of(tenant_of(one.namespace), "alice"):
+            await store.delete(one)
+    assert await store.purge(Tenant("alice"), "note-1") == {}
+    await store.aclose()
+
+    store, found = await runs.start("a", "b")
+    assert {one.namespace for one in found} == {BOB}
+    assert len(found) == 2
+    anew = await save(store, tmp_path / "b", ALICE)
+    await store.aclose()
+    store, found = await runs.start("a", "b")
+    assert anew.id in {one.id for one in found}, "it was obeyed once"
+    await store.aclose()
+
+
+async def test_blobs_of_a_run_whose_setting_is_off_do_not_come_back(tmp_path: Path) -> None:
+    runs = Run(tmp_path)
+    store, _ = await runs.start("a", blobs="blobs")
+    await save(store, tmp_path / "a", ALICE)
+    bobs = await save(store, tmp_path / "a", BOB)
+    await store.flush()
+    await store.write_out()
+    await store.aclose()
+
+    store, found = await runs.start("a")
+    for one in [one for one in found if one.namespace == ALICE]:
+        await store.delete(one)
+    await store.purge(Tenant("alice"), "note-1")
+    await store.aclose()
+
+    store, found = await runs.start("a", blobs="blobs")
+    assert [one.id for one in found] == [bobs.id]
+    await store.flush()
+    await store.aclose()
+
+
+async def test_one_that_cannot_be_noted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Run(tmp_path)
+    store, _ = await runs.start("a", "b")
+
+    def fails(self: purges.Purges, directory: KvDirectory) -> None:
+        if directory.path.name == "b":
+            raise OSError("read-only")
+        plain(self, directory)
+
+    plain = purges.Purges.write
+    monkeypatch.setattr(purges.Purges, "write", fails)
+    problems = await store.purge(Tenant("alice"), "note-1")
+    assert list(problems) == [str(tmp_path / "b")]
+    await store.aclose()
+
+
+async def test_notes_that_cannot_be_read_are_as_none(tmp_path: Path) -> None:
+    """Then the directory obeys once more."""
+    runs = Run(tmp_path)
+    store, _ = await runs.start("a", "b")
+    await store.purge(Tenant("alice"), "note-1")
+    await save(store, tmp_path / "b", ALICE)
+    await store.aclose()
+    (tmp_path / "b" / purges.NAME).write_text("{")
+    store, found = await runs.start("a", "b")
+    assert found == []
+    assert json.loads((tmp_path / "b" / purges.NAME).read_text()) == {"note-1": "alice"}
+    await store.aclose()
+
+
+def test_the_oldest_notes_are_dropped() -> None:
+    made = purges.Purges(lambda *_: True)
+    for number in range(purges._MOST + 5):
+        made.add(str(number), "alice")
+    assert "4" not in made
+    assert "5" in made
