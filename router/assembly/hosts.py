@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from ipaddress import ip_address
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,6 +151,8 @@ async def hosts_of(
         )
     )
 
+    told = count(1)
+
     def hello() -> Hello:
         view = engine.view
         slots = [slot for slot in view.slots() if slot.phase is not Phase.LOST]
@@ -167,6 +170,7 @@ async def hosts_of(
             keeps_apart=keys.known.keeps_apart,
             processes=processes_of(drivers),
             snapshots=view.store.n_snapshots,
+            told=next(told),
         )
 
     directory = None

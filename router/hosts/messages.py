@@ -89,6 +89,7 @@ class Hello(Struct, frozen=True):
     keeps_apart: bool = False  # tenants
     snapshots: int = 0  # that it could hand out
     processes: dict[str, float] = {}
+    told: int = 0  # how often this incarnation has described itself: an older word counts no more
 
 
 class QuoteAsk(Struct, frozen=True, array_like=True):

@@ -219,9 +219,11 @@ class Peers:
             if not self._is_url(hello.url):
                 continue
             peer = self._peer(hello.url)
-            # Only the host itself, by its certificate, can say that it is one of the fleet.
+            # Only the host itself, by its certificate, can say that it is one of the fleet. What it
+            # said before, a writer of the directory can put back: that is not heard.
             if peer.hello is not None and peer.hello.incarnation == hello.incarnation:
-                self._heard(peer, hello)
+                if hello.told > peer.hello.told:
+                    self._heard(peer, hello)
             else:
                 unproved.append(hello.url)
         found = [

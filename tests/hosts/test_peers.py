@@ -339,3 +339,54 @@ async def test_directory_is_not_believed_without_the_host() -> None:
         await tasks.aclose()
 
     assert usable == ["a"]
+
+
+@pytest.mark.parametrize("replayed", [1, 2])
+async def test_what_a_host_said_before_is_not_heard_again(
+    monkeypatch: pytest.MonkeyPatch, replayed: int
+) -> None:
+    """A writer of Redis puts back its signed word of when it was drained, as long as it likes."""
+    monkeypatch.setattr("router.hosts.peers.INTERVAL_S", 0.01)
+    monkeypatch.setattr("router.hosts.peers._SILENT_S", 0.05)
+    true = Host(hello("a", told=2))
+    drained = hello("a", url=true.url, models=(), stopping=True, told=replayed)
+    tasks = Tasks()
+    async with listening(true), Connections() as connections:
+        peers = Peers(
+            [],
+            connections,
+            Timeouts(health_s=1.0, connect_s=1.0),
+            incarnation=OWN,
+            proof=PROOF,
+            clock=MonotonicClock(),
+            directory=Told([drained]),
+        )
+        tasks.spawn(peers.run(), name="peers")
+        await until(lambda: bool(peers.usable("m")))
+        asked = true.asked
+        true.says = hello("a", told=3)
+        await until(lambda: true.asked > asked + 2)
+        assert bool(peers.usable("m"))
+        await tasks.aclose()
+
+
+async def test_a_newer_word_in_the_directory_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.hosts.peers.INTERVAL_S", 0.01)
+    true, directory = Host(hello("a", told=2)), Told([])
+    directory.hosts.append(hello("a", url=true.url, told=1))
+    tasks = Tasks()
+    async with listening(true), Connections() as connections:
+        peers = Peers(
+            [],
+            connections,
+            Timeouts(health_s=1.0, connect_s=1.0),
+            incarnation=OWN,
+            proof=PROOF,
+            clock=MonotonicClock(),
+            directory=directory,
+        )
+        tasks.spawn(peers.run(), name="peers")
+        await until(lambda: bool(peers.usable("m")))
+        directory.hosts[0] = hello("a", url=true.url, models=(), told=3)
+        await until(lambda: not peers.usable("m"))
+        await tasks.aclose()
