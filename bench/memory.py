@@ -40,7 +40,7 @@ async def measure(options: argparse.Namespace) -> Report:
         home = Path(folder)
         model = tiny_model("llama").path
         async with (
-            rig.llama(slots=4, ctx_per_slot=16384, kv_dir=home / "kv", model=model) as server,
+            rig.llama(slots=4, ctx_per_slot=32768, kv_dir=home / "kv", model=model) as server,
             rig.kvferry("kvferry", [server.url], home, kv_dir=home / "kv") as proxy,
         ):
             await asyncio.to_thread(_run, options, proxy, report)

@@ -21,7 +21,6 @@ from router.tools.bench.command import add_options as add_bench_options
 from router.tools.console.client import DEFAULT_URL, CallError
 from router.tools.console.servers import add_options as add_servers_options
 from router.tools.console.servers import servers
-from router.tools.console.sessions import sessions
 from router.tools.console.snapshots import add_options as add_snapshot_options
 from router.tools.console.snapshots import snapshots
 from router.tools.console.usage import add_usage_options, usage
@@ -127,12 +126,6 @@ def command_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("snapshots", help="list, show and purge snapshots")
     add_snapshot_options(command, _where)
     command.set_defaults(run=snapshots)
-
-    command = commands.add_parser("sessions", help="list the conversations that clients name")
-    command.add_argument("--limit", type=int, default=50, metavar="N", help="at most this many")
-    command.add_argument("--json", action="store_true", help="print the JSON of the router")
-    _where(command)
-    command.set_defaults(run=sessions)
 
     command = commands.add_parser("usage", help="show what tenants used, by day and model")
     add_usage_options(command, _where)

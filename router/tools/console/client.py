@@ -49,11 +49,6 @@ class RouterClient:
             raise self._not_a_router()
         return found
 
-    async def metrics(self) -> str:
-        """Return the text of `/metrics`."""
-        _, body, _ = await self._send("GET", "/metrics")
-        return body.decode()
-
     async def decisions(self, limit: int) -> list[Json]:
         """Return the last decisions, newest first; none if the router does not keep them."""
         status, body, _ = await self._send("GET", "/kvferry/requests", {"limit": str(limit)})

@@ -69,7 +69,7 @@ def show(told: Json, console: Console) -> None:
         return
     _line(console, f"  on {told['backend']}/{told['slot']}: {told['reason']}")
     if told["session"] is not None:
-        _line(console, f"  session {told['session']} (kvferry sessions)")
+        _line(console, f"  session {told['session']}")
     _line(console, f"  {_seconds(told)}")
     console.print()
     _tokens(told, console)

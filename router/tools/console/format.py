@@ -1,4 +1,9 @@
-"""Format numbers for a person to read at a glance; JSON has the exact numbers."""
+"""Format numbers and tables for a person to read at a glance; JSON has the exact numbers."""
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -41,3 +46,12 @@ def bar(share: float, width: int) -> str:
     """Return a bar of `width` columns, filled up to `share` (0 to 1)."""
     filled = round(min(max(share, 0.0), 1.0) * width)
     return "█" * filled + "░" * (width - filled)
+
+
+def table(*columns: str, right: Sequence[str] = (), last: str = "", wrap: bool = False) -> Table:
+    """Return a table. Column `last` takes the rest of the width; longer text is cut or wrapped."""
+    made = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    made.add_column(last, no_wrap=not wrap, overflow="fold" if wrap else "ellipsis", ratio=1)
+    return made

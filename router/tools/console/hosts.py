@@ -9,9 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from router.tools.console.client import CallError, connected
-from router.tools.console.format import size
+from router.tools.console.format import size, table
 from router.tools.console.operations import drain, undrain
-from router.tools.console.view import table
 from router.tools.terminal import output
 
 Json = dict[str, Any]

@@ -10,8 +10,7 @@ import orjson
 from rich.text import Text
 
 from router.tools.console.client import RouterClient, connected
-from router.tools.console.format import span
-from router.tools.console.view import table
+from router.tools.console.format import span, table
 from router.tools.terminal import output
 
 Json = dict[str, Any]

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from router.tools.console.client import RouterClient, connected
-from router.tools.console.format import number_of, size, span
-from router.tools.console.view import table
+from router.tools.console.format import number_of, size, span, table
 from router.tools.terminal import output
 
 Json = dict[str, Any]

@@ -1,81 +1,135 @@
-"""`kvferry top`: backends, slots and queue, refreshed every second."""
+"""`kvferry top`: backends, slots, queue and the last requests, refreshed every second."""
 
 import asyncio
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import datetime
+from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from router.tools.console.client import CallError, RouterClient, connected
-from router.tools.console.rates import NONE, Figures, began_anew, read_figures, recent
-from router.tools.console.view import View, picture
+from router.tools.console.format import bar, number_of, size, span, table
 from router.tools.terminal import output
 
+Json = dict[str, Any]
 INTERVAL_S = 1.0
-WINDOW_S = 60.0
 _DECISIONS = 20
-
-
-@dataclass(slots=True)
-class History:
-    """Figures of the last minute, with the clock seconds at which they were read."""
-
-    _scrapes: deque[tuple[float, Figures]] = field(default_factory=deque)
-
-    def add(self, now: float, figures: Figures) -> tuple[Figures, float | None]:
-        """Add `figures`; return the figures to compare with and their age in seconds.
-
-        The first time, and after a restart of the router, these are NONE and None.
-        """
-        scrapes = self._scrapes
-        if scrapes and began_anew(scrapes[-1][1], figures):
-            scrapes.clear()
-        # The newest entry older than the window stays, so that all of the window is covered.
-        while len(scrapes) > 1 and now - scrapes[1][0] >= WINDOW_S:
-            scrapes.popleft()
-        scrapes.append((now, figures))
-        if len(scrapes) == 1:
-            return NONE, None
-        began, before = scrapes[0]
-        return before, now - began
+_GOOD = {"up", "running", "idle", "ok", "resident", "snapshot", "copy"}
+_BAD = {"down", "failed", "lost", "backend_error", "refused"}
 
 
 async def top(url: str, *, once: bool) -> int:
     """Show the state until Ctrl-C; once without a terminal. Raises CallError at the start."""
     console = output()
     async with connected(url) as client:
-        history = History()
-        view = await scrape(client, history)
+        drawn = await picture(client)
         if once or not console.is_terminal:
-            console.print(picture(view, console.width))
+            console.print(drawn)
             return 0
-        await _live(console, client, history, view)
+        await _live(console, client, drawn)
     return 0
 
 
-async def _live(console: Console, client: RouterClient, history: History, view: View) -> None:
+async def _live(console: Console, client: RouterClient, drawn: RenderableType) -> None:
     """Show the state every second. Without a router show the last picture, and try again."""
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        trouble: str | None = None
+    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        trouble = ""
         while True:
-            drawn = picture(view, console.width, console.height - (trouble is not None))
-            if trouble is not None:
-                drawn = Group(Text(trouble, "bold red", no_wrap=True, overflow="ellipsis"), drawn)
-            live.update(drawn, refresh=True)
+            live.update(Group(Text(trouble, "bold red"), drawn) if trouble else drawn, refresh=True)
             await asyncio.sleep(INTERVAL_S)
             try:
-                view, trouble = await scrape(client, history), None
+                drawn, trouble = await picture(client), ""
             except CallError as error:
                 trouble = f"{error}; trying again"
 
 
-async def scrape(client: RouterClient, history: History) -> View:
-    """Return a view of the router now. Raises CallError."""
+async def picture(client: RouterClient) -> RenderableType:
+    """Return the screen of a router now. Raises CallError."""
     state, decisions = await client.state(), await client.decisions(_DECISIONS)
-    figures = read_figures(await client.metrics())
-    before, since_s = history.add(asyncio.get_running_loop().time(), figures)
     clock = datetime.now().astimezone().strftime("%H:%M:%S")
-    return View(client.url, state, recent(before, figures), since_s, decisions, clock)
+    title = Text.assemble(("kvferry ", "bold"), f"{client.url}  {clock}  {state['policy']}")
+    parts: list[RenderableType] = [title, _sums(state, decisions), "", _backends(state)]
+    parts += ["", _slots(state)] if state["slots"] else []
+    parts += ["", _requests(decisions)] if decisions else []
+    return Group(*parts)
+
+
+def _sums(state: Json, decisions: Sequence[Json]) -> Table:
+    made = Table.grid(padding=(0, 2, 0, 0))
+    waiting = len(state["queue"]) + state["waiting_for_backend"]
+    longest = max((one["waited_s"] for one in state["queue"]), default=None)
+    since = f", for up to {span(longest)}" if longest else ""
+    made.add_row("queue", f"{waiting:,} waiting{since}" if waiting else "none waiting")
+    told = [one for one in decisions if one.get("prompt_tokens") and "cached_tokens" in one]
+    if prompt := sum(one["prompt_tokens"] for one in told):
+        share = sum(one["cached_tokens"] or 0 for one in told) / prompt
+        made.add_row("reuse", f"{share:.0%} of the last {number_of(len(told), 'prompt')}")
+    store = state["snapshots"]
+    limits = f" of {size(store['max_bytes'])}" if store["max_bytes"] > 0 else ""
+    held = f"{store['count']:,}; {size(store['size_bytes'])}{limits}; {store['tokens']:,} tokens"
+    made.add_row("snapshots", f"{held}; {store['evicted']:,} evicted")
+    if problem := (store.get("cold") or {}).get("problem"):
+        made.add_row("cold tier", Text(problem, "red"))
+    for one in state.get("servers") or ():
+        waits = f", {one['waiting']:,} waiting" if one["waiting"] else ""
+        made.add_row("server", Text.assemble(f"{one['name']} ", _coloured(one["phase"]), waits))
+    for peer in (state.get("hosts") or {}).get("peers", ()):
+        load = f"{peer['busy'] + peer['waiting']:,}/{peer['slots']:,}"
+        made.add_row("host", f"{peer['name']} {load if peer['up'] else 'not used'}")
+    return made
+
+
+def _backends(state: Json) -> Table:
+    numbers = ("slots", "n_ctx", "prefill t/s", "output t/s")
+    made = table("backend", "", *numbers, "memory", right=numbers, wrap=True)
+    for one in state["backends"]:
+        standing = _coloured(str(one.get("state") or ("up" if one["up"] else "down")))
+        note = one["problem"] or one.get("note") or ""
+        if not one["up"]:
+            made.add_row(one["name"], standing, *[""] * 5, Text(note, "red"))
+            continue
+        rates = (one["rates"][f"{what}_tokens_per_s"] for what in ("prefill", "output"))
+        told = (f"{number:,.0f}" for number in (one["slots"], one["n_ctx"], *rates))
+        note = note or ("" if one["snapshots"] else "no snapshots")
+        made.add_row(one["name"], standing, *told, one["memory_kind"], note)
+    return made
+
+
+def _slots(state: Json) -> Table:
+    limits = {one["name"]: one["n_ctx"] for one in state["backends"] if one["up"]}
+    made = table("slot", "", "resident", "", right=("resident",), last="request")
+    for slot in state["slots"]:
+        held, limit = slot["resident_tokens"], limits.get(slot["backend"])
+        idle = "" if slot["idle_s"] is None else f"idle for {span(slot['idle_s'])}"
+        done = "" if slot.get("prefilled") is None else f"  {slot['prefilled']:.0%}"
+        made.add_row(
+            f"{slot['backend']}/{slot['index']}",
+            _coloured(slot["phase"]),
+            f"{held:,}",
+            bar(held / limit, 16) if limit else "",
+            f"{slot['request']}{done}" if slot["request"] else Text(idle, "dim"),
+        )
+    return made
+
+
+def _requests(decisions: Sequence[Json]) -> Table:
+    numbers = ("prompt", "planned", "cached", "TTFT")
+    made = table("slot", "source", *numbers, "outcome", right=numbers, last="reason")
+    for one in decisions:
+        counts = (one.get(f"{name}_tokens") for name in numbers[:3])
+        made.add_row(
+            "" if one.get("backend") is None else f"{one['backend']}/{one['slot']}",
+            _coloured(one.get("source") or ""),
+            *("-" if count is None else f"{count:,}" for count in counts),
+            span(one.get("ttft_s")),
+            _coloured(str(one.get("outcome") or "")),
+            str(one.get("reason") or ""),
+        )
+    return made
+
+
+def _coloured(word: str) -> Text:
+    return Text(word, "green" if word in _GOOD else "red" if word in _BAD else "yellow")

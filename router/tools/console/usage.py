@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from router.tools.console.client import connected
-from router.tools.console.view import table
+from router.tools.console.format import table
 from router.tools.terminal import output
 
 Json = dict[str, Any]

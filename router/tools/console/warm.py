@@ -12,8 +12,7 @@ import orjson
 
 from router.base.decoding import UndecodableError, json_of
 from router.tools.console.client import CallError, connected
-from router.tools.console.format import size
-from router.tools.console.view import table
+from router.tools.console.format import size, table
 from router.tools.terminal import output
 
 Json = dict[str, Any]

@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from router.tools.cli import main
 from router.tools.console import top
 from router.tools.console.client import CallError, RouterClient, connected
-from router.tools.console.rates import NONE, Figures
-from router.tools.console.top import WINDOW_S, History
-from router.tools.console.view import View
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import ids
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.running_router import RunningRouter, running
+from tests.support.servers.running_router import running
 
 pytestmark = pytest.mark.thorough
 
@@ -30,32 +27,9 @@ Capture = pytest.CaptureFixture[str]
 UNUSED_URL = "http://127.0.0.1:9"
 
 
-def counted(number: float) -> Figures:
-    return {("kvferry_requests_total", frozenset()): number}
-
-
 async def run(*arguments: str) -> int:
     """Run the command in its own event loop, while the router goes on in this one."""
     return await asyncio.to_thread(main, arguments)
-
-
-def test_history_covers_a_minute_and_no_more() -> None:
-    history = History()
-
-    assert history.add(100.0, counted(1)) == (NONE, None)
-    for second in range(1, 60):
-        assert history.add(100.0 + second, counted(1 + second)) == (counted(1), second)
-    assert history.add(160.0, counted(70)) == (counted(1), WINDOW_S)
-    assert history.add(161.0, counted(71)) == (counted(2), WINDOW_S)
-    assert history.add(500.0, counted(72)) == (counted(71), 339.0)
-
-
-def test_history_begins_anew_with_the_router() -> None:
-    history = History()
-    history.add(1.0, counted(5))
-
-    assert history.add(2.0, counted(3)) == (NONE, None)
-    assert history.add(3.0, counted(4)) == (counted(3), 1.0)
 
 
 @pytest.mark.parametrize("columns", ["80", "140"])
@@ -80,11 +54,10 @@ async def test_once(
     assert max(map(len, lines)) <= int(columns)
     text = " ".join(" ".join(lines).split())
     assert f"kvferry {kvferry.url} " in text
-    assert "since start 2 requests; TTFT" in text
-    assert "of 1,250 prompt tokens; 48% resident; 0% snapshot" in text
-    held, limit = state["slots"][0]["resident_tokens"], state["backends"][0]["n_ctx"]
+    assert "reuse 48% of the last 2 prompts" in text
+    held = state["slots"][0]["resident_tokens"]
     assert held > 650
-    assert f"gpu0/0 idle {held:,} of {limit:,}" in text
+    assert f"gpu0/0 idle {held:,} █" in text
     assert f"snapshots {state['snapshots']['count']}; " in text
     assert "gpu1 down no process listens on this host and port; start" in text
 
@@ -162,19 +135,23 @@ async def test_a_router_that_goes_away_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The last picture stays, with the problem above it."""
-    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as kvferry:
-        view = await seen_of(kvferry)
+    async with (
+        FakeLlama(kv_dir=tmp_path) as fake,
+        running([("a", fake.url)], tmp_path) as kvferry,
+        connected(kvferry.url) as client,
+    ):
+        drawn = await top.picture(client)
 
-    def looks() -> Iterator[View | Exception]:
+    def looks() -> Iterator[RenderableType | Exception]:
         yield CallError("no router answers")
-        yield view
+        yield drawn
         yield KeyboardInterrupt()  # type: ignore[misc]
 
     script, screens = looks(), list[str]()
     shown = StringIO()
     console = Console(file=shown, force_terminal=True, width=80, height=24, color_system=None)
 
-    async def look(*_: object) -> View:
+    async def look(*_: object) -> RenderableType:
         screens.append(shown.getvalue())
         shown.truncate(0)
         found = next(script)
@@ -182,15 +159,10 @@ async def test_a_router_that_goes_away_is_waited_for(
             raise found
         return found
 
-    monkeypatch.setattr(top, "scrape", look)
+    monkeypatch.setattr(top, "picture", look)
     monkeypatch.setattr(top, "INTERVAL_S", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        await top._live(console, cast(RouterClient, None), History(), view)
+        await top._live(console, cast(RouterClient, None), drawn)
 
     assert ["trying again" in screen for screen in screens] == [False, True, False]
     assert all("a/1" in screen for screen in screens)
-
-
-async def seen_of(kvferry: RunningRouter) -> View:
-    async with connected(kvferry.url) as client:
-        return await top.scrape(client, History())
