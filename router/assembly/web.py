@@ -38,7 +38,6 @@ from router.web.fleet.cold import ColdHolder, FromCold, NoPeers
 from router.web.fleet.fetching import Fetching
 from router.web.fleet.forwarding import Forwarding
 from router.web.fleet.handing_out import HandingOut
-from router.web.fleet.leaving import Leaving
 from router.web.fleet.peer_routes import PeerRoutes
 from router.web.fleet.purging import Purging
 from router.web.server.bodies import Bodies
@@ -177,7 +176,6 @@ async def _own_routes(
             selection,
             made.watched.backends,
             made.reload,
-            None if made.hosts is None else Leaving(engine, made.hosts.peers),
         ),
         ServerRoutes(engine, guard, parts.on_demand.supervisor, now),
         Snapshots(

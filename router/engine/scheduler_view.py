@@ -359,10 +359,6 @@ class SchedulerView:
         """Return all usable snapshots, those first that save most seconds for their bytes."""
         return self._state.inventory.catalog.most_valuable()
 
-    def has_room(self, n_tokens: int, size_bytes: int) -> bool:
-        """Return whether a snapshot could be added without the eviction of another one."""
-        return self._state.inventory.catalog.has_room(n_tokens, size_bytes)
-
     def is_being_saved(self, slot: SlotId) -> bool:
         """Return whether a slot is being saved, or will be when its prefill is over."""
         slots = self._state.inventory.slots.of(slot.backend)

@@ -14,7 +14,6 @@ READ = "/peer/read"
 EXPORT = "/peer/export"
 PART = "/peer/part"
 MEASURE = "/peer/measure"  # MEASURED bytes, to see how fast they come
-TAKE = "/peer/take"
 PURGE = "/peer/purge"
 MEASURED = 8 << 20  # 70 ms at 1 Gbit/s
 # Headers of a forwarded request: the host that forwards it, the request's id there, the caller as
@@ -131,8 +130,7 @@ class QuoteReply(Struct, frozen=True, array_like=True):
 class ExportAsk(Struct, frozen=True, array_like=True):
     """A prompt of which the asking host fetches what spares most of it. As in `QuoteAsk`.
 
-    `digest`: as in the offer that it takes. `snapshot`: it fetches this one instead, which it was
-    told to take.
+    `digest`: as in the offer that it takes.
     """
 
     namespace: str
@@ -140,21 +138,6 @@ class ExportAsk(Struct, frozen=True, array_like=True):
     n_tokens: int
     hashes: bytes
     digest: bytes = b""
-    snapshot: str = ""
-
-
-class TakeAsk(Struct, frozen=True, array_like=True):
-    """A snapshot of the host `holder` (its incarnation), which leaves, for another host to fetch.
-
-    `namespace`: its model's, without the tenant.
-    """
-
-    holder: str
-    snapshot: str
-    namespace: str
-    tenant: str
-    n_tokens: int
-    size_bytes: int
 
 
 class PurgeAsk(Struct, frozen=True, array_like=True):
@@ -168,12 +151,6 @@ class PurgeReply(Struct, frozen=True, array_like=True):
 
     count: int
     problem: str | None = None
-
-
-class TakeReply(Struct, frozen=True, array_like=True):
-    """Whether the other host has the state now."""
-
-    taken: bool
 
 
 class PromptRead(Struct, frozen=True):

@@ -22,7 +22,6 @@ from router.hosts.messages import (
     READ,
     READ_PATH,
     READ_TENANT,
-    TAKE,
     ExportAsk,
     Hello,
     PromptRead,
@@ -31,8 +30,6 @@ from router.hosts.messages import (
     QuoteAsk,
     QuoteReply,
     Served,
-    TakeAsk,
-    TakeReply,
 )
 from router.llama.http1 import Header
 from router.llama.server_client import Connections, ServerClient, Timeouts
@@ -42,7 +39,6 @@ _ENCODER = msgspec.msgpack.Encoder()
 _reply_of = msgpack_decoder(QuoteReply)
 _hello_of = json_decoder(Hello)
 _read_of = json_decoder(PromptRead)
-_taken_of = msgpack_decoder(TakeReply)
 _purged_of = msgpack_decoder(PurgeReply)
 _MAX_BYTES = 1024 * 1024
 _MAX_MANIFEST_BYTES = 64 * 1024 * 1024  # with the tokens
@@ -217,14 +213,6 @@ class Peer(ServerClient):
         payload = await self._post(READ, body, limit_s, headers)
         try:
             return _read_of(payload)
-        except UndecodableError as error:
-            raise BackendError("it does not answer as a kvferry does") from error
-
-    async def take(self, ask: TakeAsk, limit_s: float) -> bool:
-        """Let the host fetch a snapshot; return whether it has it now. Raises BackendError."""
-        payload = await self._post(TAKE, _ENCODER.encode(ask), limit_s)
-        try:
-            return _taken_of(payload).taken
         except UndecodableError as error:
             raise BackendError("it does not answer as a kvferry does") from error
 

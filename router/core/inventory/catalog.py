@@ -276,10 +276,6 @@ class Catalog:
         """Return whether a snapshot of this size could be kept at all."""
         return self.limits.admits(n_tokens, size_bytes) and size_bytes <= self.room_bytes
 
-    def has_room(self, n_tokens: int, size_bytes: int) -> bool:
-        """Return whether a snapshot of this size could be added without an eviction."""
-        return not self._exceeds(self.total_tokens + n_tokens, self.total_bytes + size_bytes)
-
     def most_valuable(self) -> list[SnapshotId]:
         """Return all usable snapshots, those first that save most seconds for their bytes."""
         usable = (entry for entry in self._entries.values() if not entry.doomed)

@@ -1,7 +1,6 @@
-"""`kvferry fleet status | drain | undrain | leave`: the hosts as one of them sees them."""
+"""`kvferry fleet status | drain | undrain`: the hosts as one of them sees them."""
 
 import sys
-from math import inf
 from typing import Any
 
 import orjson
@@ -9,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from router.tools.console.client import CallError, connected
-from router.tools.console.format import size, table
+from router.tools.console.format import table
 from router.tools.console.operations import drain, undrain
 from router.tools.terminal import output
 
@@ -76,29 +75,4 @@ async def drain_host(url: str, *, undo: bool) -> int:
         raise CallError("this host has no backends of its own")
     for name in names:
         await (undrain(url, name) if undo else drain(url, name))
-    return 0
-
-
-async def leave(url: str) -> int:
-    """Drain a host, and let the other hosts take its snapshots, as far as they have room.
-
-    Prints the progress. Raises CallError.
-    """
-    await drain_host(url, undo=False)
-    console = output()
-    taken = refused = size_bytes = 0
-    async with connected(url) as client:
-        while True:
-            told = await client.call("POST", "/kvferry/hosts/hand-over", timeout_s=inf)
-            taken, refused = taken + told["taken"], refused + told["refused"]
-            size_bytes += told["size_bytes"]
-            if not told["left"]:
-                break
-            console.print(f"handed over: {taken:,}; left: {told['left']:,}", soft_wrap=True)
-    kept = f"; {refused:,} stay here: no room, no host with their model, or there already"
-    console.print(
-        f"The other hosts took {taken:,} snapshots of {size(size_bytes)}"
-        f"{kept if refused else ''}. This host may end now.",
-        soft_wrap=True,
-    )
     return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from router.config import values
-from router.tools.console.hosts import drain_host, leave, status
+from router.tools.console.hosts import drain_host, status
 
 
 def add_fleet_commands(command: argparse.ArgumentParser, where: Any) -> None:
@@ -31,11 +31,10 @@ def add_fleet_commands(command: argparse.ArgumentParser, where: Any) -> None:
     for name, doing in (
         ("drain", "send no new requests to this host's servers; its clients go to other hosts"),
         ("undrain", "use this host's servers again"),
-        ("leave", "drain this host, and let the others take its snapshots"),
     ):
         one = commands.add_parser(name, help=doing)
         where(one)
-        one.set_defaults(run={"drain": _drain, "undrain": _undrain, "leave": _leave}[name])
+        one.set_defaults(run={"drain": _drain, "undrain": _undrain}[name])
 
 
 def _certificate(options: argparse.Namespace) -> int:
@@ -68,10 +67,6 @@ def _status(options: argparse.Namespace) -> int:
 
 def _drain(options: argparse.Namespace) -> int:
     return asyncio.run(drain_host(options.url, undo=False))
-
-
-def _leave(options: argparse.Namespace) -> int:
-    return asyncio.run(leave(options.url))
 
 
 def _undrain(options: argparse.Namespace) -> int:

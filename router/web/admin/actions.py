@@ -4,18 +4,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from aiohttp import web
-from msgspec import to_builtins
 
-from router.base.errors import ConflictError, NotFoundError
+from router.base.errors import NotFoundError
 from router.base.types import BackendId
 from router.web.admin.guard import Guard
 from router.web.api.backend_selection import BackendSelection
-from router.web.fleet.leaving import Leaving
 from router.web.server.call import Call
 from router.web.server.error_responses import json_response
 
 BACKENDS = "/kvferry/backends/"
-HAND_OVER = "/kvferry/hosts/hand-over"
 
 
 class _Backends(Protocol):
@@ -34,13 +31,10 @@ class OperatorActions:
         selection: BackendSelection,
         backends: _Backends,
         reload: Callable[[], Awaitable[Mapping[str, object]]],
-        leaving: Leaving | None = None,
     ) -> None:
-        """`leaving`: hands over the snapshots of this host; None: there are no other hosts."""
         self._guard = guard
         self._selection = selection
         self._reload = reload
-        self._leaving = leaving
         self._actions = {"drain": backends.drain, "undrain": backends.undrain}
 
     async def reload(self, call: Call) -> web.Response:
@@ -50,16 +44,6 @@ class OperatorActions:
         """
         self._guard.check(call.http)
         return json_response(await self._reload())
-
-    async def hand_over(self, call: Call) -> web.Response:
-        """Let other hosts take the next few snapshots, and answer with what became of them.
-
-        Raises ForbiddenError, ConflictError.
-        """
-        self._guard.check(call.http)
-        if self._leaving is None:
-            raise ConflictError("this kvferry knows no other hosts")
-        return json_response(to_builtins(await self._leaving.go_on()))
 
     async def backend(self, call: Call, path: str) -> web.Response:
         """Handle `NAME/drain` and `NAME/undrain`, and answer with the backend's new state.

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from router.web.admin.actions import BACKENDS, HAND_OVER, OperatorActions
+from router.web.admin.actions import BACKENDS, OperatorActions
 from router.web.admin.guard import Guard
 from router.web.admin.live import Live
 from router.web.admin.page import PREFIX, StaticFile, to_page
@@ -37,7 +37,6 @@ def own_routes(
             AdminRoute("GET", "/kvferry/state", status.state),
             AdminRoute("POST", "/kvferry/plan", prompts.plan),
             AdminRoute("POST", "/kvferry/reload", operations.reload),
-            AdminRoute("POST", HAND_OVER, operations.hand_over),
             AdminRoute("POST", f"{BACKENDS}{{name}}/{{action}}", operations.backend),
             AdminRoute("GET", SERVERS, servers.all),
             AdminRoute("GET", f"{SERVERS}/{{name}}/log", servers.log),

@@ -17,14 +17,14 @@ from router.base.errors import BackendError, BackendRefusedError, KvError, KvFil
 from router.base.prefix_hash import STEP
 from router.base.tasks import spawn
 from router.base.tokens import common_prefix, count
-from router.base.types import BackendInfo, KvDir, Namespace, Request, Snapshot, Tenant
+from router.base.types import BackendInfo, KvDir, Request, Snapshot, Tenant
 from router.core.model import events as ev
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Offered, Quote
 from router.core.model.tenancy import is_of, model_of, namespace_of, tenant_of
 from router.engine.engine import Engine
 from router.hosts.link import Link
-from router.hosts.messages import ExportAsk, TakeAsk
+from router.hosts.messages import ExportAsk
 from router.hosts.parts import PeerParts
 from router.hosts.peer import Peer
 from router.llama.attach.namespace import is_same
@@ -276,26 +276,6 @@ class Fetching:
         for (_, _, owner, _), fetch in tuple(self._under_way.items()):
             if is_of(owner, tenant) and fetch.task is not None:
                 fetch.task.cancel()
-
-    async def take(self, ask: TakeAsk) -> bool:
-        """Fetch a snapshot of a host that leaves; return whether it is here now."""
-        peer, tenant = self._peers.by_key(ask.holder), Tenant(ask.tenant)
-        info = next(
-            (
-                info
-                for info in self._engine.view.up()
-                if info.kv_dir is not None and is_same(info.namespace, Namespace(ask.namespace))
-            ),
-            None,
-        )
-        offered = Offered(ask.n_tokens, ask.n_tokens, ask.size_bytes)
-        if peer is None or info is None or not offered.is_sound or ask.n_tokens > info.n_ctx:
-            return False
-        if not self._engine.view.has_room(ask.n_tokens, ask.size_bytes):
-            return False
-        wanted = ExportAsk(ask.namespace, ask.tenant, ask.n_tokens, b"", b"", ask.snapshot)
-        holder = _HeldByPeer(peer, wanted, self._tls, self._now)
-        return await self._received(holder, info, tenant, offered) is not None
 
     async def _fetched(
         self, holder: Holder, request: Request, info: BackendInfo, way: Way

@@ -79,8 +79,6 @@ class HandingOut:
 
     async def manifest(self, ask: ExportAsk) -> bytes:
         """Return the manifest of what another host asks for. Raises NotFoundError."""
-        if ask.snapshot:
-            return await self._manifest_of(SnapshotId(ask.snapshot))
         self._n_asked += 1
         try:
             return await self._manifest(ask)

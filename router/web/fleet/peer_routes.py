@@ -41,7 +41,6 @@ from router.hosts.messages import (
     READ,
     READ_PATH,
     READ_TENANT,
-    TAKE,
     ExportAsk,
     Hello,
     PromptRead,
@@ -49,8 +48,6 @@ from router.hosts.messages import (
     PurgeReply,
     QuoteAsk,
     QuoteReply,
-    TakeAsk,
-    TakeReply,
 )
 from router.llama import json_offload
 from router.llama.attach.namespace import is_same
@@ -67,7 +64,6 @@ log = structlog.get_logger(__name__)
 
 _ask_of = msgpack_decoder(QuoteAsk)
 _export_of = msgpack_decoder(ExportAsk)
-_take_of = msgpack_decoder(TakeAsk)
 _purge_of = msgpack_decoder(PurgeAsk)
 # A token that is in no prompt: what follows the known beginning of a quoted one.
 _OTHER = b"\0\0\0\x80"
@@ -103,7 +99,6 @@ class PeerRoutes:
             QUOTE: "POST",
             READ: "POST",
             EXPORT: "POST",
-            TAKE: "POST",
             PURGE: "POST",
             PART: "GET",
             MEASURE: "GET",
@@ -118,8 +113,6 @@ class PeerRoutes:
             return _packed(msgspec.msgpack.encode(self.quote(raw, call.id)))
         if path == EXPORT:
             return _packed(await self._export(raw))
-        if path == TAKE:
-            return _packed(await self._take(raw))
         if path == PURGE:
             return _packed(await self._purge(raw))
         if path == PART:
@@ -135,17 +128,9 @@ class PeerRoutes:
         except UndecodableError as error:
             raise BadRequestError(f"not a question for a state: {error}") from error
         sound = 0 < ask.n_tokens <= _MAX_TOKENS and not len(ask.hashes) % SIZE
-        if not sound and not ask.snapshot:
+        if not sound:
             raise BadRequestError("not a question for a state: impossible lengths")
         return await self._handing_out.manifest(ask)
-
-    async def _take(self, raw: bytes) -> bytes:
-        """Fetch a snapshot of a host that leaves."""
-        try:
-            ask = _take_of(raw)
-        except UndecodableError as error:
-            raise BadRequestError(f"not a state to take: {error}") from error
-        return msgspec.msgpack.encode(TakeReply(await self._fetching.take(ask)))
 
     async def _purge(self, raw: bytes) -> bytes:
         """Delete what this host has of a tenant."""
