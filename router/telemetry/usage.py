@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from router.base.tasks import in_thread, spawn, within
-from router.base.types import BackendId, Cost, Outcome, Request, RequestRecord
+from router.base.types import BackendId, Caller, Cost, Outcome, Request, RequestRecord
 from router.core.model.budget import Budget
 
 Json = dict[str, Any]
@@ -148,28 +148,13 @@ class UsageBook:
 
     def over(self, record: RequestRecord) -> None:
         """Add a finished request that reached a backend."""
-        cost = record.cost
-        sums = UsageSums(
-            requests=1,
-            failed=int(record.outcome in (Outcome.BACKEND_ERROR, Outcome.REFUSED)),
-            prompt_tokens=_sane(cost.cached + cost.computed),
-            computed_tokens=_sane(cost.computed),
-            generated_tokens=_sane(cost.generated),
-            server_s=record.server_s,
-        )
-        tenant = "" if record.caller is None else record.caller.tenant
-        self._add(tenant, record.model or record.slot.backend, sums)
+        failed = int(record.outcome in (Outcome.BACKEND_ERROR, Outcome.REFUSED))
+        sums = UsageSums(requests=1, failed=failed, server_s=record.server_s)
+        self._add(record.caller, record.model or record.slot.backend, sums, record.cost)
 
     def late(self, request: Request, backend: BackendId, cost: Cost) -> None:
         """Add what a request cost after its end, or though it was never sent."""
-        computed = _sane(cost.computed)
-        sums = UsageSums(
-            prompt_tokens=computed,
-            computed_tokens=computed,
-            generated_tokens=_sane(cost.generated),
-        )
-        tenant = "" if request.caller is None else request.caller.tenant
-        self._add(tenant, request.model or backend, sums)
+        self._add(request.caller, request.model or backend, UsageSums(), cost)
 
     def rows(self, days: int) -> list[Json]:
         """Return the rows of the last days, today included, the newest first."""
@@ -227,7 +212,11 @@ class UsageBook:
             _merge(target, self._writing)
             self._writing = {}
 
-    def _add(self, tenant: str, model: str, sums: UsageSums) -> None:
+    def _add(self, caller: Caller | None, model: str, sums: UsageSums, cost: Cost) -> None:
+        sums.prompt_tokens = _sane(cost.cached + cost.computed)
+        sums.computed_tokens = _sane(cost.computed)
+        sums.generated_tokens = _sane(cost.generated)
+        tenant = "" if caller is None else caller.tenant
         self._fresh.setdefault(Place(self._day(), tenant, model), UsageSums()).add(sums)
         self.totals.setdefault(tenant, UsageSums()).add(sums)
 

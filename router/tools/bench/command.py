@@ -11,7 +11,7 @@ from router.base.errors import BackendError, BackendRefusedError, KvError
 from router.config.schema import BackendConfig, Config
 from router.llama.server_client import Connections
 from router.tools.bench.measure import Measured, ServerBench
-from router.tools.bench.report import as_json, lines, plot, table
+from router.tools.bench.report import as_json, lines, table
 from router.tools.terminal import Progress, no_log_lines, output
 
 _KVFERRY = "this is kvferry: give the addresses of its llama-servers"
@@ -27,18 +27,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="compute prompts for about this long, all servers together; default %(default)g",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--output", type=Path, metavar="FILE", help="write a plot: .png or .svg")
 
 
 async def bench(config: Config, options: argparse.Namespace) -> int:
     """Measure and print. Returns the exit code: 0 if each server was measured, else 1."""
-    file: Path | None = options.output
-    if file is not None and file.suffix not in (".png", ".svg"):
-        print(f"kvferry bench: --output: {file} must end with .png or .svg", file=sys.stderr)
-        return 2
-    if file is not None and not file.parent.is_dir():
-        print(f"kvferry bench: --output: the folder {file.parent} does not exist", file=sys.stderr)
-        return 2
     results: list[Measured] = []
     failed = False
     with no_log_lines(), Progress() as progress:
@@ -64,9 +56,6 @@ async def bench(config: Config, options: argparse.Namespace) -> int:
         print(as_json(results))
     else:
         _print(results)
-    if file is not None and results and not plot(results, file):
-        print("kvferry bench: --output needs `pip install 'kvferry[plot]'`", file=sys.stderr)
-        return 1
     return int(failed)
 
 

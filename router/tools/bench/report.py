@@ -1,7 +1,6 @@
-"""The result of `kvferry bench`: a table to paste, advice, JSON and a plot."""
+"""The result of `kvferry bench`: a table to paste, advice, and JSON."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -126,40 +125,6 @@ def as_json(results: Sequence[Measured]) -> str:
         pays = pays_from(moved) if moved else None
         told.append(msgspec.to_builtins(one) | {"pays_from_tokens": pays})
     return msgspec.json.format(msgspec.json.encode({"servers": told}), indent=2).decode()
-
-
-def plot(results: Sequence[Measured], file: Path) -> bool:
-    """Plot the seconds to the first token against the length. False: matplotlib is missing."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        return False
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for one in results:
-        ways: dict[str, list[tuple[int, float | None]]] = {
-            "cold": [(point.tokens, point.cold_s) for point in one.points],
-            "restored": [(point.tokens, point.here_s) for point in one.points],
-            "restored elsewhere": [(point.tokens, point.elsewhere_s) for point in one.points],
-        }
-        for (name, points), style in zip(ways.items(), ("-", "--", ":"), strict=True):
-            seen = [(tokens, seconds) for tokens, seconds in points if seconds is not None]
-            if seen:
-                label = f"{one.name}: {name}"
-                axes.plot(*zip(*seen, strict=True), style, marker="o", label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    ticks = sorted({point.tokens for one in results for point in one.points})
-    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
-    axes.set_xlabel("tokens of the prompt")
-    axes.set_ylabel("seconds to the first token")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(file, bbox_inches="tight", dpi=120)
-    pyplot.close(figure)
-    return True
 
 
 def _seconds(value: float | None) -> str:

@@ -20,7 +20,6 @@ from router.tools.terminal import output
 Json = dict[str, Any]
 
 PATH = "/kvferry/snapshots"
-_ORDERS = ("newest", "oldest", "largest", "longest", "least_used")
 _PAGE = 1000  # the router's limit for one answer
 _WIDE = 110  # columns from which the table shows the file
 _LONG_S = 700.0  # for a part of a verification, or a purge of all hosts: each has its limit
@@ -34,7 +33,6 @@ def add_options(
     actions = command.add_subparsers(required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="print a table of snapshots")
     _filter_options(listing)
-    listing.add_argument("--sort", choices=_ORDERS, default="newest", help="default: newest")
     listing.add_argument("--limit", type=int, default=50, metavar="N", help="default: 50")
     showing = actions.add_parser("show", help="print all that is known of a snapshot")
     showing.add_argument("id", metavar="ID", help="the id, or at least its first six digits")
@@ -114,7 +112,7 @@ async def _find(client: RouterClient, options: argparse.Namespace) -> Json:
     rows: list[Json] = []
     while not found or (found["next"] and len(rows) < options.limit):
         after = {"after": found["next"]} if found else {}
-        limit = {"limit": str(min(options.limit - len(rows), _PAGE)), "sort": options.sort}
+        limit = {"limit": str(min(options.limit - len(rows), _PAGE))}
         found = await client.call("GET", PATH, query | limit | after)
         rows += found["snapshots"]
     return found | {"snapshots": rows}

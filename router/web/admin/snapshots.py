@@ -9,7 +9,6 @@ import heapq
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from itertools import islice
 from typing import Annotated, Any, Self, TypeVar
 
@@ -53,16 +52,6 @@ _BATCH = 250  # about a millisecond
 _LEAST_OF_AN_ID = 6
 
 
-class Order(StrEnum):
-    """The sort order of a list."""
-
-    NEWEST = "newest"
-    OLDEST = "oldest"
-    LARGEST = "largest"
-    LONGEST = "longest"
-    LEAST_USED = "least_used"
-
-
 class Filter(ConfigSection):
     """A selection of snapshots; all given conditions must hold.
 
@@ -93,7 +82,6 @@ class Filter(ConfigSection):
 class Listing(Filter):
     """A page of a list. `after` is the `next` of the page before."""
 
-    sort: Order = Field(default=Order.NEWEST, strict=False)
     limit: values.PositiveCount = 100
     after: values.Text | None = None
 
@@ -171,15 +159,6 @@ class Sums:
         return self
 
 
-_RANKS: dict[Order, Callable[[Item], float]] = {
-    Order.NEWEST: lambda item: -item.snapshot.saved_at,
-    Order.OLDEST: lambda item: item.snapshot.saved_at,
-    Order.LARGEST: lambda item: -item.snapshot.size_bytes,
-    Order.LONGEST: lambda item: -len(item.snapshot),
-    Order.LEAST_USED: lambda item: item.uses,
-}
-
-
 class Snapshots:
     """The routes under PATH. `now` is the engine's clock, `wall_now` seconds since the epoch."""
 
@@ -203,22 +182,17 @@ class Snapshots:
         self._verify = verify
 
     async def all(self, call: Call) -> web.Response:
-        """List one page of the snapshots that match the query, with the totals of all matches."""
+        """List one page of the snapshots that match, the newest first, with the totals of all."""
         query = _parsed(Listing, _of_query(call.http.query))
-        rank = _RANKS[query.sort]
-
-        def sort_key(item: Item) -> tuple[float, str]:
-            return rank(item), item.snapshot.id
-
         after = _read_cursor(query.after) if query.after else None
         limit = min(query.limit, MOST_AT_ONCE)
         sums, page, n_rest = Sums(), list[Item](), 0
         async for found in self._fitting(query):
             sums.add(found)
-            rest = found if after is None else [item for item in found if sort_key(item) > after]
-            page = heapq.nsmallest(limit, page + rest, key=sort_key)
+            rest = found if after is None else [item for item in found if _rank(item) > after]
+            page = heapq.nsmallest(limit, page + rest, key=_rank)
             n_rest += len(rest)
-        cursor = "{}:{}".format(*sort_key(page[-1])) if n_rest > len(page) else None
+        cursor = "{}:{}".format(*_rank(page[-1])) if n_rest > len(page) else None
         return json_response(
             asdict(sums) | {"snapshots": [item.row() for item in page], "next": cursor}
         )
@@ -360,3 +334,7 @@ def _read_cursor(text: str) -> tuple[float, str]:
         return float(rank), number
     except ValueError:
         raise BadRequestError("after: must be the `next` of a previous page") from None
+
+
+def _rank(item: Item) -> tuple[float, str]:
+    return -item.snapshot.saved_at, item.snapshot.id

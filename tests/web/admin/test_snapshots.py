@@ -87,7 +87,7 @@ async def test_a_restore_is_a_use(fake: FakeLlama, tmp_path: Path) -> None:
         await kvferry.complete("p" * 300, id_slot=0)
         await kvferry.until(lambda state: state["snapshots"]["count"] == 1)
         assert (await kvferry.complete("p" * 400, id_slot=1)).source == "snapshot"
-        answer = await kvferry.get(f"{PATH}?sort=longest")
+        answer = await kvferry.get(f"{PATH}")
 
     row = next(row for row in answer.json["snapshots"] if row["tokens"] == 307)
     assert row["uses"] == 2
@@ -98,11 +98,6 @@ async def test_a_restore_is_a_use(fake: FakeLlama, tmp_path: Path) -> None:
     ("query", "expected"),
     [
         ({}, [4, 3, 2, 1]),
-        ({"sort": "newest"}, [4, 3, 2, 1]),
-        ({"sort": "oldest"}, [1, 2, 3, 4]),
-        ({"sort": "largest"}, [1, 2, 3, 4]),
-        ({"sort": "longest"}, [4, 3, 2, 1]),
-        ({"sort": "least_used"}, [1, 2, 3, 4]),
         ({"namespace": "odd"}, [3, 1]),
         ({"namespace": "e"}, [4, 2]),
         ({"older_than": "150m"}, [2, 1]),
@@ -129,14 +124,10 @@ async def test_what_was_used_is_not_unused(kvferry: RunningRouter) -> None:
     catalog.add_reference(FOUR[2].id, 0.0)
 
     assert ids_of(await kvferry.get(f"{PATH}?unused=true")) == [4, 2, 1]
-    assert ids_of(await kvferry.get(f"{PATH}?sort=least_used")) == [1, 2, 4, 3]
     assert (await kvferry.get(PATH)).json["in_use"] == 1
 
 
-@pytest.mark.parametrize("sort", ["newest", "largest", "least_used"])
-async def test_pages_hold_each_once_whatever_goes_meanwhile(
-    kvferry: RunningRouter, sort: str
-) -> None:
+async def test_pages_hold_each_once_whatever_goes_meanwhile(kvferry: RunningRouter) -> None:
     """Equal ranks are ordered by id; the snapshot that the cursor names may be gone."""
     await told(
         kvferry, *(made(n, tokens=5 + n % 3, size=7 + n % 5, age_h=n % 4) for n in range(1, 51))
@@ -144,7 +135,7 @@ async def test_pages_hold_each_once_whatever_goes_meanwhile(
     seen: list[int] = []
     after: dict[str, str] = {}
     while True:
-        page = await kvferry.get(f"{PATH}?{urlencode({'sort': sort, 'limit': '7'} | after)}")
+        page = await kvferry.get(f"{PATH}?{urlencode({'limit': '7'} | after)}")
         seen += ids_of(page)
         if page.json["next"] is None:
             break
@@ -174,7 +165,6 @@ async def test_no_answer_grows_without_bound(kvferry: RunningRouter) -> None:
         ({"larger_than": "5XB"}, "a size such as 500MB"),
         ({"min_tokens": "many"}, "min_tokens: must be a valid integer"),
         ({"unused": "yes"}, "unused: must be true or false"),
-        ({"sort": "newset"}, "must be 'newest', 'oldest'"),
         ({"namespaec": "x"}, "did you mean `namespace`?"),
         ({"after": "x"}, "after: must be the `next`"),
         ({"limit": "0"}, "limit: must be at least 1, not 0"),
