@@ -9,6 +9,7 @@ import pytest
 from tests.conftest import StartServer
 from tests.e2e.test_usage import auth, counted, of
 from tests.support.conversations.prompts import Json, ids
+from tests.support.servers.hosts import hosts
 from tests.support.servers.running_router import Answer, RunningRouter, running
 
 pytestmark = pytest.mark.hostile
@@ -83,3 +84,31 @@ async def test_left_prompts_use_the_budget(llama_server: StartServer) -> None:
             await kvferry.until_quiet()
     assert statuses.count(429) >= 3
     assert statuses[-3:] == [429] * 3
+
+
+async def test_a_door_without_servers_is_no_way_around(llama_server: StartServer) -> None:
+    """Requests by a front door are limited where they are served."""
+    server = await llama_server(slots=2, ctx=8192)
+    async with hosts([server], [], yaml=auth("tokens_per_day: 300")) as (_, front):
+        statuses = []
+        for n in range(12):
+            body = {"prompt": ids(n, 80), "n_predict": 20, "ignore_eos": True}
+            answer = await front.post(COMPLETION, body, headers=of("alice"))
+            statuses.append(answer.status)
+        other = await front.post(COMPLETION, {"prompt": ids(1, 9)}, headers=of("bob"))
+    assert statuses == [200] * 3 + [429] * 9
+    assert other.status == 200
+
+
+async def test_embeddings_at_once_are_limited(llama_server: StartServer) -> None:
+    """Their prompts are not read: each reserves its bytes."""
+    server = await llama_server(slots=8, extra_args=["--embeddings", "--pooling", "mean"])
+    async with running([("a", server.url)], None, yaml=auth("tokens_per_day: 300")) as kvferry:
+        body = {"input": "a ferry leaves the pier " * 20, "model": "any"}
+        asked = (kvferry.post("/v1/embeddings", body, headers=of("alice")) for _ in range(60))
+        answers = await asyncio.gather(*asked)
+        (row,) = (await kvferry.get("/kvferry/usage")).json["usage"]
+    good = [answer for answer in answers if answer.status == 200]
+    cost = good[0].json["usage"]["prompt_tokens"]
+    assert {answer.status for answer in answers} == {200, 429}
+    assert row["computed_tokens"] == cost * len(good) <= 300 + cost
