@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.memory", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=-1, help="of all snapshots; -1: no limit")
     parser.add_argument("--every", type=float, default=120.0, help="seconds between two rows")
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
@@ -39,9 +40,10 @@ async def measure(options: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
         home = Path(folder)
         model = tiny_model("llama").path
+        more = f"store: {{max_tokens: {options.max_tokens}}}"
         async with (
             rig.llama(slots=4, ctx_per_slot=32768, kv_dir=home / "kv", model=model) as server,
-            rig.kvferry("kvferry", [server.url], home, kv_dir=home / "kv") as proxy,
+            rig.kvferry("kvferry", [server.url], home, kv_dir=home / "kv", more=more) as proxy,
         ):
             await asyncio.to_thread(_run, options, proxy, report)
     return report

@@ -224,10 +224,12 @@ class Request(Struct, frozen=True):
     @property
     def keep(self) -> Keep:
         """Return the wish of its client, or of the operator who warms a prompt."""
-        if not self.keep_s:
-            return NO_KEEP
-        owner = self.client if self.caller is None else self.caller.tenant
-        return Keep(self.keep_s, "" if self.warms else owner or "-")
+        return Keep(self.keep_s, "" if self.warms else self.owner) if self.keep_s else NO_KEEP
+
+    @property
+    def owner(self) -> str:
+        """Return who sent it: a tenant, or a client without a key."""
+        return (self.client if self.caller is None else self.caller.tenant) or "-"
 
     @property
     def takes_one_slot(self) -> bool:

@@ -7,9 +7,11 @@ because the router cannot go on without those answers.
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
+
+from msgspec.structs import replace
 
 from router.base.decoding import UndecodableError, json_of
 from router.base.errors import BackendError, RouterModeError
@@ -72,6 +74,25 @@ def tokens_seen(chunks: list[bytes], size_bytes: int) -> int:
     raw = b"".join(chunks)
     events = raw.count(b"data: {") - sum(map(raw.count, _NO_TOKEN))
     return max(round(events * size_bytes / max(len(raw), 1)), 0)
+
+
+_COUNT = re.compile(
+    rb'"(prompt_n|cache_n|predicted_n|tokens_predicted|completion_tokens|output_tokens)":\s*(\d+)'
+)
+
+
+def with_counts(reported: Reported, parts: Sequence[bytes]) -> Reported:
+    """Return a report with the counts that the ends of an answer show, if it has none.
+
+    For answers that are not read whole. In a text, the quotes around a name are escaped.
+    """
+    found = {name.decode(): int(n) for name, n in _COUNT.findall(b"".join(parts))}
+    names = ("predicted_n", "tokens_predicted", "completion_tokens", "output_tokens")
+    generated = next((found[name] for name in names if name in found), None)
+    if reported.prompt_tokens is None and "prompt_n" in found:
+        cached = found.get("cache_n", 0)
+        reported = replace(reported, prompt_tokens=found["prompt_n"] + cached, cached_tokens=cached)
+    return reported if generated is None else replace(reported, generated_tokens=generated)
 
 
 _EMBEDDED = re.compile(rb'"usage":\s*\{[^{}]*"prompt_tokens":\s*(\d+)')

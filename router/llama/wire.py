@@ -96,8 +96,9 @@ class UnknownPrompt(Struct, frozen=True):
 PromptSource = TokenPrompt | TextPrompt | MixedPrompt | ChatPrompt | InfillPrompt | UnknownPrompt
 
 
-_INFILL = ("input_prefix", "input_suffix", "input_extra")
-_PROMPTS = frozenset({"messages", "prompt", "input", "system", "tools", *_INFILL})
+# What is kept of a large body whatever its size: by these it may be refused.
+_KEPT = frozenset({"grammar", "json_schema", "response_format", "grammar_triggers", "samplers"})
+_SHORT = 4096  # characters
 
 
 class ParsedRequest(Struct, frozen=True):
@@ -122,8 +123,9 @@ class ParsedRequest(Struct, frozen=True):
 
     def without_prompt(self) -> "ParsedRequest":
         """Return the request without what may be large; its other fields stay."""
-        body = {name: value for name, value in self.body.items() if name not in _PROMPTS}
-        return replace(self, body=body, prompt_source=UnknownPrompt("it was let go of"))
+        body = {n: v for n, v in self.body.items() if n in _KEPT or _is_short(v)}
+        gone = UnknownPrompt("it was let go of")
+        return replace(self, body=body, prompt_source=gone, hints=replace(self.hints, forks=()))
 
     @property
     def counts_asked(self) -> list[Any] | None:
@@ -135,6 +137,12 @@ class ParsedRequest(Struct, frozen=True):
         if self.body.get("timings_per_token"):
             return None  # the events of its stream have them
         return [*fields, "timings"]
+
+
+def _is_short(value: object) -> bool:
+    return not isinstance(value, list | dict) and not (
+        isinstance(value, str) and len(value) > _SHORT
+    )
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:

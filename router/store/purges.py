@@ -4,6 +4,7 @@ No time decides: what a directory has of a tenant goes if it has no note of a pu
 directory has a note of, whenever it was saved.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -17,7 +18,8 @@ from router.store.files import read_small, replace_small
 from router.store.records import KvDirectory, StoredSnapshot
 
 NAME = "purged-tenants.json"
-_MOST = 1000  # notes; the oldest are dropped
+_MOST = 10_000  # notes; a purge beyond drops the oldest
+_PATIENCE_S = 60.0  # with one directory
 
 _decode = json_decoder(dict[str, str])
 
@@ -30,15 +32,16 @@ class Purges:
         self._is_of = is_of
         self._notes: dict[str, str] = {}
         self._noted: dict[KvDir, set[str]] = {}
+        self._turn = asyncio.Lock()
 
     def __contains__(self, note: str) -> bool:
         return note in self._notes
 
     def add(self, note: str, tenant: str) -> None:
         """Add a purge, which no directory has a note of yet."""
-        self._notes[note] = tenant
-        while len(self._notes) > _MOST:
+        while len(self._notes) >= _MOST:
             del self._notes[next(iter(self._notes))]
+        self._notes[note] = tenant
 
     def read(self, directory: KvDirectory) -> KvDirectory:
         """Add the notes of a directory; return it. Blocks.
@@ -49,8 +52,7 @@ class Purges:
         with suppress(OSError, KvFileError, UndecodableError):
             found = _decode(read_small(directory.path / NAME))
         self._noted[directory.kv_dir] = set(found)
-        for note, tenant in found.items():
-            self.add(note, tenant)
+        self._notes = self._notes | found
         return directory
 
     async def obey(
@@ -64,24 +66,35 @@ class Purges:
         Return those that cannot now, and why.
         """
         problems: dict[KvDir, str] = {}
-        for directory in directories:
-            noted = self._noted.get(directory.kv_dir, set())
-            tenants = {tenant for note, tenant in self._notes.items() if note not in noted}
-            if tenants and directory.threads.hangs:
-                problems[directory.kv_dir] = "does not answer; it obeys when it does"
-            if not tenants or directory.threads.hangs:
-                continue
-            for one in [one for one in held.values() if one.directory is directory]:
-                if any(self._is_of(one.snapshot.namespace, tenant) for tenant in tenants):
-                    await delete(one)
-            try:
-                await directory.threads.quick(partial(self.write, directory))
-            except KvError as error:
-                problems[directory.kv_dir] = str(error)
+        async with self._turn:
+            for directory in directories:
+                notes, noted = dict(self._notes), self._noted.get(directory.kv_dir, set())
+                tenants = {tenant for note, tenant in notes.items() if note not in noted}
+                if not notes.keys() - noted:
+                    continue
+                try:
+                    async with asyncio.timeout(_PATIENCE_S):
+                        await self._obey(directory, held, delete, tenants)
+                        self._noted[directory.kv_dir] = set(notes)
+                        await directory.threads.quick(partial(_write, directory, notes))
+                except (KvError, TimeoutError) as error:
+                    problems[directory.kv_dir] = str(error) or "it does not answer"
         return problems
 
-    def write(self, directory: KvDirectory) -> None:
-        """Note in a directory that it has obeyed all purges. Blocks. Raises OSError."""
-        notes = dict(self._notes)
-        replace_small(directory.path / NAME, msgspec.json.encode(notes))
-        self._noted[directory.kv_dir] = set(notes)
+    async def _obey(
+        self,
+        directory: KvDirectory,
+        held: Mapping[SnapshotId, StoredSnapshot],
+        delete: Callable[[StoredSnapshot], Awaitable[None]],
+        tenants: set[str],
+    ) -> None:
+        if directory.threads.hangs:
+            raise KvError("does not answer; it obeys when it does")
+        for one in [one for one in held.values() if one.directory is directory]:
+            if any(self._is_of(one.snapshot.namespace, tenant) for tenant in tenants):
+                await delete(one)
+
+
+def _write(directory: KvDirectory, notes: Mapping[str, str]) -> None:
+    """Note in a directory that it has obeyed purges. Blocks. Raises OSError."""
+    replace_small(directory.path / NAME, msgspec.json.encode(notes))

@@ -89,6 +89,7 @@ class KvStore:
         self.exchange = Exchange(self, self._held, blobs, self._mode)
         self._reading: Counter[SnapshotId] = Counter()  # whole files, by their readers
         self._threads: list[Threads] = []
+        self._loaded: set[KvDir] = set()  # directories whose snapshots are held
         self._between: dict[tuple[KvDir, KvDir], Threads] = {}
         self._withdrawal = Withdrawal(self._held, lambda: self.listener, self._remove_unwanted)
         self._background = Tasks()
@@ -136,6 +137,7 @@ class KvStore:
                 self._split.opened(directory, [h for h in found if h.directory is directory])
         self._held |= {held.snapshot.id: held for held in found}
         names += [held.snapshot.id for held in found]
+        self._loaded |= {directory.kv_dir for directory in self._distinct()}
         await self._obey()
         here = [name for name in dict.fromkeys(names) if name in self._held]
         offered = [self._held[name].snapshot for name in here]
@@ -500,7 +502,8 @@ class KvStore:
         return await self._obey()
 
     async def _obey(self) -> dict[KvDir, str]:
-        return await self.purges.obey(self._distinct(), self._held, self._purged)
+        loaded = [one for one in self._distinct() if one.kv_dir in self._loaded]
+        return await self.purges.obey(loaded, self._held, self._purged)
 
     async def _purged(self, held: StoredSnapshot) -> None:
         self.listener.lost(held.snapshot, "its tenant was purged")

@@ -187,13 +187,12 @@ class UsageBook:
     async def aclose(self) -> None:
         """Write what is new, and close the file."""
         try:
-            await within(self._saving(), _PATIENCE_S, str(self._path))
-        except TimeoutError as error:
-            self._note(error)
-        else:
+            await within(self._saving(), 2 * _PATIENCE_S, str(self._path))
             if self._file is not None:
-                await in_thread(self._file.close, "usage")
-                self._file = None
+                closing, self._file = in_thread(self._file.close, "usage"), None
+                await within(closing, _PATIENCE_S, str(self._path))
+        except Exception as error:  # noqa: BLE001 - the end of the process does not wait
+            self._note(error)
 
     async def _write(self) -> None:
         if self._path is not None and self._file is None:

@@ -170,6 +170,8 @@ class App:
         may_take_slot = method == "POST" and not self._settings.passthrough
         # A forwarded request was counted where its client is.
         counted = call.caller if call.hop is None and method == "POST" else None
+        if route.controls:  # of an answer that is counted
+            counted = None
         if may_take_slot and (route.shape or route.takes_slot):
             with self._keys.room(counted):  # before the body, which takes memory
                 await self._bodies.read(call)

@@ -1,6 +1,7 @@
 """Purges of tenants reach directories that were not open, or did not answer, when they are back."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from router.base.types import KvDir, Namespace, Snapshot, Tenant
 from router.core.model.tenancy import is_of, tenant_of
 from router.store import purges
 from router.store.blobs.split_snapshots import BlobSettings
-from router.store.records import KvDirectory
+from router.store.records import KvDirectory, StoredSnapshot
 from router.store.store import KvStore
 from tests.support.files.blob_stores import state
 
@@ -98,13 +99,13 @@ async def test_one_that_cannot_be_noted_is_named(
     runs = Run(tmp_path)
     store, _ = await runs.start("a", "b")
 
-    def fails(self: purges.Purges, directory: KvDirectory) -> None:
+    def fails(directory: KvDirectory, notes: Mapping[str, str]) -> None:
         if directory.path.name == "b":
             raise OSError("read-only")
-        plain(self, directory)
+        plain(directory, notes)
 
-    plain = purges.Purges.write
-    monkeypatch.setattr(purges.Purges, "write", fails)
+    plain = purges._write
+    monkeypatch.setattr(purges, "_write", fails)
     problems = await store.purge(Tenant("alice"), "note-1")
     assert list(problems) == [str(tmp_path / "b")]
     await store.aclose()
@@ -124,9 +125,31 @@ async def test_notes_that_cannot_be_read_are_as_none(tmp_path: Path) -> None:
     await store.aclose()
 
 
-def test_the_oldest_notes_are_dropped() -> None:
+def test_the_oldest_notes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     made = purges.Purges(lambda *_: True)
-    for number in range(purges._MOST + 5):
+    monkeypatch.setattr(purges, "_MOST", 10)
+    for number in range(15):
         made.add(str(number), "alice")
     assert "4" not in made
     assert "5" in made
+
+
+async def test_a_purge_while_a_directory_is_read_does_not_count_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its snapshots are not known yet: it obeys when they are."""
+    runs = Run(tmp_path)
+    store, _ = await runs.start("a", "b")
+    await save(store, tmp_path / "b", ALICE)
+    await store.aclose()
+    store, _ = await runs.start("a")
+    await store.purge(Tenant("alice"), "note-1")
+    recover = KvStore._recover
+
+    async def slow(self: KvStore, directory: KvDirectory) -> list[StoredSnapshot]:
+        await self.purge(Tenant("bob"), "note-2")
+        return await recover(self, directory)
+
+    monkeypatch.setattr(KvStore, "_recover", slow)
+    assert await store.add([KvDir(str(tmp_path / "b"))]) == []
+    await store.aclose()

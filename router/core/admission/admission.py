@@ -16,7 +16,7 @@ from router.base.types import BackendId, MemoryKind, Request, RequestId, Source
 from router.core.admission import server_swaps
 from router.core.execution import prefill_queue
 from router.core.execution.job_steps import is_wanted, next_step
-from router.core.execution.spending import may_start
+from router.core.execution.spending import Budgets
 from router.core.execution.state import State
 from router.core.inventory.inventory import Inventory
 from router.core.model.effects import SaveReason, StopWork
@@ -77,7 +77,7 @@ def _keep_prefix(inventory: Inventory, request: Request, now: float) -> None:
     for namespace in {namespace_of(info, request.tenant) for info in serving}:
         for match in catalog.match(namespace, tokens, limit=1):
             if match.common >= catalog.limits.min_tokens:
-                catalog.protect(match.item, now + TUNING.queued_prefix_kept_s)
+                catalog.protect(match.item, now + TUNING.queued_prefix_kept_s, request.owner)
 
 
 def _too_long(state: State, request: Request) -> ContextTooLongError | None:
@@ -169,6 +169,7 @@ def wakeup(state: State, now: float) -> float:
     3. An abandoned slot or a shared prefill is no longer waited for.
     4. A request has waited long enough for a backend to come up.
     5. The last slot of a backend is no longer kept free of background requests.
+    6. A tenant's budget begins anew.
     """
     if not state.queue:
         return inf
@@ -180,6 +181,14 @@ def wakeup(state: State, now: float) -> float:
         hope_ends(state.inventory, now),
         min((since + no_backend_s for _, since in _unserved(state, now)), default=inf),
         _not_kept_free_at(state, now),
+        now + state.budget.window_left_s if _waits_for_budget(state) else inf,
+    )
+
+
+def _waits_for_budget(state: State) -> bool:
+    limits = state.budget.limits
+    return bool(limits) and any(
+        w.request.caller is not None and w.request.caller.tenant in limits for w in state.queue
     )
 
 
@@ -254,10 +263,12 @@ def serve_queue(state: State, now: float) -> None:
     reserved: set[BackendId] = set()
     full: set[Hashable] = set()
 
+    budgets = Budgets(state)
+
     def asked(waiting: Waiting) -> Request | None:
         """Return the request to plan. None: it need not be planned."""
         request = waiting.request
-        if request.model not in idle or not may_start(state, request):
+        if request.model not in idle or not budgets.admit(request):
             return None
         if reserved:
             request = replace(request, avoid=request.avoid | reserved)
@@ -267,6 +278,7 @@ def serve_queue(state: State, now: float) -> None:
         decision = decide(state.inventory, request, now, now - waiting.since)
         if decision is not None and decision.plan.chosen.wait_for is None:
             _grant(state, waiting, decision.plan, now, pinnable=decision.request.pinnable)
+            budgets.granted()
         if not state.inventory.slots.any_idle():
             state.scanned.clear()  # plan all again when a slot comes free
             return

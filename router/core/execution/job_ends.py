@@ -30,7 +30,13 @@ from router.core.execution.resident_updates import (
     after_quiet,
     is_exact,
 )
-from router.core.execution.spending import charge, charge_rest, charge_unsent, cost_of
+from router.core.execution.spending import (
+    charge,
+    charge_rest,
+    charge_unseen,
+    charge_unsent,
+    cost_of,
+)
 from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.effects import Account, StopWork, WatchSlot
@@ -73,6 +79,8 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
                 _leave_to_itself(state, job, backend, now)
             case SlotWatch(request=Request() as request):
                 _forbid_saves_of(state, request, None if job.is_elsewhere else job.slot, job)
+                if job.counted is not None and job.plan is not None:
+                    charge_unseen(state, request, job.plan, state.backend_of(job), job.counted)
                 end(state, job, now)
             case _:
                 end(state, job, now)
@@ -273,6 +281,8 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished, cost
     server makes other requests wait by itself.
     """
     if not state.backend_of(job).info.is_managed:
+        if event.outcome not in _OVER:
+            charge_unseen(state, job.request, job.plan, state.backend_of(job), cost)
         end(state, job, now, NOTHING)
         return
     refused = event.outcome is Outcome.REFUSED

@@ -3,19 +3,47 @@
 from router.base.tokens import common_prefix
 from router.base.types import BackendId, Cost, Outcome, Prompt, Request
 from router.core.execution.state import State
+from router.core.inventory.backend import Backend
 from router.core.model import events as ev
+from router.core.model.budget import Limits
 from router.core.model.effects import Spent
 from router.core.model.jobs import RequestJob, SlotWatch
+from router.core.model.plan import Plan
 from router.core.model.slots import Resident
 
 
-def may_start(state: State, request: Request) -> bool:
+class Budgets:
+    """Which tenants have tokens for one more request, summed up once for a walk of the queue."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._may_start: dict[str, bool] = {}
+
+    def granted(self) -> None:
+        """Note that a request was granted: it has reserved tokens."""
+        self._may_start.clear()
+
+    def admit(self, request: Request) -> bool:
+        """Return whether a queued request may be planned; refuse it if nothing is left."""
+        state, caller = self._state, request.caller
+        if not state.budget.limits or caller is None:
+            return True
+        if caller.tenant not in self._may_start:
+            self._may_start[caller.tenant] = may_start(state, caller.tenant)
+        if self._may_start[caller.tenant]:
+            return True
+        if used := state.budget.refusal(caller.tenant):  # its limit is lower now
+            state.queue.remove(request.id)
+            state.reject(request.id, used)
+        return False
+
+
+def may_start(state: State, tenant: str) -> bool:
     """Return whether a tenant's requests in progress leave it tokens, whatever they still cost."""
-    if request.caller is None or request.caller.tenant not in state.budget.limits:
+    if (limits := state.budget.limits.get(tenant)) is None:
         return True
-    tenant = request.caller.tenant
     reserved = sum(
-        _most(state, job)
+        _most(state, job, limits)
         for job in state.inventory.jobs.values()
         if isinstance(job, RequestJob | SlotWatch)
         and job.request is not None
@@ -25,18 +53,33 @@ def may_start(state: State, request: Request) -> bool:
     return state.budget.left(tenant) > reserved
 
 
-def _most(state: State, job: RequestJob | SlotWatch) -> float:
-    """Return the most tokens that a request in progress may cost. inf: as many as it likes."""
+def _most(state: State, job: RequestJob | SlotWatch, limits: Limits) -> float:
+    """Return the most tokens that a request in progress may still cost.
+
+    One whose client left costs the rest of its prompt.
+    """
     request, plan = job.request, job.plan
     backend = state.inventory.up.get(job.slot.backend)
     if request is None or plan is None or backend is None:
         return 0.0  # it is lost, and has been counted
-    unread = request.prompt.unknown is not None
-    n_prompt = request.body_bytes if unread else len(request.prompt)
-    answer = request.max_new_tokens
-    if answer is None:
-        answer = max(backend.info.n_ctx - (0 if unread else n_prompt), 0)
-    return max(n_prompt - plan.chosen.reused_tokens, 0) + answer * request.tasks
+    prompt, room = _unread(request, backend.info.n_ctx), backend.info.n_ctx
+    reused = min(plan.chosen.reused_tokens, prompt)
+    if isinstance(job, SlotWatch):
+        return 0.0 if job.counted is None else max(prompt - reused - job.counted.computed, 0)
+    if job.cancelled:
+        return prompt - reused
+    left = max(room - prompt, 0) if not request.prompt.unknown else room
+    answer = left if request.max_new_tokens is None else min(request.max_new_tokens, left)
+    return prompt - reused + limits.reused * reused + answer * request.tasks
+
+
+def _unread(request: Request, n_ctx: int) -> int:
+    """Return the tokens of a prompt; of one that was not read, no fewer than it has."""
+    return (
+        min(request.body_bytes, n_ctx * request.tasks)
+        if request.prompt.unknown
+        else len(request.prompt)
+    )
 
 
 def charge(state: State, request: Request, cost: Cost) -> None:
@@ -63,7 +106,8 @@ def cost_of(job: RequestJob, event: ev.Finished) -> Cost:
     own = 0 if job.prefilled is None else job.prefilled.tokens
     reused, computed = job.plan.chosen.reused_tokens, reported.computed_tokens
     if computed is None:
-        begun = event.begun or event.outcome is Outcome.OK
+        refused = event.outcome is Outcome.REFUSED
+        begun = not refused and (event.begun or event.outcome is Outcome.OK)
         computed = max(own, len(job.request.prompt) - reused) if begun else own
     prompt = reported.prompt_tokens or 0
     return Cost(max(prompt - computed, 0), computed, reported.generated_tokens or 0)
@@ -78,17 +122,36 @@ def charge_rest(state: State, watch: SlotWatch, event: ev.Quiet) -> None:
     if request is None or plan is None or watch.counted is None:
         return
     prompt, reused = request.prompt, plan.chosen.reused_tokens
-    rest, generated = max(len(prompt) - reused, 0), 0
-    if event.n_tokens is not None and not watch.is_doubtful and not prompt.unknown:
+    n_ctx = state.backend_of(watch).info.n_ctx
+    rest, generated = max(_unread(request, n_ctx) - reused, 0), 0
+    if event.n_tokens is not None and not watch.is_doubtful and prompt.unknown:
+        rest = event.n_tokens if event.ran else 0
+    elif event.n_tokens is not None and not watch.is_doubtful:
         held = min(common_prefix(watch.before.tokens, prompt.tokens), reused + watch.prefilled)
         here = computed_since(watch.before, prompt, event, held, begun=watch.has_begun)
         rest = min(here, len(prompt) - held)
-        rest, generated = rest + watch.prefilled, here - rest
+        # In a slot that is as long as before, nothing but the prompt is sure.
+        generated = here - rest if event.n_tokens != len(watch.before) else 0
+        rest += watch.prefilled
+    _charge_more(state, request, watch.slot.backend, watch.counted, rest, generated)
+
+
+def charge_unseen(
+    state: State, request: Request, plan: Plan, backend: Backend, counted: Cost
+) -> None:
+    """Count the rest of a prompt that nobody waits for, where no slot shows what was computed."""
+    rest = max(_unread(request, backend.info.n_ctx) - plan.chosen.reused_tokens, 0)
+    _charge_more(state, request, backend.id, counted, rest, 0)
+
+
+def _charge_more(
+    state: State, request: Request, backend: BackendId, counted: Cost, rest: int, generated: int
+) -> None:
     more = Cost(
-        computed=max(rest - watch.counted.computed, 0),
-        generated=max(generated - watch.counted.generated, 0),
+        computed=max(rest - counted.computed, 0),
+        generated=max(generated - counted.generated, 0),
     )
-    _charge_late(state, request, watch.slot.backend, more)
+    _charge_late(state, request, backend, more)
 
 
 def computed_since(
@@ -109,6 +172,7 @@ def computed_since(
         return 0
     if held is None:
         held = common_prefix(before.tokens, prompt.tokens)
+        n_tokens = min(n_tokens, len(prompt))  # the router's own prefill: there is no answer
     return max(n_tokens - held, 0)
 
 

@@ -20,6 +20,7 @@ class Protection:
     # up.
     _heap: list[_Row] = field(default_factory=list)
     _heaps: dict[str, list[_Row]] = field(default_factory=dict)
+    _rows: int = 0  # of the heaps of owners
 
     def __len__(self) -> int:
         return len(self._held)
@@ -52,7 +53,8 @@ class Protection:
         self._bytes_of[owner] = self._bytes_of.get(owner, 0) + size_bytes
         for heap in (self._heap, self._heaps.setdefault(owner, [])):
             heapq.heappush(heap, (until, snapshot))
-        if len(self._heap) > 3 * len(self._held) + 64:
+        self._rows += 1
+        if max(len(self._heap), self._rows) > 3 * len(self._held) + 64:
             self._rebuild()
 
     def drop(self, snapshot: SnapshotId) -> None:
@@ -71,21 +73,20 @@ class Protection:
         """
         found: list[SnapshotId] = []
         while self._heap and self._heap[0][0] <= now:
-            found += self._dropped(self._heap)
+            until, snapshot = heapq.heappop(self._heap)
+            if self.until(snapshot) == until:
+                self.drop(snapshot)
+                found.append(snapshot)
         while self.total_bytes > max_bytes:
-            owners = sorted(self._heaps, key=lambda one: (one != "", self._bytes_of.get(one, 0)))
-            found += self._dropped(self._heaps[owners[-1]])
-            if not self._heaps[owners[-1]]:
-                del self._heaps[owners[-1]]
+            owner = max(self._heaps, key=lambda one: (one != "", self._bytes_of.get(one, 0)))
+            until, snapshot = heapq.heappop(self._heaps[owner])
+            self._rows -= 1
+            if not self._heaps[owner]:
+                del self._heaps[owner]
+            if self.of(snapshot) == (until, owner):
+                self.drop(snapshot)
+                found.append(snapshot)
         return found
-
-    def _dropped(self, heap: list[_Row]) -> list[SnapshotId]:
-        """Take the first row of a heap; drop and return its snapshot, if the row is not stale."""
-        until, snapshot = heapq.heappop(heap)
-        if self.until(snapshot) != until:
-            return []
-        self.drop(snapshot)
-        return [snapshot]
 
     def _rebuild(self) -> None:
         self._heap, self._heaps = [], {}
@@ -93,5 +94,6 @@ class Protection:
             self._heap.append((until, snapshot))
             self._heaps.setdefault(owner, []).append((until, snapshot))
         self._bytes_of = {owner: self._bytes_of[owner] for owner in self._heaps}
+        self._rows = len(self._held)
         for heap in (self._heap, *self._heaps.values()):
             heapq.heapify(heap)

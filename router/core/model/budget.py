@@ -65,6 +65,11 @@ class Budget:
             default=inf,
         )
 
+    @property
+    def window_left_s(self) -> float:
+        """Return the seconds until a window ends."""
+        return 60 - self._wall_now() % 60
+
     def refusal(self, tenant: str) -> TenantQuotaError | None:
         """Return the error for a tenant that has used its tokens; None: it may use some."""
         if self.left(tenant) > 0:

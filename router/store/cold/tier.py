@@ -66,6 +66,9 @@ class ColdSettings(Struct, frozen=True):
     keep_s: float = 15 * 24 * 3600.0
 
 
+_NOBODY = (Tenant("?"),)  # no tenant's name: a purge is noted though nothing of its tenant is here
+
+
 class ColdTier:
     """The tier of one host. Call `start` first, `aclose` last."""
 
@@ -549,7 +552,7 @@ class ColdTier:
                 await self._clear(folder, before + self._settings.after_s)
             if path not in self._obeyed:
                 self._obeyed.add(path)
-                for tenant in () if self._kept.is_noted(path) else folders.get(folder, ()):
+                for tenant in () if self._kept.is_noted(path) else folders.get(folder, _NOBODY):
                     log.info("purged_by_another_host", tenant=tenant)
                     await self._kept.purge(tenant, path)
 

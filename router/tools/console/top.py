@@ -17,8 +17,8 @@ from router.tools.terminal import output
 Json = dict[str, Any]
 INTERVAL_S = 1.0
 _DECISIONS = 20
-_GOOD = {"up", "running", "idle", "ok", "resident", "snapshot", "copy"}
-_BAD = {"down", "failed", "lost", "backend_error", "refused"}
+_GOOD = {"up", "running", "idle", "resident", "snapshot", "copy"}
+_BAD = {"down", "failed", "lost"}
 
 
 async def top(url: str, *, once: bool) -> int:
@@ -50,7 +50,8 @@ async def picture(client: RouterClient) -> RenderableType:
     """Return the screen of a router now. Raises CallError."""
     state, decisions = await client.state(), await client.decisions(_DECISIONS)
     clock = datetime.now().astimezone().strftime("%H:%M:%S")
-    title = Text.assemble(("kvferry ", "bold"), f"{client.url}  {clock}  {state['policy']}")
+    where = f"{client.url}  {clock}  {state['policy']}"
+    title = Text.assemble(("kvferry ", "bold"), where, no_wrap=True, overflow="ellipsis")
     parts: list[RenderableType] = [title, _sums(state, decisions), "", _backends(state)]
     parts += ["", _slots(state)] if state["slots"] else []
     parts += ["", _requests(decisions)] if decisions else []
@@ -83,16 +84,17 @@ def _sums(state: Json, decisions: Sequence[Json]) -> Table:
 
 
 def _backends(state: Json) -> Table:
-    numbers = ("slots", "n_ctx", "prefill t/s", "output t/s")
+    numbers = ("n_ctx", "prefill t/s")
     made = table("backend", "", *numbers, "memory", right=numbers, wrap=True)
+    made.expand = True
     for one in state["backends"]:
         standing = _coloured(str(one.get("state") or ("up" if one["up"] else "down")))
         note = one["problem"] or one.get("note") or ""
         if not one["up"]:
-            made.add_row(one["name"], standing, *[""] * 5, Text(note, "red"))
+            made.add_row(one["name"], standing, "", "", "", Text(note, "red"))
             continue
-        rates = (one["rates"][f"{what}_tokens_per_s"] for what in ("prefill", "output"))
-        told = (f"{number:,.0f}" for number in (one["slots"], one["n_ctx"], *rates))
+        rate = one["rates"]["prefill_tokens_per_s"]
+        told = (f"{number:,.0f}" for number in (one["n_ctx"], rate))
         note = note or ("" if one["snapshots"] else "no snapshots")
         made.add_row(one["name"], standing, *told, one["memory_kind"], note)
     return made
@@ -117,16 +119,19 @@ def _slots(state: Json) -> Table:
 
 def _requests(decisions: Sequence[Json]) -> Table:
     numbers = ("prompt", "planned", "cached", "TTFT")
-    made = table("slot", "source", *numbers, "outcome", right=numbers, last="reason")
+    made = table("slot", "source", *numbers, right=numbers, last="reason")
+    made.expand = True
     for one in decisions:
         counts = (one.get(f"{name}_tokens") for name in numbers[:3])
+        outcome, told = one.get("outcome"), str(one.get("reason") or "")
         made.add_row(
             "" if one.get("backend") is None else f"{one['backend']}/{one['slot']}",
             _coloured(one.get("source") or ""),
             *("-" if count is None else f"{count:,}" for count in counts),
             span(one.get("ttft_s")),
-            _coloured(str(one.get("outcome") or "")),
-            str(one.get("reason") or ""),
+            Text(
+                told if outcome == "ok" else f"{outcome}: {told}", "" if outcome == "ok" else "red"
+            ),
         )
     return made
 

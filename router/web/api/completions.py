@@ -239,7 +239,7 @@ class Completions:
             model=model,
             pinnable=False,
             tasks=call.tasks,
-            max_new_tokens=0,
+            max_new_tokens=None if call.route.shape else 0,  # a form has a completion
             reuse=not stateless,
             avoid=self._selection.avoided_for_embeddings(model)
             if stateless

@@ -12,7 +12,14 @@ from router.base.types import BackendId, Outcome, Prompt, Reported, Request
 from router.core.model import events as ev
 from router.engine.engine import Engine, Grant, Timing
 from router.llama.attach.monitor import Monitor
-from router.llama.replies import IDENTITY, events_in, read_reply, read_usage, tokens_seen
+from router.llama.replies import (
+    IDENTITY,
+    events_in,
+    read_reply,
+    read_usage,
+    tokens_seen,
+    with_counts,
+)
 from router.llama.several_replies import asked_in, read_totals
 from router.llama.wire import ChatPrompt, ParsedRequest
 from router.prompts.reader import PromptReader
@@ -74,6 +81,8 @@ class Reports:
             # The server's totals come last, and its client or the server has gone.
             seen = tokens_seen(end.capture.chunks, end.capture.size_bytes)
             reported = Reported(generated_tokens=seen)
+        if end.ok and reported.generated_tokens is None and end.encoding in IDENTITY:
+            reported = with_counts(reported, end.capture.ends(INLINE_BYTES // 2))
         ttft_s = None
         if call.first_byte is not None:
             ttft_s = call.first_byte - call.arrived

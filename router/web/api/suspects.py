@@ -8,7 +8,6 @@ and others like it, for a while.
 
 from collections import OrderedDict
 from collections.abc import Callable
-from hashlib import blake2b
 
 import structlog
 
@@ -16,6 +15,7 @@ from router.base.errors import SuspectError
 from router.base.types import BackendId, RequestId
 from router.llama import trial
 from router.llama.wire import ParsedRequest
+from router.web.server.bodies import DIGEST_BYTES, body_digest
 
 _ENDS = 2  # of servers, until a request is refused
 _REFUSED_S, _DOUBLED = 60.0, 4  # doubled with each further end, up to 16 minutes
@@ -112,7 +112,8 @@ class Suspects:
 
 
 def _keys(raw: bytes, parsed: ParsedRequest | None) -> list[bytes]:
-    keys = [blake2b(raw, digest_size=16).digest()] if raw else []  # a large one is let go of
+    # A large body that is let go of is its digest.
+    keys = [raw if len(raw) == DIGEST_BYTES else body_digest(raw)]
     if parsed is not None:
         alike = {k: v for k, v in trial.unproven(parsed).items() if k in _ALIKE}
         if alike:

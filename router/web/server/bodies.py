@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from hashlib import blake2b
 
 from aiohttp import HttpVersion11, web
 
@@ -29,6 +30,19 @@ _MOST_EXPANDED = 30
 _SMALL = 1024 * 1024  # bytes; a smaller body may expand more, and is held until its answer ends
 # Of the memory for bodies, kept for operators and other hosts. Chosen.
 _KEPT_SHARE = 4
+DIGEST_BYTES = 16
+_SAMPLE = 64 * 1024  # bytes of either end of a large body
+
+
+def _nothing() -> None: ...
+
+
+def body_digest(raw: bytes) -> bytes:
+    """Return a digest of a body; of a large one its length and its ends count."""
+    if len(raw) <= 2 * _SAMPLE:
+        return blake2b(raw, digest_size=DIGEST_BYTES).digest()
+    sample = b"%d" % len(raw) + raw[:_SAMPLE] + raw[-_SAMPLE:]
+    return blake2b(sample, digest_size=DIGEST_BYTES).digest()
 
 
 class Bodies:
@@ -73,14 +87,16 @@ class Bodies:
 
     def _let_go(self, call: Call) -> None:
         """Let go of a large body whose answer has begun: it is not sent again."""
-        if call.held_bytes > _SMALL:
-            call.raw = b""
-            if call.parsed is not None and call.parsed.tasks == 1:
+        several = call.parsed is not None and call.parsed.tasks > 1  # their answer names prompts
+        if call.held_bytes > _SMALL and not several:
+            call.raw = body_digest(call.raw)
+            if call.parsed is not None:
                 call.parsed = call.parsed.without_prompt()
             self.release(call)
 
     def release(self, call: Call) -> None:
         """Stop counting the body of a call."""
+        call.let_go = _nothing  # else the call and its body would be a cycle
         if not call.held_bytes:
             return
         client, held = _owner(call), call.held_bytes
@@ -103,7 +119,10 @@ class Bodies:
         if call.hop is None and not call.is_trusted:
             most -= most // _KEPT_SHARE
         of_client = self._held[client]
-        if of_client + more > (most - (self.held_bytes - of_client)) // 2:
+        left = most - (self.held_bytes - of_client)
+        # A client's only body may be as large as a body may be.
+        only = min(left, self._settings.max_body_bytes) if of_client == held else 0
+        if of_client + more > max(left // 2, only):
             raise BodiesFullError(
                 f"the bodies of requests in progress take {self.held_bytes} bytes, {of_client} of"
                 f" them from this client, and this one {size}; a client may take half of what"

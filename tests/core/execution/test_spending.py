@@ -10,7 +10,7 @@ from router.core.model import events as ev
 from router.core.model.budget import Limits
 from router.core.model.effects import Account, Effect, Reject, Spent
 from router.core.scheduler import Scheduler
-from tests.support.scheduler.build import backend, scheduler
+from tests.support.scheduler.build import A0, backend, scheduler
 from tests.support.scheduler.drive import NOW, arrive, cancel, finish, names, quiet, tick
 
 ALICE, BOB = Caller("laptop", "alice"), Caller("desk", "bob")
@@ -113,7 +113,7 @@ def test_what_is_computed_for_nobody_counts(
     assert costs(quiet(s, "a", held)) == cost
 
 
-@pytest.mark.parametrize(("ran", "cost"), [(False, []), (True, [Cost(computed=100, generated=1)])])
+@pytest.mark.parametrize(("ran", "cost"), [(False, []), (True, [Cost(computed=100)])])
 def test_a_slot_as_long_as_before_is_asked_whether_it_ran(ran: bool, cost: list[Cost]) -> None:
     s = limited(n_slots=1, most=10_000, kv_dir=None)
     ask(s, "a", n=101)
@@ -121,6 +121,50 @@ def test_a_slot_as_long_as_before_is_asked_whether_it_ran(ran: bool, cost: list[
     ask(s, "b")
     finish(s, "b", Outcome.CLIENT_GONE)
     assert costs(s.handle(ev.Quiet(RequestId("b"), 101, ran=ran), NOW)) == cost
+
+
+def test_reused_tokens_are_reserved_at_their_price() -> None:
+    s = limited()
+    ask(s, "a")
+    finish(s, "a", prompt_tokens=100, cached_tokens=0, generated_tokens=1)
+    again: Any = {"prompt": Prompt(s.state.inventory.slots[A0].content.resident.tokens)}
+    s.state.budget.limit({"alice": Limits(tokens_per_day=105, reused=1.0)})
+    assert [ask(s, name, **again) for name in "bc"] == ["Dispatch", ""]
+
+
+def test_a_watched_slot_holds_nothing_up_that_is_paid() -> None:
+    """An answered request whose slot is being emptied has cost what it cost."""
+    s = limited(most=400)
+    ask(s, "a", adapted=True)
+    finish(s, "a", prompt_tokens=100, cached_tokens=0, generated_tokens=1)
+    assert [ask(s, name) for name in "bc"] == ["Dispatch", "Dispatch"]
+
+
+def test_where_no_slot_shows_it_the_whole_prompt_counts() -> None:
+    """The server chooses slots by itself, and may have computed all of it."""
+    s = limited(keeps_idle_slots=False)
+    ask(s, "a")
+    effects = finish(s, "a", Outcome.CLIENT_GONE)
+    assert costs(effects) == [Cost(), Cost(computed=100)] or costs(effects) == [
+        Cost(computed=100),
+        Cost(),
+    ]
+
+
+def test_the_queue_is_looked_at_when_a_window_ends() -> None:
+    s = limited(n_slots=2, most=100)
+    assert [ask(s, name) for name in "ab"] == ["Dispatch", ""]
+    at = s.next_wakeup(NOW)
+    assert at is not None
+    assert at <= NOW + 60
+
+
+def test_a_lower_limit_refuses_who_waits() -> None:
+    s = limited(n_slots=2, most=300)
+    s.state.budget.costs_of_day = lambda _: {"alice": Cost(computed=60)}
+    assert [ask(s, name, n=290) for name in "ab"] == ["Dispatch", ""]
+    s.state.budget.limit({"alice": Limits(tokens_per_day=50)})
+    assert refused(tick(s, 1.0)) == ["b"]
 
 
 def test_a_slot_that_is_emptied_shows_what_it_held() -> None:
@@ -134,7 +178,7 @@ def test_a_slot_that_is_emptied_shows_what_it_held() -> None:
 def test_a_refused_request_costs_nothing() -> None:
     s = limited()
     ask(s, "a")
-    finish(s, "a", Outcome.REFUSED)
+    finish(s, "a", Outcome.REFUSED, begun=True)
     assert costs(quiet(s, "a", 0)) == []
     assert s.state.budget.left("alice") == 300
 
