@@ -142,7 +142,6 @@ class Meter:
     restored_bytes: int = 0
     cut_bytes: int = 0
     peak_bytes: int = 0
-    sequence: list[tuple[Tokens, Tokens]] = field(default_factory=list)  # prompt, with its answer
 
     def finished(self, record: RequestRecord) -> None:
         """Count an answered request."""

@@ -153,7 +153,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="VALUE",
         help=_AS_CONFIGURED,
     )
-    add("--evictions", action="store_true", help="compare eviction with LRU and Belady")
     add("--explain", action="store_true", help="show where recomputed tokens had been")
     add("--output", type=Path, metavar="DIR", help="write simulate.json and a plot there")
 
@@ -177,15 +176,12 @@ def simulate(options: argparse.Namespace) -> int:
     with Progress() as progress:
         for setup in experiment.runs():
             results.append(experiment.run(setup, _Teller(progress, setup, experiment)))
-        if experiment.evictions:
-            progress("comparing eviction policies")
-        evicted = experiment.compare_evictions() if experiment.evictions else []
     console = output()
-    report.show(console, results, evicted)
+    report.show(console, results)
     if options.output is not None:
         file = options.output / "simulate.json"
-        file.write_bytes(report.as_json(_settings(options), results, evicted))
-        plots = report.plot(results, evicted, options.output / "simulate")
+        file.write_bytes(report.as_json(_settings(options), results))
+        plots = report.plot(results, options.output / "simulate")
         console.print(f"\nWritten: {', '.join(str(f) for f in [file, *plots])}", soft_wrap=True)
         if not plots:
             console.print("No plot: matplotlib is not installed (pip install 'kvferry[plot]').")
@@ -275,7 +271,6 @@ def _experiment(options: argparse.Namespace) -> Experiment:
         policies or _all_policies(),
         tuple(dict.fromkeys(options.budget or (32 * GIB,))),
         explain=options.explain,
-        evictions=options.evictions,
     )
 
 

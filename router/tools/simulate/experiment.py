@@ -6,9 +6,8 @@ from time import perf_counter
 
 from msgspec import structs
 
-from router.core.model.policy import UNLIMITED, PolicyName
+from router.core.model.policy import PolicyName
 from router.tools.simulate.accounting import Losses, Result, percentiles
-from router.tools.simulate.eviction import Evicted, compare
 from router.tools.simulate.machines.hosts import SimulatedHost
 from router.tools.simulate.requests import RequestSource
 from router.tools.simulate.setup import Setup
@@ -26,7 +25,6 @@ class Experiment:
     policies: tuple[PolicyName, ...]
     budgets: tuple[int, ...]
     explain: bool = False
-    evictions: bool = False
 
     def runs(self) -> Iterator[Setup]:
         """Yield the runs in order. A policy that never moves KV has no budget and one run."""
@@ -38,28 +36,6 @@ class Experiment:
     def run(self, setup: Setup, told: Told = lambda _: None) -> Result:
         """Execute one run; `told` is called with the number of arrived requests now and then."""
         return _run(setup, self.source(), explain=self.explain, told=told)
-
-    def compare_evictions(self) -> list[Evicted]:
-        """Play the same requests with other eviction policies; counts are the workload's tokens."""
-        sim = Simulator(
-            self.setup.hosts_of(),
-            self.source(),
-            keep_sequence=True,
-            on_demand=self.setup.on_demand,
-        )
-        sequence = sim.run().sequence
-        scale = self.setup.scale
-        budgets = sorted({budget for budget in self.budgets if budget not in (0, UNLIMITED)})
-        found = compare(
-            sequence,
-            [*budgets, UNLIMITED],
-            self.setup.hardware.scaled(scale),
-            max(self.setup.min_tokens // scale, 1),
-        )
-        return [
-            replace(e, prompt_tokens=e.prompt_tokens * scale, reused_tokens=e.reused_tokens * scale)
-            for e in found
-        ]
 
 
 def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> Result:

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from router.config.values import NO_LIMIT, format_size
 from router.tools.simulate.accounting import Result
-from router.tools.simulate.eviction import Evicted
 
 GIB = 1024**3
 _WIDTH = 120  # columns of the tables in a file
@@ -20,7 +19,7 @@ _BAR = 50  # characters for 100 %
 _UNBUDGETED = ("sticky", "round_robin", "least_busy")
 
 
-def show(console: Console, results: Sequence[Result], evicted: Sequence[Evicted] = ()) -> None:
+def show(console: Console, results: Sequence[Result]) -> None:
     """Print all results."""
     if not console.is_terminal:
         console.width = _WIDTH
@@ -32,8 +31,6 @@ def show(console: Console, results: Sequence[Result], evicted: Sequence[Evicted]
     for result in results:
         if result.losses:
             console.print(_loss_table(result))
-    if evicted:
-        console.print(_eviction_table(evicted))
     if len({result.budget_bytes for result in results if not _plain(result)}) > 1:
         console.print(Text(bars(results)), soft_wrap=True)
     for result in results:
@@ -46,9 +43,7 @@ def show(console: Console, results: Sequence[Result], evicted: Sequence[Evicted]
             console.print(Text(f"{result.policy}, {_budget(result)}: refused {why}"))
 
 
-def as_json(
-    settings: dict[str, Any], results: Sequence[Result], evicted: Sequence[Evicted]
-) -> bytes:
+def as_json(settings: dict[str, Any], results: Sequence[Result]) -> bytes:
     """Return all results with their shares, in seconds, tokens and bytes; budget -1: no limit."""
     rows = [
         asdict(r)
@@ -59,9 +54,7 @@ def as_json(
         }
         for r in results
     ]
-    found = [asdict(e) | {"reused_share": e.reused_share} for e in evicted]
-    document = {"settings": settings, "results": rows, "evictions": found}
-    return orjson.dumps(document, option=orjson.OPT_INDENT_2)
+    return orjson.dumps({"settings": settings, "results": rows}, option=orjson.OPT_INDENT_2)
 
 
 def bars(results: Sequence[Result]) -> str:
@@ -77,7 +70,7 @@ def bars(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def plot(results: Sequence[Result], evicted: Sequence[Evicted], stem: Path) -> list[Path]:
+def plot(results: Sequence[Result], stem: Path) -> list[Path]:
     """Plot reuse against budget as PNG and SVG. Returns their paths; none without matplotlib."""
     try:
         import matplotlib as mpl
@@ -99,18 +92,10 @@ def plot(results: Sequence[Result], evicted: Sequence[Evicted], stem: Path) -> l
             continue
         points = sorted((places[r.budget_bytes], 100 * r.reused_share) for r in rows)
         axes.plot(*zip(*points, strict=True), marker="o", label=policy)
-    for policy in dict.fromkeys(e.policy for e in evicted):
-        points = sorted(
-            (places[e.budget_bytes], 100 * e.reused_share)
-            for e in evicted
-            if e.policy == policy and e.budget_bytes in places
-        )
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="x", linestyle="--", label=f"{policy}*")
     limit = max(r.oracle_share for r in results)
     axes.axhline(100 * limit, color="black", label="unlimited cache")
     axes.set_xticks(range(len(budgets)), [format_size(b) for b in budgets])
-    axes.set_xlabel("snapshot budget" + ("   (*: snapshots only, no slots)" if evicted else ""))
+    axes.set_xlabel("snapshot budget")
     axes.set_ylabel("reused, % of prompt tokens")
     axes.set_ylim(bottom=0)
     axes.legend()
@@ -238,14 +223,4 @@ def _loss_table(result: Result) -> Table:
         table.add_row(place, _percent(tokens, result.prompt_tokens))
     for how, tokens in sorted(result.displaced.items(), key=lambda item: -item[1])[:4]:
         table.add_row(f"displaced: {how}", _percent(tokens, result.prompt_tokens))
-    return table
-
-
-def _eviction_table(evicted: Sequence[Evicted]) -> Table:
-    names = list(dict.fromkeys(e.policy for e in evicted))
-    table = _table("Eviction, snapshots only: reused, % of prompt tokens", "budget", *names)
-    for budget_bytes in dict.fromkeys(e.budget_bytes for e in evicted):
-        row = {e.policy: e for e in evicted if e.budget_bytes == budget_bytes}
-        shares = [_percent(row[n].reused_tokens, row[n].prompt_tokens) for n in names]
-        table.add_row(format_size(budget_bytes), *shares)
     return table

@@ -70,7 +70,6 @@ class Simulator:
         source: RequestSource,
         *,
         losses: Losses | None = None,
-        keep_sequence: bool = False,
         on_demand: OnDemand | None = None,
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -83,7 +82,6 @@ class Simulator:
         self.now = 0.0
         self._oracle = Oracle()
         self._losses = losses
-        self._keep_sequence = keep_sequence
         self._on_demand = on_demand
         self._progress = progress
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -194,8 +192,6 @@ class Simulator:
         meter.arrived += 1
         self._to_come -= 1
         held = join([prompt, ask.answer])
-        if self._keep_sequence:
-            meter.sequence.append((prompt, held))
         self._clients[ask.id] = _Client(ask, self._oracle.ask(prompt, held))
         if ask.leaves_after_s is not None:
             self._at(self.now + ask.leaves_after_s, partial(self._leaves, ask.id))

@@ -10,13 +10,10 @@ from rich.console import Console
 from router.core.model.policy import UNLIMITED, PolicyName
 from router.tools.simulate import report
 from router.tools.simulate.accounting import Result
-from router.tools.simulate.eviction import Evicted
 from router.tools.simulate.experiment import Experiment
 from router.tools.simulate.machines.hardware import PRESETS
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.workload import WORKLOADS, Workload
-
-EVICTED = [Evicted(name, UNLIMITED, 100, 50, 0) for name in ("kvferry", "lru", "belady")]
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +29,9 @@ def results() -> list[Result]:
 
 
 def test_tables(results: list[Result], capsys: pytest.CaptureFixture[str]) -> None:
-    report.show(Console(), results, EVICTED)
+    report.show(Console(), results)
     out = capsys.readouterr().out
-    for word in ("prefer_idle", "sticky", "no limit", "TTFT", "belady", "of limit", "slot"):
+    for word in ("prefer_idle", "sticky", "no limit", "TTFT", "of limit", "slot"):
         assert word in out
     assert "…" not in out.replace("in …", "")
 
@@ -70,11 +67,10 @@ def test_bars(results: list[Result]) -> None:
 
 
 def test_json(results: list[Result]) -> None:
-    read = orjson.loads(report.as_json({"seed": 1}, results, EVICTED))
+    read = orjson.loads(report.as_json({"seed": 1}, results))
     assert read["settings"] == {"seed": 1}
     assert [r["budget_bytes"] for r in read["results"]] == [0, -1, 0]
     assert read["results"][1]["reused_share"] == results[1].reused_share
-    assert read["evictions"][0]["reused_share"] == 0.5
 
 
 def test_refusals_are_told(results: list[Result], capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,8 +83,8 @@ def test_refusals_are_told(results: list[Result], capsys: pytest.CaptureFixture[
 
 def test_plot(results: list[Result], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    files = report.plot(results, EVICTED, tmp_path / "simulate")
+    files = report.plot(results, tmp_path / "simulate")
     assert [f.suffix for f in files] == [".png", ".svg"]
     assert all(f.stat().st_size > 1000 for f in files)
-    again = report.plot(results, EVICTED, tmp_path / "again")
+    again = report.plot(results, tmp_path / "again")
     assert [f.read_bytes() for f in again] == [f.read_bytes() for f in files]
