@@ -269,6 +269,6 @@ async def test_server_that_dies_under_many_requests_leaves_no_job(tmp_path: Path
                 await fake.until(partial(all_busy, fake))
             await one.go_down()
             other.prefill_gate.set()
-        statuses = Counter([(await answer).status for answer in asked])
-        assert statuses == {200: 2 * n - 1, 502: 1}  # one is a suspect
+        # One is a suspect: it is sent again once nobody else is at work.
+        assert {(await answer).status for answer in asked} == {200}
         assert (await left_over(kvferry))["jobs"] == 0
