@@ -52,7 +52,7 @@ async def ending(
     task.cancel()
 
 
-async def innocent(kvferry: RunningRouter, number: int, length: int = 1500) -> tuple[str, int]:
+async def innocent(kvferry: RunningRouter, number: int, length: int = 4000) -> tuple[str, int]:
     body: Json = {"prompt": ids(number, 50), "n_predict": length, "ignore_eos": True}
     async with kvferry.session.post(kvferry.url + "/completion", json=body) as response:
         await response.read()
