@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from router.base.tasks import spawn
@@ -21,7 +22,7 @@ from tests.support.servers.running_router import RunningRouter, running
 
 pytestmark = [pytest.mark.real, pytest.mark.thorough]
 
-LENGTH = 6000  # tokens: no other prompt is as long
+LENGTH = 7500  # tokens: nothing else in a slot is as long
 GRAMMAR = 'root ::= "a" | "b"'
 
 
@@ -52,11 +53,22 @@ async def ending(
     task.cancel()
 
 
-async def innocent(kvferry: RunningRouter, number: int, length: int = 4000) -> tuple[str, int]:
+async def innocent(kvferry: RunningRouter, number: int, length: int = 3000) -> tuple[str, int]:
     body: Json = {"prompt": ids(number, 50), "n_predict": length, "ignore_eos": True}
     async with kvferry.session.post(kvferry.url + "/completion", json=body) as response:
         await response.read()
         return response.headers.get("x-kvferry-backend", ""), response.status
+
+
+async def until_at_work(url: str) -> None:
+    """Wait until a server itself computes a suspect: killed before, it was not ended by it."""
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{url}/slots") as response:
+                slots = await response.json()
+            if any(slot["is_processing"] and slot["n_prompt_tokens"] > 3500 for slot in slots):
+                return
+            await asyncio.sleep(0.01)
 
 
 async def three(llama_server: StartServer) -> dict[str, LlamaServer]:
@@ -75,6 +87,7 @@ async def test_two_servers_end_and_no_innocent_answer_elsewhere(llama_server: St
     backends = [(name, server.url) for name, server in there.items()]
 
     async def kill(name: str) -> None:
+        await until_at_work(there[name].url)
         there[name].kill()
 
     async with running(backends, None) as kvferry:
