@@ -112,3 +112,22 @@ async def test_embeddings_at_once_are_limited(llama_server: StartServer) -> None
     cost = good[0].json["usage"]["prompt_tokens"]
     assert {answer.status for answer in answers} == {200, 429}
     assert row["computed_tokens"] == cost * len(good) <= 300 + cost
+
+
+async def test_a_form_is_counted(llama_server: StartServer) -> None:
+    """llama-server takes a completion as a form, too; kvferry does not read its prompt."""
+    server = await llama_server(slots=2, ctx=8192, extra_args=["--metrics", "-n", "40"])
+    async with running([("a", server.url)], None, yaml=auth("tokens_per_day: 300")) as kvferry:
+        before, statuses = await counted(server), []
+        for _ in range(8):
+            form = aiohttp.FormData({"prompt": "the ferry " * 20}, default_to_multipart=True)
+            async with kvferry.session.post(
+                kvferry.url + COMPLETION, data=form, headers=of("alice")
+            ) as response:
+                statuses.append(response.status)
+                await response.read()
+            await kvferry.until_quiet()
+        computed, generated = await spent(kvferry)
+        true = [a - b for a, b in zip(await counted(server), before, strict=True)]
+    assert 429 in statuses, statuses
+    assert [computed, generated] == pytest.approx(true, rel=0.02)

@@ -26,6 +26,7 @@ from router.llama.replies import (
     slots_from,
     tokens_seen,
     transfer_from,
+    with_counts,
 )
 from router.llama.routes import Shape
 from tests.conftest import StartServer
@@ -439,3 +440,19 @@ def test_tokens_of_a_stream_that_broke_off_are_counted() -> None:
     assert tokens_seen([event] * 10, 40 * len(event)) == 40  # its middle was not kept
     assert tokens_seen([], 0) == 0
     assert tokens_seen([b'{"error":{}}'], 12) == 0
+
+
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        (b'..."timings":{"cache_n":40,"prompt_n":60,"predicted_n":900}}', (100, 40, 900)),
+        (b'..."usage":{"completion_tokens":7,"prompt_tokens":9}}', (None, None, 7)),
+        (b'"tokens_predicted":12,"tokens_evaluated":5', (None, None, 12)),
+        (rb'"content":"\"predicted_n\":5"', (None, None, None)),  # in a text
+    ],
+)
+def test_counts_at_the_end_of_an_answer_that_is_not_read_whole(
+    ends: bytes, told: tuple[int | None, int | None, int | None]
+) -> None:
+    found = with_counts(Reported(), [b"{...", ends])
+    assert (found.prompt_tokens, found.cached_tokens, found.generated_tokens) == told

@@ -312,9 +312,12 @@ async def test_a_request_without_a_slot_is_one_of_so_many(fake: FakeLlama, path:
         await kvferry.until(lambda state: any(s["phase"] == "running" for s in state["slots"]))
         refused = await kvferry.post(path, {"content": "ferry"}, headers=bearer(GOOD))
         listed = await kvferry.session.get(kvferry.url + "/v1/models", headers=bearer(GOOD))
+        control = {"id": "x", "action": "stop"}
+        stopped = await kvferry.post("/v1/chat/completions/control", control, headers=bearer(GOOD))
         fake.decode_gate.set()
     assert refused.status == 429
     assert listed.status == 200
+    assert stopped.status != 429, "it is about the answer that is counted"
 
 
 @pytest.mark.parametrize("path", ["/completion", "/v1/embeddings"])
