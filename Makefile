@@ -32,7 +32,7 @@ test-all:
 	: > $(FLAKES)
 	$(MAKE) test
 	$(MAKE) test-thorough
-	$(MAKE) test-hostile
+	$(MAKE) test-hostile HOSTILE_TOO=
 	$(MAKE) test-binary
 	$(MAKE) test-archs
 	$(MAKE) test-slow
@@ -41,9 +41,18 @@ test-all:
 	@printf '=== %s flaky tests in all: failed beside other tests, passed alone ===\n' \
 		"$$(grep -c . $(FLAKES))"; cat $(FLAKES)
 
-# Attackers of what SECURITY.md and reliability.md promise, with real servers.
+# Attackers of what SECURITY.md and reliability.md promise, with real servers; then the tests of the
+# same promises in other tiers, which `test-all` runs there.
+HOSTILE_TOO ?= tests/web/server tests/web/api/test_forbidden.py tests/web/api/test_client_keys.py \
+  tests/web/admin/test_routes.py tests/core/model/test_tenancy.py tests/core/model/test_budget.py \
+  tests/core/execution/test_spending.py tests/core/inventory/test_protection.py \
+  tests/core/inventory/test_ghost_list.py tests/telemetry/test_usage.py tests/hosts/test_peers.py \
+  tests/store/test_purges.py tests/store/test_permissions.py tests/store/cold/test_tier.py \
+  tests/assembly/test_reload.py tests/base/test_decoding.py tests/fuzz tests/e2e/test_suspects.py \
+  tests/e2e/test_tenants.py tests/e2e/test_purge.py
 test-hostile: $(VENV)/.test
 	$(RUN) -m hostile tests/hostile
+	[ -z "$(HOSTILE_TOO)" ] || $(RUN) -m "not slow" $(HOSTILE_TOO)
 
 # Real servers in all combinations, faults, many concurrent clients, benches.
 test-thorough: $(VENV)/.test
