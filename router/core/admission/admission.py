@@ -268,7 +268,7 @@ def serve_queue(state: State, now: float) -> None:
     def asked(waiting: Waiting) -> Request | None:
         """Return the request to plan. None: it need not be planned."""
         request = waiting.request
-        if request.model not in idle or not budgets.admit(request):
+        if request.model not in idle or budgets.pick(request) is None:
             return None
         if reserved:
             request = replace(request, avoid=request.avoid | reserved)

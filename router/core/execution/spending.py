@@ -23,19 +23,19 @@ class Budgets:
         """Note that a request was granted: it has reserved tokens."""
         self._may_start.clear()
 
-    def admit(self, request: Request) -> bool:
-        """Return whether a queued request may be planned; refuse it if nothing is left."""
+    def pick(self, request: Request) -> Request | None:
+        """Return a queued request if it may be planned; refuse it if nothing is left."""
         state, caller = self._state, request.caller
         if not state.budget.limits or caller is None:
-            return True
+            return request
         if caller.tenant not in self._may_start:
             self._may_start[caller.tenant] = may_start(state, caller.tenant)
         if self._may_start[caller.tenant]:
-            return True
+            return request
         if used := state.budget.refusal(caller.tenant):  # its limit is lower now
             state.queue.remove(request.id)
             state.reject(request.id, used)
-        return False
+        return None
 
 
 def may_start(state: State, tenant: str) -> bool:
