@@ -96,8 +96,9 @@ class UnknownPrompt(Struct, frozen=True):
 PromptSource = TokenPrompt | TextPrompt | MixedPrompt | ChatPrompt | InfillPrompt | UnknownPrompt
 
 
-# What is kept of a large body whatever its size: by these it may be refused.
-_KEPT = frozenset({"grammar", "json_schema", "response_format", "grammar_triggers", "samplers"})
+# Fields that make two requests alike, whatever their prompts are: each gets code of its own in the
+# server. Tools do as well, but all requests of an agent have the same ones. Kept of a large body.
+ALIKE = frozenset({"grammar", "json_schema", "response_format", "grammar_triggers", "samplers"})
 _SHORT = 4096  # characters
 
 
@@ -123,7 +124,7 @@ class ParsedRequest(Struct, frozen=True):
 
     def without_prompt(self) -> "ParsedRequest":
         """Return the request without what may be large; its other fields stay."""
-        body = {n: v for n, v in self.body.items() if n in _KEPT or _is_short(v)}
+        body = {n: v for n, v in self.body.items() if n in ALIKE or _is_short(v)}
         gone = UnknownPrompt("it was let go of")
         return replace(self, body=body, prompt_source=gone, hints=replace(self.hints, forks=()))
 

@@ -18,7 +18,7 @@ from router.base.tasks import Tasks
 from router.base.types import Source
 from router.hosts.messages import HELLO, PROTOCOL, Hello, QuoteAsk, QuoteReply, Served
 from router.hosts.peer import Peer
-from router.hosts.peers import Peers
+from router.hosts.peers import KnownHosts, Peers
 from router.llama.server_client import Connections, Timeouts
 from router.servers.program import free_port
 
@@ -62,7 +62,7 @@ async def listening(host: Host) -> AsyncIterator[Host]:
 
 
 @asynccontextmanager
-async def watching(*urls: str) -> AsyncIterator[Peers]:
+async def watching(*urls: str, directory: KnownHosts | None = None) -> AsyncIterator[Peers]:
     tasks = Tasks()
     async with Connections(keeps_streams=True) as connections:
         peers = Peers(
@@ -72,6 +72,7 @@ async def watching(*urls: str) -> AsyncIterator[Peers]:
             incarnation=OWN,
             proof=PROOF,
             clock=MonotonicClock(),
+            directory=directory,
         )
         tasks.spawn(peers.run(), name="peers")
         try:
@@ -321,22 +322,10 @@ async def test_directory_is_not_believed_without_the_host() -> None:
             hello("no name", url="http://a..b:80"),
         ]
     )
-    tasks = Tasks()
-    async with listening(true), Connections() as connections:
-        peers = Peers(
-            [],
-            connections,
-            Timeouts(health_s=1.0, connect_s=1.0),
-            incarnation=OWN,
-            proof=PROOF,
-            clock=MonotonicClock(),
-            directory=directory,
-        )
-        tasks.spawn(peers.run(), name="peers")
+    async with listening(true), watching(directory=directory) as peers:
         await peers.until_checked()
         await peers.until_checked()
         usable = [peer.name for peer in peers.usable("m").peers.values()]
-        await tasks.aclose()
 
     assert usable == ["a"]
 
@@ -350,43 +339,19 @@ async def test_what_a_host_said_before_is_not_heard_again(
     monkeypatch.setattr("router.hosts.peers._SILENT_S", 0.05)
     true = Host(hello("a", told=2))
     drained = hello("a", url=true.url, models=(), stopping=True, told=replayed)
-    tasks = Tasks()
-    async with listening(true), Connections() as connections:
-        peers = Peers(
-            [],
-            connections,
-            Timeouts(health_s=1.0, connect_s=1.0),
-            incarnation=OWN,
-            proof=PROOF,
-            clock=MonotonicClock(),
-            directory=Told([drained]),
-        )
-        tasks.spawn(peers.run(), name="peers")
+    async with listening(true), watching(directory=Told([drained])) as peers:
         await until(lambda: bool(peers.usable("m")))
         asked = true.asked
         true.says = hello("a", told=3)
         await until(lambda: true.asked > asked + 2)
         assert bool(peers.usable("m"))
-        await tasks.aclose()
 
 
 async def test_a_newer_word_in_the_directory_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.hosts.peers.INTERVAL_S", 0.01)
     true, directory = Host(hello("a", told=2)), Told([])
     directory.hosts.append(hello("a", url=true.url, told=1))
-    tasks = Tasks()
-    async with listening(true), Connections() as connections:
-        peers = Peers(
-            [],
-            connections,
-            Timeouts(health_s=1.0, connect_s=1.0),
-            incarnation=OWN,
-            proof=PROOF,
-            clock=MonotonicClock(),
-            directory=directory,
-        )
-        tasks.spawn(peers.run(), name="peers")
+    async with listening(true), watching(directory=directory) as peers:
         await until(lambda: bool(peers.usable("m")))
         directory.hosts[0] = hello("a", url=true.url, models=(), told=3)
         await until(lambda: not peers.usable("m"))
-        await tasks.aclose()

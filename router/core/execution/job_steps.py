@@ -423,8 +423,8 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     if isinstance(event, ev.PrefillFailed):
         slot.do(replace(slot.work, prefill_abandoned=False))
         if event.began:
-            lost = computed_since(slot.content.resident, job.request.prompt, event)
-            job.note_prefill(Reported(prompt_tokens=lost, cached_tokens=0))
+            if lost := computed_since(slot.content.resident, job.request.prompt, event):
+                job.note_prefill(Reported(prompt_tokens=lost, cached_tokens=0))
             left = after_quiet(slot.content.resident, job.request.prompt, event.n_tokens)
             slot.hold(replace(slot.content, resident=left))
         # There is nothing to save, also not for the requests that wait for it.

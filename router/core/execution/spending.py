@@ -29,7 +29,7 @@ class Budgets:
         if not state.budget.limits or caller is None:
             return request
         if caller.tenant not in self._may_start:
-            self._may_start[caller.tenant] = may_start(state, caller.tenant)
+            self._may_start[caller.tenant] = _may_start(state, caller.tenant)
         if self._may_start[caller.tenant]:
             return request
         if used := state.budget.refusal(caller.tenant):  # its limit is lower now
@@ -38,7 +38,7 @@ class Budgets:
         return None
 
 
-def may_start(state: State, tenant: str) -> bool:
+def _may_start(state: State, tenant: str) -> bool:
     """Return whether a tenant's requests in progress leave it tokens, whatever they still cost."""
     if (limits := state.budget.limits.get(tenant)) is None:
         return True

@@ -81,7 +81,8 @@ class Reports:
             # The server's totals come last, and its client or the server has gone.
             seen = tokens_seen(end.capture.chunks, end.capture.size_bytes)
             reported = Reported(generated_tokens=seen)
-        if end.ok and reported.generated_tokens is None and end.encoding in IDENTITY:
+        uncounted = reported.generated_tokens is None and not call.route.stateless
+        if end.ok and uncounted and end.encoding in IDENTITY:
             reported = with_counts(reported, end.capture.ends(INLINE_BYTES // 2))
         ttft_s = None
         if call.first_byte is not None:

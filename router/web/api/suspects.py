@@ -14,7 +14,7 @@ import structlog
 from router.base.errors import SuspectError
 from router.base.types import BackendId, RequestId
 from router.llama import trial
-from router.llama.wire import ParsedRequest
+from router.llama.wire import ALIKE, ParsedRequest
 from router.web.server.bodies import DIGEST_BYTES, body_digest
 
 _ENDS = 2  # of servers, until a request is refused
@@ -22,10 +22,6 @@ _REFUSED_S, _DOUBLED = 60.0, 4  # doubled with each further end, up to 16 minute
 _MOST = 1000
 
 log = structlog.get_logger(__name__)
-
-# Fields that make two requests alike, whatever their prompts are: each gets code of its own in the
-# server. Tools do as well, but all requests of an agent have the same ones.
-_ALIKE = frozenset({"grammar", "json_schema", "response_format", "grammar_triggers", "samplers"})
 
 
 class Suspects:
@@ -115,7 +111,7 @@ def _keys(raw: bytes, parsed: ParsedRequest | None) -> list[bytes]:
     # A large body that is let go of is its digest.
     keys = [raw if len(raw) == DIGEST_BYTES else body_digest(raw)]
     if parsed is not None:
-        alike = {k: v for k, v in trial.unproven(parsed).items() if k in _ALIKE}
+        alike = {k: v for k, v in trial.unproven(parsed).items() if k in ALIKE}
         if alike:
             keys.append(trial.digest_of(alike, parsed.shape, ""))
     return keys
