@@ -135,6 +135,8 @@ class ParsedRequest(Struct, frozen=True):
         native = self.shape in (Shape.COMPLETION, Shape.INFILL)
         if not native or not isinstance(fields, list) or not fields or "timings" in fields:
             return None
+        if not all(isinstance(field, str) for field in fields):
+            return None  # the server ignores such a list: the answer is whole
         if self.body.get("timings_per_token"):
             return None  # the events of its stream have them
         return [*fields, "timings"]

@@ -318,6 +318,8 @@ def test_fields_of_converted_bodies() -> None:
         ({"n_cmpl": None, "n": 2}, "tasks", 2),
         ({"cache_prompt": None}, "cache_prompt", True),
         ({"lora": []}, "lora", False),
+        ({"response_fields": ["content"]}, "counts_asked", ["content", "timings"]),
+        ({"response_fields": ["content", 1]}, "counts_asked", None),  # ignored: no strings
     ],
 )
 def test_field(fields: Json, attribute: str, expected: object) -> None:
