@@ -49,6 +49,7 @@ from router.web.admin.live import Live
 from router.web.admin.routes import Audience
 from router.web.api.backend_selection import BackendSelection
 from router.web.app import App
+from router.web.server.origins import PRIVATE
 
 log = structlog.get_logger(__name__)
 
@@ -304,6 +305,10 @@ async def serve(config: Config, path: Path | None = None) -> None:
         log.info(
             "listening", url=url, **own, policy=config.policy.name, backends=len(config.backends)
         )
+        if not config.auth.keys:
+            names = (*(f"*.{end}" for end in PRIVATE), *config.browsers.hosts)
+            told = "addresses, names without a dot, and: " + ", ".join(names)
+            log.info("names_served", hosts=told, add="browsers.hosts")
         await stopping.wait()
         log.info("stopping", grace_s=router.config.shutdown_grace_s)
         rereading.cancel()

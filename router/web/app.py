@@ -15,7 +15,6 @@ from router.base.errors import (
     ForbiddenError,
     FramingError,
     NotFoundError,
-    OriginError,
     RouterError,
     TenantLimitError,
 )
@@ -196,8 +195,7 @@ class App:
         response = error_response(error, call.id, call.clients_id)
         if isinstance(error, FramingError):
             response.force_close()
-        if not isinstance(error, OriginError):
-            open_to_browsers(call.http, response)
+        open_to_browsers(call.http, response)
         return await call.sink.fail(response)
 
     def _fail(self, call: Call, error: Exception) -> web.StreamResponse:

@@ -5,19 +5,27 @@ be made to resolve to this machine (DNS rebinding), or it may ask another origin
 allows to all. Either way it would use the GPU, and read what others asked.
 """
 
+from fnmatch import fnmatchcase
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from router.base.errors import OriginError
-from router.config.values import is_address, is_local
+from router.config.values import is_address
 from router.web.server.settings import Settings
 
-# No public DNS has these; nor names without a dot, as containers have.
-_PRIVATE = ("localhost", "local", "internal", "home.arpa", "svc")
+# Ends of names that nobody can register in public DNS, or whose owner gives them to private
+# networks only (AVM, Telekom, Tailscale). Names without a dot, as containers have, are private too.
+PRIVATE = (
+    *("localhost", "local", "internal", "home.arpa", "svc", "lan", "home", "localdomain"),
+    *("intranet", "private", "corp", "fritz.box", "speedport.ip", "ts.net"),
+)
 # Of programs that show pages of their own; a page from the web has http or https.
-_PROGRAMS = frozenset({"app", "tauri", "vscode-webview", "vscode-file"})
-_ALL = "*"
+_PROGRAMS = frozenset({"app", "tauri", "capacitor", "ionic", "vscode-webview", "vscode-file"})
+
+
+_MOST = 100  # characters of a name that an error repeats
 
 
 def check(request: web.BaseRequest, settings: Settings) -> None:
@@ -27,14 +35,14 @@ def check(request: web.BaseRequest, settings: Settings) -> None:
     host = request.headers.get("Host")
     if host is not None and not _may_be_host(host, settings.browser_hosts):
         raise OriginError(
-            "this name in the Host header is not allowed without keys; list it in"
+            f"the name {host[:_MOST]!r} in the Host header is not allowed without keys; list it in"
             " browsers.hosts, or set up auth.keys"
         )
     origin = request.headers.get("Origin")
     if origin is not None and not _may_ask(origin, host, settings.browser_origins):
         raise OriginError(
-            "pages of this origin are not allowed without keys; list it in browsers.origins, or"
-            " set up auth.keys"
+            f"pages of the origin {origin[:_MOST]!r} are not allowed without keys; list it in"
+            " browsers.origins, or set up auth.keys"
         )
 
 
@@ -42,19 +50,29 @@ def _may_be_host(host: str, listed: frozenset[str]) -> bool:
     name = _name_of(host)
     if name is None:
         return False
-    if is_address(name) or "." not in name or _ALL in listed:
-        return True
-    return name in listed or any(name.endswith(f".{suffix}") for suffix in _PRIVATE)
+    return is_address(name) or _is_private(name) or _is_listed(name, listed)
 
 
 def _may_ask(origin: str, host: str | None, listed: frozenset[str]) -> bool:
     scheme, _, rest = origin.partition("://")
-    if origin in listed or _ALL in listed or scheme in _PROGRAMS:
+    if scheme in _PROGRAMS or _is_listed(origin, listed):
         return True
     name = _name_of(rest)
     if scheme not in ("http", "https") or name is None:
         return False  # also "null": a page in a frame without an origin
-    return rest.lower() == (host or "").lower() or is_local(name)
+    if rest.lower() == (host or "").lower():
+        return True
+    return ip_address(name).is_private if is_address(name) else _is_private(name)
+
+
+def _is_private(name: str) -> bool:
+    """Return whether no stranger can make a name resolve to this machine."""
+    return "." not in name or any(f".{name}".endswith(f".{end}") for end in PRIVATE)
+
+
+def _is_listed(name: str, listed: frozenset[str]) -> bool:
+    """Return whether a name or an origin is listed, or fits a pattern: `*`, `*.example.org`."""
+    return name in listed or any("*" in one and fnmatchcase(name, one) for one in listed)
 
 
 def _name_of(host: str) -> str | None:
