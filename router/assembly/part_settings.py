@@ -73,7 +73,6 @@ def servers_of(config: Config) -> ServersConfigured:
             preload=model.preload,
             ttl_s=model.ttl_s,
             max_wait_s=model.max_wait_s,
-            start_timeout_s=model.start_timeout_s,
         )
         for model in servers.models
         for name in model.servers

@@ -60,6 +60,10 @@ class BackendReactions:
         self.engine.tell(ev.BackendDown(backend))
         self.tokenizers.leave(backend, keep=self.on_demand.keeps(backend))
 
+    def no_llama_server(self, backend: BackendId, reason: str) -> None:
+        """End a server on demand that is none."""
+        self.on_demand.supervisor.fail(backend, reason)
+
     def probed(self, attached: Attached, kept: frozenset[int]) -> None:
         """Take the result of a probe, or its slots back if it made way for a request."""
         self.on_demand.remember(attached)

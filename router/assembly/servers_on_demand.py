@@ -21,7 +21,7 @@ from router.llama.attach.proofs import Proof, read_proofs, write_proofs
 from router.llama.client import LlamaClient
 from router.llama.replies import ModelsInfo, Props
 from router.llama.server_client import Connections
-from router.servers.launch import LaunchIdentity, launches_of, state_dir
+from router.servers.launch import LaunchIdentity, ignored_settings, launches_of, state_dir
 from router.servers.program import ServerNotFoundError
 from router.servers.supervisor import Supervisor
 
@@ -64,7 +64,7 @@ class ServersOnDemand:
         self._keys = {launch.name: launch.api_key for launch in launches}
         self.supervisor = Supervisor(
             launches,
-            state_dir() / "logs",
+            state_dir() / "logs" if launches else Path(),
             config.servers.max_log_bytes,
             is_ready=self._is_ready,
             on_ready=self._ready,
@@ -90,6 +90,9 @@ class ServersOnDemand:
             raise StartError(f"servers: kv_dir: {error}") from error
         if self._kv_dir is None:
             return
+        if ignored := ignored_settings():
+            told = "kvferry's servers do not get them: write `args` or `env` of a model"
+            log.warning("variables_ignored", names=", ".join(ignored), do=told)
         self._proofs = await read(partial(read_proofs, self._kv_dir), str(self._kv_dir))
         for model in self._models:  # a warning: the file may come before its first request
             if model.model is not None and not await _is_file(model.model):
@@ -168,11 +171,12 @@ class ServersOnDemand:
         model = self._served[server]
         given: dict[str, object] = {"name": server, "url": url, "kv_dir": str(self._kv_dir)}
         given |= {"models": model.names, "max_running": model.max_running}
+        self._engine.tell(ev.ServerReady(server))
         self._backends.admit(BackendConfig.model_validate(given))
 
-    def _ended(self, server: BackendId, problem: str) -> None:
+    def _ended(self, server: BackendId, problem: str, hopeless: bool) -> None:
         self._backends.dismiss(server)
-        self._engine.tell(ev.ServerEnded(server, problem))
+        self._engine.tell(ev.ServerEnded(server, problem, hopeless))
 
     async def _until_quiet(self, server: BackendId) -> None:
         monitor = self._backends.monitors.get(server)

@@ -1,34 +1,42 @@
 """The `servers` section: models, and the llama-servers that kvferry starts and stops for them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from router.base.types import BackendId
 from router.config import values
+from router.config.llama_flags import usual_flags
 from router.config.loader import ConfigSection, KeyPath, MisfitError
 from router.config.values import shown
 
 PORT = "${port}"  # in a start command: the port that the server is to listen on
+REPLICA = "${replica}"  # the number of a server among the replicas of its model, from 0
 # Flags of llama-server that kvferry sets itself, and the key that says the same; None: none does.
 OWN_FLAGS: dict[str, str | None] = {
-    **dict.fromkeys(("-m", "--model"), "model"),
-    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "hf"),
-    **dict.fromkeys(("-np", "--parallel"), "slots"),
-    **dict.fromkeys(("-c", "--ctx-size"), "ctx"),
-    **dict.fromkeys(("-a", "--alias"), "name and aliases"),
-    **dict.fromkeys(("--slot-save-path",), "servers.kv_dir"),
+    "--model": "model",
+    "--hf-repo": "hf",
+    "--parallel": "slots",
+    "--ctx-size": "ctx",
+    "--kv-unified": "kv_unified",
+    "--alias": "name and aliases",
+    "--slot-save-path": "servers.kv_dir",
     **dict.fromkeys(
         (
-            *("--host", "--port", "--api-key", "--api-key-file", "-cram", "--cache-ram"),
-            *("--no-slots", "-kvu", "--kv-unified", "--models-dir", "--models-preset"),
-            "--api-prefix",
+            *("--host", "--port", "--api-key", "--api-key-file", "--api-prefix", "--cache-ram"),
+            *("--ssl-key-file", "--ssl-cert-file", "--no-slots", "--models-dir", "--models-preset"),
         )
     ),
 }
+_KEY_VARIABLE = "LLAMA_API_KEY"  # the one that kvferry takes over
 # Keys that say what llama-server is started with: a command of one's own says that itself.
-_FOR_LLAMA_SERVER = ("model", "hf", "slots", "ctx", "args")
+_FOR_LLAMA_SERVER = ("model", "hf", "slots", "ctx", "kv_unified", "args", "llama_server")
+
+
+def _words(value: object) -> object:
+    """Take a text for a list of one word."""
+    return (value,) if isinstance(value, str) else value
 
 
 class GroupConfig(ConfigSection):
@@ -39,7 +47,11 @@ class GroupConfig(ConfigSection):
 
 
 class ModelConfig(ConfigSection):
-    """A model, and how its servers are started. `ctx` is the tokens of each slot."""
+    """A model, and how its servers are started.
+
+    `ctx` is the tokens of each slot, or with `kv_unified` of all slots together; 0: as the model
+    was trained. A value of `env` is a text, or a list with one for each replica.
+    """
 
     name: values.Name
     model: values.AbsolutePath | None = None
@@ -47,9 +59,10 @@ class ModelConfig(ConfigSection):
     aliases: tuple[values.Text, ...] = Field(default=(), strict=False)
     slots: values.PositiveCount = 4
     max_running: values.PositiveCount | None = None
-    ctx: values.PositiveCount = 16384
+    ctx: values.Count = 16384
+    kv_unified: bool = False
     args: tuple[str, ...] = Field(default=(), strict=False)
-    env: dict[values.VariableName, str] = Field(default={}, strict=False)
+    env: dict[values.VariableName, values.VariableValue] = Field(default={}, strict=False)
     replicas: values.PositiveCount = 1
     group: values.Name | None = None
     preload: bool = False
@@ -59,6 +72,10 @@ class ModelConfig(ConfigSection):
     start_timeout_s: values.PositiveSeconds = Field(default=600.0, alias="start_timeout")
     stop_timeout_s: values.PositiveSeconds = Field(default=30.0, alias="stop_timeout")
     command: tuple[values.Text, ...] = Field(default=(), strict=False)
+    stop_command: tuple[values.Text, ...] = Field(default=(), strict=False)
+    llama_server: Annotated[tuple[values.Text, ...], BeforeValidator(_words)] = Field(
+        default=(), strict=False
+    )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,17 +105,35 @@ class ModelConfig(ConfigSection):
         elif self.model is None and self.hf is None:
             message = "is required: a .gguf file; or `hf`: user/repository:quant; or `command`"
             misfits.append((("model",), message))
-        for at, word in enumerate(self.args):
-            flag = word.partition("=")[0]
-            if flag in OWN_FLAGS:
-                key = OWN_FLAGS[flag]
-                told = f"{flag} is set by kvferry" + (f": use `{key}`" if key else "")
-                misfits.append((("args", at), told))
+        misfits += self._set_by_kvferry()
+        for variable, value in self.env.items():
+            if isinstance(value, tuple) and len(value) != self.replicas:
+                told = f"has {len(value)} values for {self.replicas} replicas: give one for each"
+                misfits.append((("env", variable), told))
+        if self.ctx == 0 and self.slots > 1 and not self.kv_unified:
+            told = "is 0, as the model was trained, with `slots: 1` or `kv_unified: true` only"
+            misfits.append((("ctx",), told))
         if self.keep and self.ttl_s is not None:
             misfits.append((("ttl",), "has no effect with `keep: true`, which is never stopped"))
         if misfits:
             raise MisfitError(misfits)
         return self
+
+    def _set_by_kvferry(self) -> Iterator[tuple[KeyPath, str]]:
+        """Yield the arguments and variables that would change what kvferry sets."""
+        flags = usual_flags()
+        given: list[tuple[KeyPath, str, str]] = [
+            (("args", at), word, flags.name_of(word)) for at, word in enumerate(self.args)
+        ]
+        for variable in self.env:
+            flag = None if variable == _KEY_VARIABLE or self.command else flags.of_key(variable)
+            if flag is not None and flag.variable:
+                given.append((("env", variable), variable, flag.name))
+        for path, word, name in given:
+            if name in OWN_FLAGS:
+                key = OWN_FLAGS[name]
+                told = f"{word.partition('=')[0]} is set by kvferry"
+                yield path, told + (f": use `{key}`" if key else "")
 
 
 class ServersConfig(ConfigSection):
@@ -116,14 +151,23 @@ class ServersConfig(ConfigSection):
     def _fits(self) -> "ServersConfig":
         misfits: list[tuple[KeyPath, str]] = []
         known = [group.name for group in self.groups]
+        own = {
+            name: at
+            for at, model in enumerate(self.models)
+            for name in (model.name, *model.servers)
+        }
         taken: dict[str, int] = {}
         for at, model in enumerate(self.models):
             if model.group is not None and model.group not in known:
                 message = f"{shown(model.group)} is no group: add it to `groups`"
                 misfits.append((("models", at, "group"), message))
-            names = {*model.names, *model.servers}
-            for name in sorted(names):
+            # An alias may be that of several models: a request for it goes to any of them.
+            for name in sorted({model.name, *model.servers}):
                 if (other := taken.setdefault(name, at)) != at:
+                    message = f"{shown(name)} is also a name of entry number {other + 1}"
+                    misfits.append((("models", at, "name"), message))
+            for name in sorted({*model.aliases}):
+                if (other := own.get(name, at)) != at:
                     message = f"{shown(name)} is also a name of entry number {other + 1}"
                     misfits.append((("models", at, "name"), message))
         if self.loaded is not None:

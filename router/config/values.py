@@ -439,6 +439,20 @@ ListenAddress = Annotated[
 ]
 TrustedNetwork = Annotated[Network, BeforeValidator(network), _text_schema("^[0-9A-Fa-f.:/]+$")]
 Name = Annotated[str, BeforeValidator(name), _text_schema(f"^{_NAME.pattern}$")]
+
+
+def variable_value(value: object) -> object:
+    """Return the value of a variable: a text, or a list with one for each replica."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return tuple(value)
+    raise ValueError(
+        f"must be text, or a list of texts with one for each replica (quotes!), not {shown(value)}"
+    )
+
+
+VariableValue = Annotated[str | tuple[str, ...], BeforeValidator(variable_value)]
 VariableName = Annotated[
     str, BeforeValidator(variable_name), _text_schema(f"^{_ENV_NAME.pattern}$")
 ]

@@ -110,6 +110,8 @@ class Scheduler:
                 state.inventory.servers.configure(event.servers, event.limits, now)
             case ev.ServerEnded():
                 server_swaps.ended(state, event, now)
+            case ev.ServerReady():
+                server_swaps.ready(state, event, now)
             case ev.ServerAsked():
                 server_swaps.asked(state, event, now)
             case ev.ModelWanted():

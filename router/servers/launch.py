@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -12,14 +13,16 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from router.base.errors import RouterError
 from router.base.types import BackendId, KvSettings
 from router.base.urls import MOST_OF_A_SOCKET, UNIX
-from router.config.servers import ModelConfig, ServersConfig
+from router.config.servers import REPLICA, ModelConfig, ServersConfig
 from router.servers.kv_settings import kv_settings
 from router.servers.program import HOST, PREBUILT, ServerNotFoundError, find_server
 
 _PORT, _KV_DIR = "${port}", "${kv_dir}"
 _KEY_VARIABLE = "LLAMA_API_KEY"  # of llama-server's --api-key
+_SETTINGS = "LLAMA_ARG_"  # what its variables for flags begin with
 _HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MS_TOKEN")
 # Names of variables that hold secrets as a rule.
 _SECRET = re.compile(
@@ -50,6 +53,7 @@ class Launch(Struct, frozen=True):
     api_key: str = ""  # for the server; a container may not get it, and wants none
     socket: Path | None = None  # where it listens; None: at a port
     is_container: bool = False  # perhaps: a process that it did not start may listen for it
+    stop_argv: tuple[str, ...] = ()  # run for what outlives the process; empty: nothing does
 
     def identity(self) -> LaunchIdentity:
         """Return what a process of this launch can be told by. Blocking.
@@ -85,9 +89,14 @@ class Launch(Struct, frozen=True):
 
     def command(self, port: int) -> list[str]:
         """Return the command line for a port."""
-        return [
-            word.replace(_PORT, str(port)).replace(_KV_DIR, str(self.kv_dir)) for word in self.argv
-        ]
+        return self._filled(self.argv, port)
+
+    def stop_command(self, port: int) -> list[str]:
+        """Return the command line that ends what its process started elsewhere, if there is one."""
+        return self._filled(self.stop_argv, port)
+
+    def _filled(self, words: Sequence[str], port: int) -> list[str]:
+        return [word.replace(_PORT, str(port)).replace(_KV_DIR, str(self.kv_dir)) for word in words]
 
 
 def launches_of(
@@ -98,12 +107,12 @@ def launches_of(
     `secrets_of`: environment variables that hold kvferry's own secrets, and are not passed on. Nor
     are others that look like secrets, but to a `command` of the operator's own.
     """
-    needs_program = any(not model.command for model in config.models)
+    native = [model for model in config.models if not model.command]
     program: Sequence[str] = ()
-    if needs_program:
+    if any(not model.llama_server for model in native):
         explicit = None if config.llama_server is None else str(config.llama_server)
         program = find_server(explicit)
-        fetched = [model.name for model in config.models if model.hf is not None]
+        fetched = [m.name for m in native if m.hf is not None and not m.llama_server]
         if fetched and program[-1] == PREBUILT:
             raise ServerNotFoundError(
                 f"servers.models: {fetched[0]}: hf: the prebuilt llama-server of the wheel fetches"
@@ -114,21 +123,49 @@ def launches_of(
     key = secrets.token_urlsafe(24)
     inherited = {name: value for name, value in os.environ.items() if name not in secrets_of}
     sockets = _sockets(config) if config.sockets else {}
-    return [
-        Launch(
-            name=name,
-            argv=model.command or (*program, *_arguments(model, sockets.get(name))),
-            env={**_environment(model, inherited), _KEY_VARIABLE: key, **model.env},
-            kv_dir=kv_dir,
-            start_timeout_s=model.start_timeout_s,
-            stop_timeout_s=model.stop_timeout_s,
-            api_key=model.env.get(_KEY_VARIABLE, key),
-            socket=None if model.command else sockets.get(name),
-            is_container=bool(model.command),
+    found: list[Launch] = []
+    for model in config.models:
+        start = model.command or _program(model) or program
+        for number, name in enumerate(model.servers):
+            socket = None if model.command else sockets.get(name)
+            env = {
+                variable: value if isinstance(value, str) else value[number]
+                for variable, value in model.env.items()
+            }
+            env = {variable: _numbered(value, number) for variable, value in env.items()}
+            argv = start if model.command else (*start, *_arguments(model, socket))
+            found.append(
+                Launch(
+                    name=name,
+                    argv=tuple(_numbered(word, number) for word in argv),
+                    env={**_environment(model, inherited), _KEY_VARIABLE: key, **env},
+                    kv_dir=kv_dir,
+                    start_timeout_s=model.start_timeout_s,
+                    stop_timeout_s=model.stop_timeout_s,
+                    api_key=env.get(_KEY_VARIABLE, key),
+                    socket=socket,
+                    is_container=bool(model.command),
+                    stop_argv=tuple(_numbered(word, number) for word in model.stop_command),
+                )
+            )
+    return found
+
+
+def _numbered(text: str, number: int) -> str:
+    return text.replace(REPLICA, str(number))
+
+
+def _program(model: ModelConfig) -> tuple[str, ...]:
+    """Return a model's own program, with what stands before it. Raises ServerNotFoundError."""
+    if not model.llama_server:
+        return ()
+    *before, program = model.llama_server
+    found = shutil.which(program)
+    if found is None:
+        raise ServerNotFoundError(
+            f"servers.models: {model.name}: llama_server is not a program: {program}"
         )
-        for model in config.models
-        for name in model.servers
-    ]
+    return (*before, found)
 
 
 def _sockets(config: ServersConfig) -> dict[BackendId, Path]:
@@ -152,14 +189,21 @@ def _environment(model: ModelConfig, inherited: Mapping[str, str]) -> dict[str, 
 
     A model that is fetched gets the token of its hub.
     """
+    # Settings of a llama-server that somebody else starts.
+    others = {name: value for name, value in inherited.items() if not name.startswith(_SETTINGS)}
     if model.command:
-        return dict(inherited)
+        return others
     kept = () if model.hf is None else _HUB_TOKENS
     return {
         name: value
-        for name, value in inherited.items()
+        for name, value in others.items()
         if name in kept or not _SECRET.search(name.upper())
     }
+
+
+def ignored_settings() -> list[str]:
+    """Return the variables of kvferry's environment that no server of its own gets."""
+    return sorted(name for name in os.environ if name.startswith(_SETTINGS))
 
 
 def _arguments(model: ModelConfig, socket: Path | None) -> tuple[str, ...]:
@@ -171,16 +215,22 @@ def _arguments(model: ModelConfig, socket: Path | None) -> tuple[str, ...]:
     fixed share of the context for each.
     """
     what = ("-m", str(model.model)) if model.model is not None else ("-hf", str(model.hf))
+    cells = model.ctx if model.kv_unified else model.slots * model.ctx
+    unified = "--kv-unified" if model.kv_unified else "--no-kv-unified"
     return (
         *what,
         *("-a", model.name, "--host", HOST if socket is None else str(socket), "--port", _PORT),
-        *("-np", str(model.slots), "-c", str(model.slots * model.ctx), "--no-kv-unified"),
+        *("-np", str(model.slots), "-c", str(cells), unified),
         *("--cache-ram", "0", "--slot-save-path", _KV_DIR, "--slots", "--metrics"),
         *model.args,
     )
 
 
 def state_dir() -> Path:
-    """Return kvferry's directory under the user's state directory."""
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(home) / "kvferry"
+    """Return kvferry's directory under the user's state directory. Raises RouterError."""
+    if home := os.environ.get("XDG_STATE_HOME"):
+        return Path(home) / "kvferry"
+    try:
+        return Path.home() / ".local" / "state" / "kvferry"
+    except RuntimeError as error:  # no HOME, and the user is in no passwd file
+        raise RouterError("this user has no home: set XDG_STATE_HOME to a directory") from error

@@ -4,10 +4,11 @@ Carries out the scheduler's orders and reports what became of them. Decides noth
 """
 
 import asyncio
+import re
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -27,6 +28,8 @@ _TAIL_BYTES = 4096
 _TAIL_LINES = 5
 # From SIGTERM to SIGKILL for a process that does not answer: enough to close its files.
 _HANGING_GRACE_S = 5.0
+# How often a server that loads is looked at for a sign of life: a line in its log.
+_SIGN_INTERVAL_S = 1.0
 # Another process may take a port between the choice and the server's bind.
 _PORT_ATTEMPTS = 3
 _PORT_TAKEN = "couldn't bind"
@@ -41,6 +44,8 @@ class _Running:
     process: ServerProcess | None = None
     url: str | None = None  # once it is ready
     stopping: bool = False
+    fault: str = ""  # why what answers there can never be used
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Supervisor:
@@ -54,7 +59,7 @@ class Supervisor:
         *,
         is_ready: Callable[[str], Awaitable[bool]],
         on_ready: Callable[[BackendId, str, LaunchIdentity], None],
-        on_ended: Callable[[BackendId, str], None],
+        on_ended: Callable[[BackendId, str, bool], None],
         before_stop: Callable[[BackendId], Awaitable[None]],
         before_start: Callable[[], Awaitable[None]],
     ) -> None:
@@ -62,8 +67,8 @@ class Supervisor:
 
         `before_start` makes what a server needs to start; it may raise OSError. `is_ready` asks a
         URL for its health. `on_ready` gets the URL and the identity of a server that is ready.
-        `on_ended` gets the reason of an end that was not ordered, or nothing. `before_stop` waits
-        for the last answers of a server.
+        `on_ended` gets the reason of an end that was not ordered, or nothing, and whether the next
+        process would end likewise. `before_stop` waits for the last answers of a server.
         """
         self._launches = {launch.name: launch for launch in launches}
         self._logs = {
@@ -91,6 +96,13 @@ class Supervisor:
         if running is not None and not running.stopping:
             running.stopping = True
             self._tasks.spawn(self._stop(running, hangs=hangs), name=f"stop {server}")
+
+    def fail(self, server: BackendId, reason: str) -> None:
+        """End a server that can never be used."""
+        running = self._running.get(server)
+        if running is not None and running.process is not None:
+            running.fault = reason
+            running.process.end(_HANGING_GRACE_S)
 
     def pid(self, server: BackendId) -> int | None:
         """Return the process id of a server's guard; None: it does not run."""
@@ -124,8 +136,8 @@ class Supervisor:
             running.stopping = True
             if running.process is not None:
                 running.process.end()
-        waits = [r.process.wait() for r in self._running.values() if r.process is not None]
-        await asyncio.gather(*waits)
+        ending = [running.over.wait() for running in self._running.values() if running.process]
+        await asyncio.gather(*ending)
         await self._tasks.aclose()
 
     async def _run(self, running: _Running) -> None:
@@ -141,13 +153,16 @@ class Supervisor:
 
     def _over(self, running: _Running, problem: str) -> None:
         launch = running.launch
+        running.over.set()
         del self._running[launch.name]
-        told = "" if running.stopping else problem
+        told = "" if running.stopping else running.fault or problem
+        if told and not running.fault and (key := _key_of(told)):
+            told += f"; look at `{key}` of this model"
         if told:
             log.warning("server_ended", server=launch.name, reason=told)
         else:
             log.info("server_stopped", server=launch.name)
-        self._on_ended(launch.name, told)
+        self._on_ended(launch.name, told, bool(told and running.fault))
 
     async def _live(self, running: _Running) -> str:
         """Run a server to its end; return the reason of the end."""
@@ -164,7 +179,7 @@ class Supervisor:
             if running.stopping:  # ordered while it was being started
                 running.process.end()
             url = launch.url(port)
-            late = await self._until_ready(port, launch, running.process)
+            late = await self._until_ready(port, running, running.process)
             if late and not running.stopping:
                 running.process.end(0.0)
                 await running.process.wait()
@@ -174,26 +189,50 @@ class Supervisor:
                 log.info("server_ready", server=launch.name, url=url)
                 self._on_ready(launch.name, url, identity)
             code = await running.process.wait()
+            await self._end_elsewhere(launch, port)
             lines = await self._last_lines(kept)
             taken = running.url is None and _PORT_TAKEN in lines
             if not taken or attempt == _PORT_ATTEMPTS or running.stopping:
                 return f"{_told(code)}: {lines}" if lines else _told(code)
         raise AssertionError("unreachable")
 
-    async def _until_ready(self, port: int, launch: Launch, process: ServerProcess) -> str:
+    async def _end_elsewhere(self, launch: Launch, port: int) -> None:
+        """Run the command that ends what a process started elsewhere, such as a container."""
+        if not launch.stop_argv:
+            return
+        try:
+            command = launch.stop_command(port)
+            ending = await ServerProcess.spawn(
+                command, launch.env, self._logs[launch.name], launch.stop_timeout_s
+            )
+            async with asyncio.timeout(launch.stop_timeout_s):
+                await ending.wait()
+        except (OSError, TimeoutError) as error:
+            log.warning("stop_command_failed", server=launch.name, reason=str(error) or "too slow")
+
+    async def _until_ready(self, port: int, running: _Running, process: ServerProcess) -> str:
         """Wait until a server answers or has ended; return the reason if neither comes in time.
 
-        An answer of another process on that port is none.
+        An answer of another process on that port is none. Time counts from the last line of its
+        log: a server that fetches its model shows how far it is.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + launch.start_timeout_s
+        loop, launch = asyncio.get_running_loop(), running.launch
+        seen, alive_at = await asyncio.to_thread(running.log.end), loop.time()
+        look_at = alive_at + _SIGN_INTERVAL_S
         while True:
             answers = await self._is_ready(launch.url(port))
             is_its_own = launch.socket is not None or launch.is_container
             if answers and (is_its_own or await asyncio.to_thread(is_heard_by, port, process.pid)):
                 return ""
-            if loop.time() > deadline:
-                told = f"it was not ready after {launch.start_timeout_s:g} s (start_timeout)"
+            if loop.time() > look_at:
+                look_at = loop.time() + _SIGN_INTERVAL_S
+                end = await asyncio.to_thread(running.log.end)
+                seen, alive_at = end, loop.time() if end != seen else alive_at
+            if loop.time() > alive_at + launch.start_timeout_s:
+                told = (
+                    f"it was not ready, and wrote nothing for {launch.start_timeout_s:g} s: raise"
+                    " `start_timeout` of this model if it needs longer"
+                )
                 return f"{told}: another process listens on its port {port}" if answers else told
             with suppress(TimeoutError):
                 async with asyncio.timeout(_READY_INTERVAL_S):
@@ -212,6 +251,20 @@ class Supervisor:
         text = (await asyncio.to_thread(kept.tail, _TAIL_BYTES)).decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return " | ".join(lines[-_TAIL_LINES:])
+
+
+# What a log says of a server that does not start, and the key that decides it.
+_KEYS = (
+    (r"invalid argument|error while handling|unrecognized arg|expected value for", "args"),
+    (r"out of memory|failed to allocate|unable to allocate|alloc", "ctx, slots or args (-ngl)"),
+    (r"no such file|failed to open|failed to load|not found", "model"),
+    (r"HTTP|https?://|resolve|download", "hf"),
+)
+
+
+def _key_of(problem: str) -> str:
+    """Return the key of the configuration that a problem is about; empty: it says nothing."""
+    return next((key for words, key in _KEYS if re.search(words, problem, re.IGNORECASE)), "")
 
 
 def _told(code: int) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from router.base.errors import RouterError
 from router.config.servers import ServersConfig
-from router.servers.launch import Launch, launches_of, state_dir
+from router.servers.launch import Launch, ignored_settings, launches_of, state_dir
 from router.servers.program import PREBUILT, ServerNotFoundError
 
 
@@ -125,7 +126,7 @@ def test_equal_servers_of_two_runs_have_one_identity(
 
         assert before.api_key != again.api_key
         assert again.identity() == first
-    monkeypatch.setenv("LLAMA_ARG_CTX_CHECKPOINTS", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     (variable,) = launches(model, sockets=True)
     (tmp_path / "m.gguf").write_bytes(b"two")
     assert len({first, variable.identity(), again.identity()}) == 3
@@ -161,3 +162,46 @@ def test_a_file_that_a_variable_names_counts(program: str, tmp_path: Path) -> No
     beside.write_bytes(b"another")
     assert launch.identity().digest != first.digest
     assert launch.identity().settings.projector != first.settings.projector
+
+
+def test_replicas_differ_by_number_and_by_variable(program: str) -> None:
+    env = {"CUDA_VISIBLE_DEVICES": "${replica}", "NODE": ["left", "right"]}
+    args = ["--device", "CUDA${replica}"]
+    found = launches({"name": "a", "model": "/m.gguf", "replicas": 2, "env": env, "args": args})
+    told = [(one.env["CUDA_VISIBLE_DEVICES"], one.env["NODE"], one.argv[-1]) for one in found]
+    assert told == [("0", "left", "CUDA0"), ("1", "right", "CUDA1")]
+
+
+def test_a_program_of_its_own_has_words_before_it(program: str) -> None:
+    (one,) = launches({"name": "a", "model": "/m.gguf", "llama_server": ["nice", "-n5", program]})
+    assert one.argv[:4] == ("nice", "-n5", program, "-m")
+    with pytest.raises(ServerNotFoundError, match="llama_server is not a program: /no/such"):
+        launches({"name": "a", "model": "/m.gguf", "llama_server": "/no/such"})
+
+
+def test_slots_of_one_pool_share_the_context(program: str) -> None:
+    (one,) = launches({"name": "a", "model": "/m.gguf", "kv_unified": True, "ctx": 0})
+    line = " ".join(one.argv)
+    assert "-np 4 -c 0 --kv-unified " in line
+
+
+def test_settings_of_another_server_are_not_inherited(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "")  # an empty one ends a llama-server
+    monkeypatch.setenv("LLAMA_CACHE", "/models")
+    for what in ({"model": "/m.gguf"}, {"command": ["docker", "${port}"]}):
+        (one,) = launches({"name": "a", "env": {"LLAMA_ARG_N_CPU_MOE": "1"}} | what)
+        assert "LLAMA_ARG_CTX_SIZE" not in one.env
+        assert (one.env["LLAMA_CACHE"], one.env["LLAMA_ARG_N_CPU_MOE"]) == ("/models", "1")
+    assert ignored_settings() == ["LLAMA_ARG_CTX_SIZE"]
+
+
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(RouterError, match="set XDG_STATE_HOME"):
+        state_dir()

@@ -1,5 +1,6 @@
 """Servers on demand: start and stop them as requests need, within what may be loaded together."""
 
+import re
 from collections import defaultdict
 from math import inf
 
@@ -86,11 +87,16 @@ def refusal(state: State, request: Request, now: float) -> ServerFailedError | N
 
 def _failed(state: State, model: str | None) -> ServerFailedError:
     (server, *_) = state.inventory.servers.of(model)
+    why = _DIRECTORY.sub("", server.problem)[:_MOST_OF_A_PROBLEM].rstrip(".;")
     return ServerFailedError(
-        f"the llama-server for the model {server.spec.model!r} does not start or ends by itself"
-        f" ({server.failures} times in a row); `kvferry servers log {server.name}` tells an"
-        " operator why"
+        f"the llama-server for the model {server.spec.model!r} does not start or ends by itself:"
+        f" {why}; `kvferry servers log {server.name}` tells an operator more"
     )
+
+
+# A client may be a stranger: it gets the names of files, without where they are.
+_DIRECTORY = re.compile(r"(?<![\w.])/(?:[^\s/:'\"]+/)+")
+_MOST_OF_A_PROBLEM = 400  # characters
 
 
 def came_up(state: State, info: BackendInfo, now: float) -> None:
@@ -104,6 +110,12 @@ def came_up(state: State, info: BackendInfo, now: float) -> None:
             state.out.append(ModelReady(waiting.request))
 
 
+def ready(state: State, event: ev.ServerReady, now: float) -> None:
+    """Note that a server's process answers: its backend has to be attached soon."""
+    if server := state.inventory.servers.get(event.server):
+        server.ready_at = now
+
+
 def ended(state: State, event: ev.ServerEnded, now: float) -> None:
     """Note that a server's process has ended; refuse what only servers given up could serve."""
     servers = state.inventory.servers
@@ -115,7 +127,7 @@ def ended(state: State, event: ev.ServerEnded, now: float) -> None:
         server.lost_request(now)
     lose_backend(state, event.server, now)
     state.inventory.draining.discard(event.server)
-    server.ended(event.problem, now)
+    server.ended(event.problem, now, hopeless=event.hopeless)
     if not server.is_given_up:
         return
     for waiting in state.queue:

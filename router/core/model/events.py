@@ -43,10 +43,20 @@ class ServersConfigured(Struct, frozen=True):
 
 
 class ServerEnded(Struct, frozen=True):
-    """The process of a server has ended, as ordered or by itself, or could not be started."""
+    """The process of a server has ended, as ordered or by itself, or could not be started.
+
+    `hopeless`: the next one would end in the same way.
+    """
 
     server: BackendId
     problem: str = ""
+    hopeless: bool = False
+
+
+class ServerReady(Struct, frozen=True):
+    """The process of a server answers; its backend is to be attached soon."""
+
+    server: BackendId
 
 
 class ServerAsked(Struct, frozen=True):
@@ -397,6 +407,7 @@ Event = (
     | Configured
     | ServersConfigured
     | ServerEnded
+    | ServerReady
     | ServerAsked
     | ModelWanted
     | ModelUnwanted

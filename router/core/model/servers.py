@@ -21,7 +21,6 @@ class ServerSpec(Struct, frozen=True):
     `models` are the names that requests use, its own first. Replicas have the same `models`.
     `keep`: never stopped for another. `ttl_s`: stopped after so long without a request; None:
     never. `max_wait_s`: how long requests for it may wait for others to be stopped.
-    `start_timeout_s`: until it is ready; to attach it may take `TUNING.server_attach_s` more.
     """
 
     name: BackendId
@@ -30,7 +29,6 @@ class ServerSpec(Struct, frozen=True):
     preload: bool = False
     ttl_s: float | None = None
     max_wait_s: float = 120.0
-    start_timeout_s: float = 600.0
 
     @property
     def model(self) -> str:
@@ -82,6 +80,7 @@ class Server:
     problem: str = ""  # why it ended by itself the last time
     failures: int = 0  # in a row, but those that a request may have caused
     retry_at: float = 0.0
+    ready_at: float = inf  # STARTING: since when its process answers
     idle_since: float = 0.0  # since when no request waits or runs; inf: one does
     down_since: float = inf  # UP: its backend does not answer; inf: it does
     fault: str = ""  # ENDING: why it was told to end, if that counts as a failure
@@ -145,6 +144,7 @@ class Server:
     def start(self, now: float) -> None:
         """Note the order to start it."""
         self._enter(ServerPhase.STARTING, now)
+        self.ready_at = inf
         self.asked_at, self.has_served, self.has_answered = None, False, False
 
     def answered(self) -> None:
@@ -169,10 +169,13 @@ class Server:
             self.down_since = now
 
     def hangs_at(self) -> tuple[float, str]:
-        """Return when it counts as hanging, in clock seconds, and the words for it."""
+        """Return when it counts as hanging, in clock seconds, and the words for it.
+
+        Until its process answers, whoever runs it says how long that may take.
+        """
         if self.phase is ServerPhase.STARTING:
-            limit_s = self.spec.start_timeout_s + TUNING.server_attach_s
-            return self.since + limit_s, f"it could not be used after {limit_s:g} s"
+            limit_s = TUNING.server_attach_s
+            return self.ready_at + limit_s, f"it answered, and could not be used for {limit_s:g} s"
         hangs_s = TUNING.server_hangs_s
         return self.down_since + hangs_s, f"it did not answer for {hangs_s:g} s"
 
@@ -192,8 +195,11 @@ class Server:
         """Note that a request failed there: if the server ends now, that may be the cause."""
         self._lost_request_at = now
 
-    def ended(self, problem: str, now: float) -> None:
-        """Note that its process has ended, as ordered or by itself."""
+    def ended(self, problem: str, now: float, *, hopeless: bool = False) -> None:
+        """Note that its process has ended, as ordered or by itself.
+
+        One that is `hopeless` is not started for a request again; an operator may.
+        """
         problem = self.fault or problem
         if self.is_going and not self.fault:
             self.stop_s = _learned(self.stop_s, now - self._leaving_since)
@@ -208,6 +214,8 @@ class Server:
         self.retry_at = now + min(backoff_s, TUNING.server_backoff_most_s)
         if self.failures >= TUNING.server_failures:
             self.retry_at = now + TUNING.server_given_up_s
+        if hopeless:
+            self.failures, self.retry_at = max(self.failures, TUNING.server_failures), inf
         self._enter(ServerPhase.FAILED, now)
         if (self.spec.keep or self.spec.preload) and not self.is_given_up:
             self.asked_at = self.retry_at

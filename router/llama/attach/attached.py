@@ -32,6 +32,9 @@ class BackendListener(Protocol):
     def down(self, backend: BackendId) -> None:
         """Take a backend out of use."""
 
+    def no_llama_server(self, backend: BackendId, reason: str) -> None:
+        """Note that what answers for a backend can never be one."""
+
     def probed(self, attached: Attached, kept: frozenset[int]) -> None:
         """Take the result of a probe; the borrowed slots come back.
 

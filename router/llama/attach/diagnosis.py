@@ -36,6 +36,9 @@ class Trouble(StrEnum):
     DISTURBED = "another client used its slots during the probe"
 
 
+# Who answers is nobody that could become a backend.
+NO_LLAMA_SERVER = frozenset({Trouble.STRANGER, Trouble.KVFERRY, Trouble.ROUTER_MODE})
+
 _ADVICE = {
     Trouble.NO_KEY: "set that variable, or correct `api_key_env` of this backend",
     Trouble.UNKNOWN_HOST: "correct the host in its url, or use its address",

@@ -22,7 +22,7 @@ from router.base.errors import (
 from router.base.ports import SnapshotStore
 from router.base.types import KvDir
 from router.llama.attach.attached import Attached, BackendListener
-from router.llama.attach.diagnosis import Trouble, unusable
+from router.llama.attach.diagnosis import NO_LLAMA_SERVER, Trouble, unusable
 from router.llama.attach.drivers import Drivers
 from router.llama.attach.learning import attach, has_adapters, nothing_known, slots_of
 from router.llama.attach.media_sample import media_sample
@@ -285,6 +285,8 @@ class Monitor:
         if self.attached is None and found.trouble is not self._told:
             self._told = found.trouble
             log.warning("backend_down", backend=self.client.id, reason=found.reason, do=found.do)
+        if found.trouble in NO_LLAMA_SERVER:
+            self._listener.no_llama_server(self.client.id, found.reason)
 
     def _lose(self) -> None:
         self.attached, self._probe, self.is_ready = None, None, False

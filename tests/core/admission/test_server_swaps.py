@@ -361,16 +361,33 @@ def test_request_elsewhere_outlives_a_given_up_server() -> None:
 
 def test_a_server_that_is_ready_and_cannot_be_attached_fails() -> None:
     """It answers /health, and nothing else: with a wrong key, for example."""
-    w = two(start_timeout_s=30.0)
+    w = two()
     w.load_s = 1e9
     w.ask("1", "a")
     w.ask("2", "b")
-    w.run(30.0 + TUNING.server_attach_s - 1)
+    w.run(100.0)  # whoever runs it says how long it may load
+    assert w.stops == []
+    w.feed(ev.ServerReady(BackendId("a")))
+    w.run(100.0 + TUNING.server_attach_s - 1)
     assert w.stops == []
     w.load_s = 5.0
-    w.run(30.0 + TUNING.server_attach_s + 60)
+    w.run(100.0 + TUNING.server_attach_s + 60)
     assert [name for _, name in w.stops][:1] == ["a"]
     assert set(w.answered) == {"1", "2"}
+
+
+def test_what_is_no_llama_server_is_not_started_again() -> None:
+    """Each start would stop the model that others use."""
+    w = two()
+    w.ask("1", "a")
+    w.run(1.0)
+    w.feed(ev.ServerEnded(BackendId("a"), "it is /opt/x/sd-server", hopeless=True))
+    assert isinstance(w.rejected["1"], ServerFailedError)
+    assert "it is sd-server; `kvferry servers log a`" in str(w.rejected["1"])
+    w.run(1e5)
+    w.ask("2", "a")
+    w.run(1e5 + 100)
+    assert isinstance(w.rejected["2"], ServerFailedError)
 
 
 def test_backend_attached_after_the_stop_is_not_used() -> None:

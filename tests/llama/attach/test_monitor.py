@@ -102,6 +102,8 @@ class Reports:
 
     def misnamed(self, *_: object) -> None: ...
 
+    def no_llama_server(self, *_: object) -> None: ...
+
     def borrow(self, _: BackendId) -> set[int]:
         self.watched.say("borrow")
         return self.watched.lent
