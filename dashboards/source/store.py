@@ -12,13 +12,23 @@ STORE = Dashboard(
             share_gauge(
                 "Bytes of store.max_bytes",
                 "1 is normal: the least useful snapshots are evicted. 0 without a limit.",
-                [("sum(kvferry_snapshot_bytes) / sum(kvferry_snapshot_bytes_limit)", "bytes")],
+                [
+                    (
+                        "sum(kvferry_snapshot_bytes) / sum(kvferry_snapshot_bytes_limit) or vector(0)",
+                        "bytes",
+                    )
+                ],
                 levels={0.9: "orange"},
             ),
             share_gauge(
                 "Tokens of store.max_tokens",
                 "1 is normal: the least useful snapshots are evicted. 0 without a limit.",
-                [("sum(kvferry_snapshot_tokens) / sum(kvferry_snapshot_tokens_limit)", "tokens")],
+                [
+                    (
+                        "sum(kvferry_snapshot_tokens) / sum(kvferry_snapshot_tokens_limit) or vector(0)",
+                        "tokens",
+                    )
+                ],
                 levels={0.9: "orange"},
             ),
             share_gauge(
@@ -43,7 +53,7 @@ STORE = Dashboard(
                 [
                     ("sum(kvferry_snapshot_bytes)", "snapshots"),
                     ("sum(kvferry_snapshot_protected_bytes)", "protected"),
-                    ("sum(kvferry_snapshot_bytes_limit) < +Inf", "limit"),
+                    ("sum(kvferry_snapshot_bytes_limit)", "limit"),
                     ("kvferry_kv_dir_free_bytes", "left in {{kv_dir}}"),
                 ],
                 "bytes",
@@ -54,7 +64,7 @@ STORE = Dashboard(
                 "Tokens of the snapshots, and their limit.",
                 [
                     ("sum(kvferry_snapshot_tokens)", "snapshots"),
-                    ("sum(kvferry_snapshot_tokens_limit) < +Inf", "limit"),
+                    ("sum(kvferry_snapshot_tokens_limit)", "limit"),
                 ],
                 width=12,
             ),

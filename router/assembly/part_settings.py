@@ -69,6 +69,8 @@ def servers_of(config: Config) -> ServersConfigured:
         ServerSpec(
             name=name,
             models=model.names,
+            n_ctx=0 if model.command else model.ctx,
+            n_slots=0 if model.command else model.slots,
             keep=model.keep,
             preload=model.preload,
             ttl_s=model.ttl_s,
@@ -119,6 +121,7 @@ def take_settings(settings: Settings, config: Config, memory_bytes: int) -> None
     settings.needs_key = bool(config.auth.keys)
     settings.browser_hosts = frozenset(name.lower() for name in config.browsers.hosts)
     settings.browser_origins = frozenset(config.browsers.origins)
+    settings.shows_page = config.admin.listen is None
     settings.passthrough = config.policy.name is PolicyName.PASSTHROUGH
     settings.filters = filters_of(config)
     settings.tells_creation = config.answers.cache_creation

@@ -28,6 +28,7 @@ from router.web.admin.status import StatusRoutes
 from router.web.admin.table import own_routes
 from router.web.api.completions import Completions
 from router.web.api.elsewhere import Elsewhere, Nowhere
+from router.web.api.monitors import MonitorRoutes
 from router.web.api.passing import Passing
 from router.web.api.reports import Reports
 from router.web.api.sending import Sender
@@ -137,6 +138,7 @@ async def app_of(made: Stages, live: Live) -> App:
         keys=keys,
         completions=completions,
         passing=Passing(selection, settings, parts.throttle, elsewhere),
+        monitors=MonitorRoutes(engine, selection, keys),
         own=await _own_routes(made, completions, live, bodies, settings, purging),
         decision_log=parts.decision_log,
         telemetry=parts.telemetry,

@@ -25,6 +25,12 @@ class BadRequestError(RouterError):
     outcome = "bad_request"
 
 
+class UpgradeError(BadRequestError):
+    """Another protocol is asked for; a client that gets this goes on with HTTP/1.1."""
+
+    status = 426
+
+
 class NotFoundError(BadRequestError):
     """The router has no object or route of that name."""
 

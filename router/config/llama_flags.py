@@ -7,7 +7,6 @@ descriptions; a program at hand may have others.
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 from msgspec import Struct
@@ -17,6 +16,7 @@ _OPTION = re.compile(r"(-[\w.-]+(?:,\s+-[\w.-]+)*)(?: (\S.*?))?(?:\s{2,}.*)?")
 _INDENT = 39  # of the descriptions (common_arg::to_string, arg.cpp); names may end right before
 _VARIABLE = re.compile(r"\(env: (\w+)\)")
 _HELP_S = 10.0
+_FILE = Path(__file__).with_name("llama-server-flags.txt").read_text("utf-8")
 _TRUE = frozenset({"true", "on", "enabled", "1", "yes"})
 _FALSE = frozenset({"false", "off", "disabled", "0", "no"})
 
@@ -85,14 +85,7 @@ class Flags:
 
 def known_flags(program: Sequence[str] = ()) -> Flags:
     """Return the flags of the file, and those that a program prints. Blocking: it may be run."""
-    text = Path(__file__).with_name("llama-server-flags.txt").read_text("utf-8")
-    return Flags([text, _help_of(program) if program else ""])
-
-
-@cache
-def usual_flags() -> Flags:
-    """Return the flags of the file."""
-    return known_flags()
+    return Flags([_FILE, _help_of(program) if program else ""])
 
 
 def _help_of(program: Sequence[str]) -> str:
@@ -119,3 +112,6 @@ def _read(text: str) -> Iterator[Flag]:
             found = Flag(found.names, found.value, variable[1])
     if found is not None:
         yield found
+
+
+USUAL = Flags([_FILE])  # those of the file

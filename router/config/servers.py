@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from router.base.types import BackendId
 from router.config import values
-from router.config.llama_flags import usual_flags
+from router.config.llama_flags import USUAL
 from router.config.loader import ConfigSection, KeyPath, MisfitError
 from router.config.values import shown
 
@@ -121,12 +121,11 @@ class ModelConfig(ConfigSection):
 
     def _set_by_kvferry(self) -> Iterator[tuple[KeyPath, str]]:
         """Yield the arguments and variables that would change what kvferry sets."""
-        flags = usual_flags()
         given: list[tuple[KeyPath, str, str]] = [
-            (("args", at), word, flags.name_of(word)) for at, word in enumerate(self.args)
+            (("args", at), word, USUAL.name_of(word)) for at, word in enumerate(self.args)
         ]
         for variable in self.env:
-            flag = None if variable == _KEY_VARIABLE or self.command else flags.of_key(variable)
+            flag = None if variable == _KEY_VARIABLE or self.command else USUAL.of_key(variable)
             if flag is not None and flag.variable:
                 given.append((("env", variable), variable, flag.name))
         for path, word, name in given:

@@ -102,7 +102,7 @@ class ServerView:
     """A server on demand: its phase since when, in clock seconds, and why it ended by itself.
 
     `waiting` counts the requests for its model that wait. `load_s`: what loading usually takes;
-    None: it was not loaded yet.
+    None: it was not loaded yet. `n_ctx`: of a slot, and `n_slots`, as configured; 0: not known.
     """
 
     name: BackendId
@@ -115,6 +115,8 @@ class ServerView:
     failures: int
     retry_at: float
     load_s: float | None
+    n_ctx: int = 0
+    n_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +268,8 @@ class SchedulerView:
                 failures=server.failures,
                 retry_at=server.retry_at,
                 load_s=server.load_s.value if server.load_s.n else None,
+                n_ctx=server.spec.n_ctx,
+                n_slots=server.spec.n_slots,
             )
             for server in self._state.inventory.servers
         ]

@@ -54,7 +54,7 @@ class LlamaClient(ServerClient):
 
     async def props(self) -> reply.Props:
         """Return the answer to `GET /props`."""
-        return reply.props_from(await self._call("GET", "/props", None, self._timeouts.control_s))
+        return reply.props_from(await self.props_answer())
 
     async def models(self) -> reply.ModelsInfo:
         """Return the answer to `GET /v1/models`."""
@@ -77,13 +77,21 @@ class LlamaClient(ServerClient):
         timeout_s = self._timeouts.health_s
         return await self._call("GET", "/metrics", None, timeout_s, _MAX_METRICS_BYTES)
 
+    async def props_answer(self) -> bytes:
+        """Return the raw answer to `GET /props`."""
+        return await self._call("GET", "/props", None, self._timeouts.control_s)
+
+    async def slots_answer(self) -> bytes:
+        """Return the raw answer to `GET /slots`; as `slots`, at most once a second."""
+        return await self._call("GET", "/slots", None, self._timeouts.control_s)
+
     async def slots(self) -> list[SlotStatus]:
         """Return the status of every slot (`GET /slots`).
 
         More than one poll a second hides abandoned requests from the server (llama-server.md
         section 5.6).
         """
-        return reply.slots_from(await self._call("GET", "/slots", None, self._timeouts.control_s))
+        return reply.slots_from(await self.slots_answer())
 
     async def tokenize(
         self, content: str | list[str | int], *, add_special: bool, parse_special: bool

@@ -7,7 +7,7 @@ because the router cannot go on without those answers.
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -17,8 +17,7 @@ from router.base.decoding import UndecodableError, json_of
 from router.base.errors import BackendError, RouterModeError
 from router.base.tokens import Tokens, pack
 from router.base.types import PrefillProgress, Reported, SlotStatus, Transfer
-from router.llama import json_offload
-from router.llama.reply_parsers import READERS, Json, Reading, as_dict
+from router.llama.reply_parsers import READERS, Json, Reading, as_dict, loads
 from router.llama.routes import Shape
 from router.llama.wire import is_int
 
@@ -56,7 +55,7 @@ def read_reply(
 
 def events_in(raw: bytes, stream: bool) -> Iterator[Any]:
     """Yield the objects of an answer: those of its stream, or the one that it is. Never raises."""
-    return _events(raw) if stream else iter([_loads(raw)])
+    return _events(raw) if stream else iter([loads(raw)])
 
 
 def read_usage(raw: bytes) -> Reported:
@@ -99,13 +98,6 @@ _EMBEDDED = re.compile(rb'"usage":\s*\{[^{}]*"prompt_tokens":\s*(\d+)')
 _NO_TOKEN = (b'"prompt_progress":', b'"content":null', b'"type":"message_start"', b'"type":"ping"')
 
 
-def _loads(raw: bytes) -> Any:
-    try:
-        return json_offload.loads(raw)
-    except UndecodableError:
-        return None
-
-
 def _events(raw: bytes) -> Iterator[Json]:
     """Yield the JSON objects of an event stream, without comments, [DONE] and fragments."""
     data: list[bytes] = []
@@ -115,7 +107,7 @@ def _events(raw: bytes) -> Iterator[Json]:
             if name == b"data":
                 data.append(value.removeprefix(b" "))
         elif data:
-            event = _loads(b"\n".join(data))
+            event = loads(b"\n".join(data))
             data = []
             if isinstance(event, dict):
                 yield event
@@ -182,7 +174,7 @@ class _Answer:
 
     def __init__(self, payload: object, call: str) -> None:
         self._call = call
-        self.value: Any = _loads(payload) if isinstance(payload, bytes) else payload
+        self.value: Any = loads(payload) if isinstance(payload, bytes) else payload
 
     def malformed(self, what: str) -> BackendError:
         return BackendError(f"the backend's answer to {self._call} is malformed: {what}")
@@ -332,7 +324,7 @@ def knows_no_answer(payload: bytes) -> bool:
 
     Source: server-context.cpp, SERVER_TASK_TYPE_CONTROL.
     """
-    return as_dict(_loads(payload)).get("message") == "no active completion for this id"
+    return as_dict(loads(payload)).get("message") == "no active completion for this id"
 
 
 def progress_in(events: bytes) -> Iterator[PrefillProgress]:
@@ -347,7 +339,7 @@ def progress_in(events: bytes) -> Iterator[PrefillProgress]:
 
 def error_message_from(payload: bytes) -> str:
     """Return an error answer's message, or "" (format_error_response, server-common.cpp)."""
-    message = as_dict(as_dict(_loads(payload)).get("error")).get("message")
+    message = as_dict(as_dict(loads(payload)).get("error")).get("message")
     return message if isinstance(message, str) else ""
 
 
@@ -383,32 +375,6 @@ def infill_from(payload: object) -> InfillAnswer:
     return InfillAnswer(answer.get("prompt", str), answer.get("tokens_evaluated", int))
 
 
-def merge_models(payloads: list[bytes]) -> Json:
-    """Merge answers to GET /v1/models: each model once, as the first answer lists it."""
-    answers = [as_dict(_loads(payload)) for payload in payloads]
-    merged: Json = {"object": "list"}
-    for key, name in (("models", "name"), ("data", "id")):
-        found: dict[object, Json] = {}
-        for answer in answers:
-            for model in answer.get(key, []):
-                if isinstance(model, dict):
-                    found.setdefault(model.get(name, len(found)), model)
-        merged[key] = list(found.values())
-    return merged
-
-
-def with_names(models: Json, names: Iterable[str]) -> Json:
-    """Add models that are others by another name."""
-    entries = models.setdefault("data", [])
-    known = {entry.get("id") for entry in entries}
-    entries += [
-        {"id": name, "object": "model", "owned_by": "kvferry", "created": 0}
-        for name in names
-        if name not in known
-    ]
-    return models
-
-
 def error_of(payload: bytes, status: int) -> Json:
     """Return the `error` object of an answer with an error status; made up if there is none."""
     with contextlib.suppress(UndecodableError):
@@ -420,21 +386,3 @@ def error_of(payload: bytes, status: int) -> Json:
 
 # The status of a model in llama-server's router mode (llama-server.md section 5.8), by the phase of
 # its server.
-_STATUS = {"starting": "loading", "up": "loaded", "leaving": "loaded", "failed": "failed"}
-
-
-def with_status(models: Json, phases: Mapping[tuple[str, ...], str]) -> Json:
-    """Add the models that servers on demand serve, each with a status as in router mode.
-
-    `phases`: the phase of each, by its names. The entry of one that is loaded is the server's.
-    """
-    entries = models.setdefault("data", [])
-    for names, phase in phases.items():
-        listed = [entry for entry in entries if entry.get("id") in names]
-        if not listed:
-            listed = [{"id": names[0], "object": "model", "owned_by": "llamacpp", "created": 0}]
-            listed[0]["aliases"] = list(names[1:])
-            entries += listed
-        for entry in listed:
-            entry["status"] = {"value": _STATUS.get(phase, "unloaded")}
-    return models

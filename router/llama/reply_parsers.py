@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from router.base.decoding import UndecodableError
 from router.base.tokens import Tokens, pack
 from router.base.types import Reported
+from router.llama import json_offload
 from router.llama.routes import Shape
 
 Json = dict[str, Any]
@@ -24,6 +26,14 @@ def _seconds(milliseconds: object) -> float | None:
     if type(milliseconds) not in (int, float) or not isinstance(milliseconds, int | float):
         return None
     return milliseconds / 1000 if milliseconds >= 0 else None
+
+
+def loads(raw: bytes) -> Any:
+    """Return a JSON value; None if it is none."""
+    try:
+        return json_offload.loads(raw)
+    except UndecodableError:
+        return None
 
 
 def as_dict(value: object) -> Json:

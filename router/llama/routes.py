@@ -46,10 +46,15 @@ class Route:
     # Served without a key, to GET and HEAD (server-http.cpp:237-258).
     public: bool = False
     lists_models: bool = False
+    lists_slots: bool = False
+    tells_props: bool = False
     tells_health: bool = False
+    # llama-server has none of this name: it loads no model.
+    unknown: bool = False
 
 
-_OTHER = Route()
+_OTHER = Route(unknown=True)
+_PLAIN = Route()
 _EMBEDDING = Route(takes_slot=True, stateless=True, inputs=("input", "content"))
 _RERANK = Route(takes_slot=True, stateless=True, inputs=("documents", "texts"))
 _SOUND = Route(takes_slot=True)
@@ -58,7 +63,8 @@ _HEALTH = Route(tells_health=True, public=True)
 _LOADING = "loading and unloading models is not possible through kvferry"
 _MODELS = Route(lists_models=True, forbidden=_LOADING)
 _LOADS = Route(forbidden=_LOADING)
-_SLOTS = Route(hidden=True, forbidden="slots are managed by kvferry; see /kvferry/state")
+_MANAGED = "slots are managed by kvferry; see /kvferry/state"
+_SLOT = Route(hidden=True, forbidden=_MANAGED)
 
 ROUTES: dict[str, Route] = {
     "/completion": Route(shape=Shape.COMPLETION),
@@ -95,19 +101,20 @@ ROUTES: dict[str, Route] = {
     "/models": _MODELS,
     "/v1/models": _MODELS,
     "/props": Route(
-        forbidden="/props changes what cached states mean; change it on the server itself"
+        tells_props=True,
+        forbidden="/props changes what cached states mean; change it on the server itself",
     ),
     "/lora-adapters": Route(
         forbidden="/lora-adapters changes what cached states mean; change it on the server itself"
     ),
-    "/slots": _SLOTS,
-    "/metrics": _OTHER,
-    "/v1/stream": _OTHER,
-    "/cors-proxy": _OTHER,
-    "/tools": _OTHER,
+    "/slots": Route(lists_slots=True, forbidden=_MANAGED),
+    "/metrics": _PLAIN,
+    "/v1/stream": _PLAIN,
+    "/cors-proxy": _PLAIN,
+    "/tools": _PLAIN,
 }
 # Every path below these; the longer paths of ROUTES come first.
-BELOW: dict[str, Route] = {"/slots/": _SLOTS, "/models/": _LOADS, "/v1/models/": _LOADS}
+BELOW: dict[str, Route] = {"/slots/": _SLOT, "/models/": _LOADS, "/v1/models/": _LOADS}
 
 PUBLIC = frozenset(path for path, route in ROUTES.items() if route.public)
 
@@ -139,8 +146,11 @@ def why_forbidden(method: str, path: str) -> str | None:
     The path is read as the most lenient server would: a proxy between the router and llama-server
     may drop empty segments and resolve dots.
     """
-    route = _route_of(normal_path(path))
-    if method in ("GET", "HEAD", "OPTIONS") and not route.hidden:
+    normal = normal_path(path)
+    route = _route_of(normal)
+    # What kvferry lists itself, a server would tell with the text of prompts.
+    hidden = route.hidden or (route.lists_slots and path.rstrip("/") != normal)
+    if method in ("GET", "HEAD", "OPTIONS") and not hidden:
         return None
     return route.forbidden or None
 

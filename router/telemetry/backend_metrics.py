@@ -1,16 +1,19 @@
-"""Collect the backends' own metrics in one answer: asked at once, labelled, merged by family.
+"""Collect the backends' own metrics in one answer: each with its label, or summed up as one server.
 
 A backend that is down, slow, without `--metrics` or sends malformed text is left out, and the
 answer says so. Its failure never affects the metrics of other backends or of the router.
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import isfinite
+from time import monotonic
 
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -22,6 +25,26 @@ log = structlog.get_logger(__name__)
 
 _UP = "kvferry_backend_scrape_up"
 _LABEL, _THEIR_OWN = "backend", "exported_backend"  # the second as Prometheus does it
+# llama-server's series (server-task.cpp): counters, and gauges that are summed; the largest counts
+# of `_MOST`. Its two speeds and its busy slots are computed from the sums.
+_SERVER = "llamacpp:"
+_PROMPT, _ANSWER = (
+    ("prompt_tokens", "prompt_seconds"),
+    (
+        "tokens_predicted",
+        "tokens_predicted_seconds",
+    ),
+)
+_CALLS, _BUSY = "n_decode", "n_busy_slots_per_decode"
+_COUNTERS = (
+    *(*_PROMPT, "prompt_tokens_cached", *_ANSWER, _CALLS),
+    *(f"spec_decode_num_{what}" for what in ("draft_tokens", "accepted_tokens", "drafts")),
+)
+_MOST = "n_tokens_max"
+_SPEEDS = {"prompt_tokens_seconds": _PROMPT, "predicted_tokens_seconds": _ANSWER}
+_NOW = ("requests_processing", "requests_deferred")
+_WINDOW_S = 1.0
+_WITHIN_S = 1.0  # chosen: a scrape may take some seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +66,64 @@ class BackendMetrics:
         self._clients = clients
         self._registry = registry
         self._problems: dict[BackendId, str] = {}
+        self._last: dict[BackendId, dict[str, float]] = {}  # of each process, as it told last
+        self._gone: defaultdict[str, float] = defaultdict(float)  # of processes that have ended
+        self._window = (0.0, dict.fromkeys(_COUNTERS, 0.0))  # since when; the sums then
+        self._speeds = dict.fromkeys(_SPEEDS, 0.0)
+
+    async def sums(self, running: int, waiting: int) -> bytes:
+        """Return the series of a llama-server, once for all of them, without a label.
+
+        Monitors and dashboards for one llama-server read them. Counters go on when a process ends.
+        `running` and `waiting`: requests, as kvferry counts them.
+        """
+        clients = dict(self._clients)
+        answers = await asyncio.gather(*(self._ask(client, set()) for client in clients.values()))
+        for backend, found in zip(clients, answers, strict=True):
+            told = _values(found or ())
+            last = self._last.get(backend, {})
+            if told and any(told.get(name, 0.0) < last.get(name, 0.0) for name in _COUNTERS):
+                self._forget(backend)  # it is another process
+            if told:
+                self._last[backend] = told
+        for backend in [*self._last]:
+            if backend not in clients:
+                self._forget(backend)
+        return generate_latest(_Families(self._summed(running, waiting)))
+
+    def _forget(self, backend: BackendId) -> None:
+        last = self._last.pop(backend)
+        for name in _COUNTERS:
+            self._gone[name] += last.get(name, 0.0)
+        self._gone[_BUSY] += last.get(_BUSY, 0.0) * last.get(_CALLS, 0.0)
+        self._gone[_MOST] = max(self._gone[_MOST], last.get(_MOST, 0.0))
+
+    def _summed(self, running: int, waiting: int) -> Iterator[Metric]:
+        told = list(self._last.values())
+        sums = {
+            name: self._gone[name] + sum(one.get(name, 0.0) for one in told) for name in _COUNTERS
+        }
+        for name, value in sums.items():
+            yield CounterMetricFamily(_SERVER + name, f"{name} of all servers", value)
+        most = max([self._gone[_MOST], *(one.get(_MOST, 0.0) for one in told)])
+        yield GaugeMetricFamily(_SERVER + _MOST, "the longest sequence of all servers", most)
+        busy = self._gone[_BUSY] + sum(one.get(_BUSY, 0.0) * one.get(_CALLS, 0.0) for one in told)
+        share = busy / sums[_CALLS] if sums[_CALLS] else 0.0
+        yield GaugeMetricFamily(_SERVER + _BUSY, "busy slots of a call, on average", share)
+        for name, value in self._speeds_of(sums).items():
+            yield GaugeMetricFamily(_SERVER + name, "tokens per second since the last look", value)
+        for name, count in zip(_NOW, (running, waiting), strict=True):
+            yield GaugeMetricFamily(_SERVER + name, f"{name}, as kvferry counts", count)
+
+    def _speeds_of(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return the speeds since the last look, at least a second ago, as a server tells them."""
+        since, before = self._window
+        if (now := monotonic()) - since >= _WINDOW_S:
+            for name, (tokens, seconds) in _SPEEDS.items():
+                took_s = sums[seconds] - before[seconds]
+                self._speeds[name] = (sums[tokens] - before[tokens]) / took_s if took_s > 0 else 0.0
+            self._window = (now, dict(sums))
+        return self._speeds
 
     async def text(self) -> bytes:
         """Return every backend's metrics, and for each backend whether it gave any.
@@ -63,12 +144,13 @@ class BackendMetrics:
 
     async def _ask(self, client: LlamaClient, taken: set[str]) -> list[Metric] | None:
         try:
-            text = await client.metrics()
+            async with asyncio.timeout(_WITHIN_S):  # it answers between two batches
+                text = await client.metrics()
             found = await asyncio.to_thread(parse, text)
             if not taken.isdisjoint(_names(found)):
                 raise ValueError("it has a metric with the name of a router metric")
-        except (BackendError, ValueError) as error:
-            self._note(client.id, str(error))
+        except (BackendError, ValueError, TimeoutError) as error:
+            self._note(client.id, str(error) or "it did not answer in time")
             return None
         self._problems.pop(client.id, None)
         return found
@@ -78,6 +160,16 @@ class BackendMetrics:
         if self._problems.get(backend) != problem:
             self._problems[backend] = problem
             log.info("backend_metrics_skipped", backend=backend, reason=problem)
+
+
+def _values(families: Iterable[Metric]) -> dict[str, float]:
+    """Return the values of a server by the names of its families, without labels and prefix."""
+    return {
+        family.name.removeprefix(_SERVER): sample.value
+        for family in families
+        for sample in family.samples
+        if not sample.labels and isfinite(sample.value)
+    }
 
 
 def _names(families: Iterable[Metric]) -> Iterator[str]:

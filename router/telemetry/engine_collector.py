@@ -1,6 +1,7 @@
 """Collect gauges and counters from the engine at each scrape."""
 
 from collections.abc import Callable, Iterable, Iterator
+from math import isfinite
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -62,16 +63,16 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily(
             "kvferry_snapshot_tokens", "Tokens of usable snapshots", stats.snapshot_tokens
         )
-        yield GaugeMetricFamily(
-            "kvferry_snapshot_bytes_limit",
-            "Limit on snapshot bytes: store.max_bytes",
-            stats.snapshot_bytes_limit,
-        )
-        yield GaugeMetricFamily(
-            "kvferry_snapshot_tokens_limit",
-            "Limit on snapshot tokens: store.max_tokens",
-            stats.snapshot_tokens_limit,
-        )
+        for what, most in (
+            ("bytes", stats.snapshot_bytes_limit),
+            ("tokens", stats.snapshot_tokens_limit),
+        ):
+            limit = GaugeMetricFamily(
+                f"kvferry_snapshot_{what}_limit", f"Limit on snapshot {what}: store.max_{what}"
+            )
+            if isfinite(most):  # collectors of metrics warn of an infinite gauge
+                limit.add_metric([], most)
+            yield limit
         yield GaugeMetricFamily(
             "kvferry_snapshot_protected_bytes",
             "Bytes of snapshots that are not evicted: their clients want them kept",

@@ -17,6 +17,7 @@ from router.base.errors import (
     NotFoundError,
     RouterError,
     TenantLimitError,
+    UpgradeError,
 )
 from router.base.forwarded import sender_of
 from router.base.ports import Telemetry
@@ -30,13 +31,19 @@ from router.telemetry.hosts_metrics import HostsMetrics
 from router.web.admin.routes import Audience, OwnRoutes, is_own
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
+from router.web.api.monitors import MonitorRoutes
 from router.web.api.passing import Passing
 from router.web.api.slot_demand import model_asked
 from router.web.fleet.peer_routes import PeerRoutes
 from router.web.server import origins
 from router.web.server.bodies import Bodies, expects
 from router.web.server.call import Call
-from router.web.server.error_responses import error_response, open_to_browsers, request_id
+from router.web.server.error_responses import (
+    error_response,
+    open_to_browsers,
+    preflight,
+    request_id,
+)
 from router.web.server.framing_checks import check_head
 from router.web.server.hop import hop_of
 from router.web.server.listener import Listener
@@ -63,6 +70,7 @@ class App:
         keys: Keys,
         completions: Completions,
         passing: Passing,
+        monitors: MonitorRoutes,
         own: OwnRoutes,
         decision_log: DecisionLog,
         telemetry: Telemetry,
@@ -76,6 +84,7 @@ class App:
         self._keys = keys
         self._completions = completions
         self._passing = passing
+        self._monitors = monitors
         self._decision_log = decision_log
         self._telemetry = telemetry
         self._settings = settings
@@ -164,6 +173,8 @@ class App:
     async def _answer_client(self, call: Call) -> web.StreamResponse:
         """Answer a request for llama-server, as its route says."""
         method, path, route = call.http.method, call.http.path, call.route
+        if call.http.headers.get("Upgrade", "").lower() == "websocket":
+            raise UpgradeError("there are no WebSockets here: use HTTP/1.1")
         if is_misspelled(path):
             raise NotFoundError("there is nothing at this path")
         may_take_slot = method == "POST" and not self._settings.passthrough
@@ -177,6 +188,10 @@ class App:
                 return await self._completions.serve(call)
         if reason := why_forbidden(method, path):
             raise ForbiddenError(reason)
+        if method == "OPTIONS" and path.startswith(
+            "/"
+        ):  # a question of browsers, without a key: it loads no model
+            return preflight(call.http)
         if route.lists_models and method == "GET":
             return await self._passing.models(call)
         with self._keys.room(counted, costs=False):
@@ -188,6 +203,11 @@ class App:
         named = call.http.query.get("model") or None
         asked = await model_asked(call.http, call.raw) if may_take_slot else named
         call.name_model(self._settings.model_of(asked))
+        if call.http.method in ("GET", "HEAD"):
+            if call.route.lists_slots:
+                return await self._monitors.slots(call)
+            if call.route.tells_props and (told := await self._monitors.props(call)):
+                return told
         return await self._passing.serve(call)
 
     async def _reject(self, call: Call, error: RouterError) -> web.StreamResponse:

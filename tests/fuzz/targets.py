@@ -20,7 +20,7 @@ from router.base.types import OwnPrefill, PrefillProgress
 from router.config.loader import ConfigError
 from router.config.schema import parse
 from router.hosts.messages import Hello, PromptRead, QuoteAsk, QuoteReply
-from router.llama import json_offload, replies, trial
+from router.llama import json_offload, listings, replies, trial
 from router.llama.answer_counts import AnswerCounts
 from router.llama.attach.proofs import NAME as PROOFS
 from router.llama.attach.proofs import read_proofs
@@ -108,7 +108,7 @@ def answer(raw: bytes) -> None:
     replies.knows_no_answer(raw)
     replies.error_message_from(raw)
     replies.error_of(raw, 500)
-    replies.merge_models([raw, raw])
+    listings.merge_models([raw, raw])
 
 
 class _Asked:

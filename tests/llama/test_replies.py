@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from router.base.errors import BackendError
 from router.base.tokens import Tokens, count, head, join, pack
 from router.base.types import Reported, SlotStatus, Transfer
+from router.llama.listings import merge_models
 from router.llama.replies import (
     error_message_from,
     ids_from,
-    merge_models,
     models_from,
     prompt_from,
     props_from,

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.base.errors import BackendError
 from router.base.types import BackendId
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
+from router.telemetry import backend_metrics
 from router.telemetry.backend_metrics import BackendMetrics, parse
 
 # Metrics as llama-server writes them.
@@ -161,3 +163,59 @@ async def test_a_label_of_their_own_gives_way() -> None:
 def test_garbage_raises_nothing_else(text: bytes) -> None:
     with suppress(ValueError):
         parse(text)
+
+
+COUNTS = """# TYPE llamacpp:prompt_tokens_total counter
+llamacpp:prompt_tokens_total {prompt}
+# TYPE llamacpp:prompt_seconds_total counter
+llamacpp:prompt_seconds_total {seconds}
+# TYPE llamacpp:n_decode_total counter
+llamacpp:n_decode_total {calls}
+# TYPE llamacpp:n_busy_slots_per_decode gauge
+llamacpp:n_busy_slots_per_decode {busy}
+# TYPE llamacpp:n_tokens_max counter
+llamacpp:n_tokens_max {most}
+"""
+
+
+class Told:
+    """A client whose server tells these metrics."""
+
+    def __init__(self, name: str, **values: float) -> None:
+        self.id = BackendId(name)
+        self.values = values
+
+    async def metrics(self) -> bytes:
+        if not self.values:
+            raise BackendError("it has ended")
+        return COUNTS.format(**self.values).encode()
+
+
+async def summed(metrics: BackendMetrics) -> dict[str, float]:
+    text = (await metrics.sums(3, 2)).decode()
+    families = text_string_to_metric_families(text)
+    return {s.name.removeprefix("llamacpp:"): s.value for f in families for s in f.samples}
+
+
+async def test_servers_are_summed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters go on when a process ends, and when it begins anew."""
+    clock = 10.0
+    monkeypatch.setattr(backend_metrics, "monotonic", lambda: clock)
+    a = Told("a", prompt=100, seconds=2, calls=10, busy=1, most=50)
+    b = Told("b", prompt=300, seconds=2, calls=30, busy=3, most=70)
+    clients = {a.id: a, b.id: b}
+    metrics = BackendMetrics(clients, CollectorRegistry())  # type: ignore[arg-type]
+    first = await summed(metrics)
+    assert (first["prompt_tokens_total"], first["n_tokens_max"]) == (400, 70)
+    assert (first["n_busy_slots_per_decode"], first["prompt_tokens_seconds"]) == (2.5, 100)
+    assert (first["requests_processing"], first["requests_deferred"]) == (3, 2)
+    assert first["tokens_predicted_total"] == 0  # there, though no server tells it: no empty panel
+
+    del clients[b.id]
+    a.values |= {"prompt": 40, "seconds": 1, "calls": 1}  # restarted
+    clock = 20.0
+    second = await summed(metrics)
+    assert (second["prompt_tokens_total"], second["prompt_tokens_seconds"]) == (440, 40)
+    assert second["n_tokens_max"] == 70
+    a.values = {}
+    assert (await summed(metrics))["prompt_tokens_total"] == 440  # as it told last

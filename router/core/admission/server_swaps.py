@@ -1,6 +1,5 @@
 """Servers on demand: start and stop them as requests need, within what may be loaded together."""
 
-import re
 from collections import defaultdict
 from math import inf
 
@@ -15,6 +14,8 @@ from router.core.model.effects import ModelReady, StartServer, StopServer
 from router.core.model.jobs import RequestJob
 from router.core.model.servers import Demand, Server, ServerPhase
 from router.core.planning.server_swap import plan_swaps
+
+_MOST_OF_A_PROBLEM = 400  # characters
 
 
 def settle(state: State, now: float) -> None:
@@ -87,16 +88,16 @@ def refusal(state: State, request: Request, now: float) -> ServerFailedError | N
 
 def _failed(state: State, model: str | None) -> ServerFailedError:
     (server, *_) = state.inventory.servers.of(model)
-    why = _DIRECTORY.sub("", server.problem)[:_MOST_OF_A_PROBLEM].rstrip(".;")
     return ServerFailedError(
         f"the llama-server for the model {server.spec.model!r} does not start or ends by itself:"
-        f" {why}; `kvferry servers log {server.name}` tells an operator more"
+        f" {_told(server.problem)}; `kvferry servers log {server.name}` tells an operator more"
     )
 
 
-# A client may be a stranger: it gets the names of files, without where they are.
-_DIRECTORY = re.compile(r"(?<![\w.])/(?:[^\s/:'\"]+/)+")
-_MOST_OF_A_PROBLEM = 400  # characters
+def _told(problem: str) -> str:
+    """Return a problem for clients: a stranger gets names of files, without where they are."""
+    words = (word.rpartition("/")[2] if "/" in word else word for word in problem.split(" "))
+    return " ".join(words)[:_MOST_OF_A_PROBLEM].rstrip(".;")
 
 
 def came_up(state: State, info: BackendInfo, now: float) -> None:

@@ -25,6 +25,8 @@ class ServerSpec(Struct, frozen=True):
 
     name: BackendId
     models: tuple[str, ...]
+    n_ctx: int = 0  # of a slot, and slots, as configured; 0: not known before it is loaded
+    n_slots: int = 0
     keep: bool = False
     preload: bool = False
     ttl_s: float | None = None

@@ -63,7 +63,10 @@ class StatusRoutes:
         self._now = now
 
     async def metrics(self, call: Call) -> web.Response:
-        """Return Prometheus text; with `?backends=1` every backend's own metrics too."""
+        """Return Prometheus text, with llama-server's series for all servers together.
+
+        With `?backends=1` it has every backend's own metrics instead.
+        """
         body, began = b"", perf_counter()
         for metric in self._registry.collect():
             body += generate_latest(_One(metric))
@@ -72,6 +75,10 @@ class StatusRoutes:
                 began = perf_counter()
         if call.http.query.get("backends") == "1":
             body += await self._backend_metrics.text()
+        else:
+            view = self._engine.view
+            running = sum(slot.request is not None for slot in view.slots())
+            body += await self._backend_metrics.sums(running, len(view.queue()))
         return web.Response(body=body, headers=OWN_HEADERS | {"Content-Type": CONTENT_TYPE_LATEST})
 
     async def brief_health(self, _: Call) -> web.Response:

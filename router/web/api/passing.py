@@ -7,21 +7,29 @@ from contextlib import AbstractAsyncContextManager
 
 from aiohttp import web
 
-from router.base.errors import BackendError, BackendTimeoutError, ModelNotFoundError, NoBackendError
+from router.base.errors import (
+    BackendError,
+    BackendTimeoutError,
+    ModelNotFoundError,
+    NoBackendError,
+    NotFoundError,
+)
 from router.core.model.servers import ServerPhase
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.client import LlamaClient
-from router.llama.replies import knows_no_answer, merge_models, with_names, with_status
+from router.llama.listings import Listed, merge_models, with_names, with_status
+from router.llama.replies import knows_no_answer
 from router.llama.server_client import RelayedResponse
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.elsewhere import Elsewhere
 from router.web.server.call import Call
-from router.web.server.error_responses import json_response, open_to_browsers
+from router.web.server.error_responses import OWN_HEADERS, json_response, open_to_browsers
 from router.web.server.relay import Capture, relay
 from router.web.server.settings import Settings
 
 # A server lists its models in milliseconds, however busy its slots are.
 _MODELS_WITHIN_S = 2.0
+_PAGE = ("/", "/index.html")
 
 
 class Passing:
@@ -60,14 +68,29 @@ class Passing:
         looks = call.http.method in ("GET", "HEAD")
         try:
             # A look must not load a model: programs ask for /health and /props all the time.
-            if not looks:
+            if not looks and not call.route.unknown:
                 await self._selection.until_usable(model, call.id)
             elif call.route.tells_health and self._selection.servers:
                 return open_to_browsers(call.http, json_response({"status": "ok"}))
-            clients = self._selection.fitting(model)
+            try:
+                clients = self._selection.fitting(model)
+            except NoBackendError:
+                if call.http.path in _PAGE and looks:
+                    return self._page(call)
+                if call.route.unknown:
+                    raise NotFoundError("File Not Found") from None
+                raise
             return await self._pass_to(clients if looks or call.route.reads else clients[:1], call)
         finally:
             self._selection.no_longer_waits(call.id)
+
+    def _page(self, call: Call) -> web.Response:
+        """Return a page for a browser while no server can show its own."""
+        if self._settings.shows_page:  # a relative target: a proxy may have put a path before it
+            headers = OWN_HEADERS | {"Location": "kvferry/", "Cache-Control": "no-store"}
+            return web.Response(status=302, headers=headers)
+        told = "kvferry is ready; the first request loads a model (GET /v1/models lists them).\n"
+        return open_to_browsers(call.http, web.Response(text=told, headers=OWN_HEADERS))
 
     async def _pass_to(self, clients: list[LlamaClient], call: Call) -> web.StreamResponse:
         for client in clients:
@@ -159,7 +182,8 @@ class Passing:
             raise BackendError("no backend lists its models")
         # Of the replicas of a model, one that is up says most.
         ordered = sorted(servers, key=lambda server: server.phase is ServerPhase.UP)
-        listed = with_status(merge_models(answers), {s.models: s.phase for s in ordered})
+        found = {s.models: Listed(s.phase, s.n_ctx, s.n_slots) for s in ordered}
+        listed = with_status(merge_models(answers), found)
         listed = with_names(listed, named)
         return open_to_browsers(call.http, json_response(listed, headers=call.names()))
 

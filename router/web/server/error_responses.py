@@ -112,6 +112,16 @@ def open_to_browsers(request: web.BaseRequest, response: Response) -> Response:
     return response
 
 
+def preflight(request: web.BaseRequest) -> web.Response:
+    """Return the answer to OPTIONS, as llama-server gives it (server-http.cpp)."""
+    headers = OWN_HEADERS | {
+        "Access-Control-Allow-Credentials": "true",
+        "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
+        "Access-Control-Allow-Headers": "*",
+    }
+    return open_to_browsers(request, web.Response(headers=headers, content_type="text/html"))
+
+
 def origin_of(request: web.BaseRequest) -> str | None:
     """Return the origin of the web page that a request comes from, or None."""
     origin = request.headers.get("Origin")

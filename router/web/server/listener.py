@@ -199,6 +199,10 @@ class _Connection(web.RequestHandler):
         remaining = self._body_remaining - len(data)
         if n_new:
             message, self._body = self._messages[-1]
+            if getattr(message, "upgrade", False) and not self._upgraded:
+                # aiohttp drops what came behind such a request (h2c) in its packet. The connection
+                # ends with the answer, and a client sends the next request anew.
+                self.close()
             remaining = sys.maxsize
             if length := _length(message):
                 behind = behind.lstrip(_NEW_LINE).partition(_END)[2] if n_new == 1 else b""

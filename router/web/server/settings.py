@@ -23,6 +23,7 @@ class Settings:
     idle_timeout_s: float = 0.0
     send_timeout_s: float = 0.0
     passthrough: bool = False
+    shows_page: bool = True  # at this address, and not at one for operators
     needs_key: bool = False
     trusted_proxies: tuple[Network, ...] = ()
     browser_hosts: frozenset[str] = frozenset()

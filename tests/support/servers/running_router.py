@@ -131,9 +131,9 @@ class RunningRouter:
         async with self.session.post(self.url + path, json=body, **options) as response:
             return await read_answer(response)
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str, **options: Any) -> Answer:
         """GET a path."""
-        async with self.session.get(self.url + path) as response:
+        async with self.session.get(self.url + path, **options) as response:
             return await read_answer(response)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

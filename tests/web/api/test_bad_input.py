@@ -186,7 +186,7 @@ async def test_two_models(fake: FakeLlama, tmp_path: Path) -> None:
 
 async def test_every_refusal_is_counted(kvferry: RunningRouter) -> None:
     await send(kvferry, b"{bad")
-    await kvferry.get("/slots")
+    await kvferry.get("/slots/0")
     await kvferry.complete("x" * 2000)
 
     metrics = await kvferry.metrics()

@@ -263,10 +263,10 @@ async def test_a_key_goes_no_further(fake: FakeLlama, capsys: pytest.CaptureFixt
 
 async def test_nobody_without_a_key_is_in_the_journal(fake: FakeLlama) -> None:
     async with running([("a", fake.url)], None, yaml=KEYS) as kvferry:
-        assert await status(kvferry, "OPTIONS", "/slots") == 403
+        assert await status(kvferry, "OPTIONS", "/slots/0") == 403
         assert await status(kvferry, "TRACE", "/x") == 405
-        assert await status(kvferry, "GET", "/slots") == 401
-        assert await status(kvferry, "GET", "/slots", headers=bearer(GOOD)) == 403
+        assert await status(kvferry, "GET", "/slots/0") == 401
+        assert await status(kvferry, "GET", "/slots/0", headers=bearer(GOOD)) == 403
         told = (await kvferry.get("/kvferry/requests")).json["requests"]
     assert [row["tenant"] for row in told] == ["alice"]
 

@@ -1,0 +1,102 @@
+"""What a stranger's programs see of real servers: before a load, at work, by tenant."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.test_auth import auth
+from tests.conftest import StartServer
+from tests.e2e.test_servers_on_demand import config, model
+from tests.support.conversations.prompts import Json
+from tests.support.servers.running_router import RunningRouter, running
+from tests.web.api.test_client_keys import ALSO, GOOD, bearer
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def unloaded() -> str:
+    chat = model("chat", ctx=5000, slots=3, aliases=["gpt-4o"])
+    return config([chat, model("code", aliases=["gpt-4o"])])
+
+
+async def slots_of(kvferry: RunningRouter, query: str = "", **options: Any) -> list[Json]:
+    found: list[Json] = json.loads((await kvferry.get(f"/slots{query}", **options)).body)
+    return found
+
+
+async def test_a_slot_at_work_shows_counts_and_no_text(
+    llama_server: StartServer, tmp_path: Path
+) -> None:
+    server = await llama_server(kv_dir=tmp_path)
+    async with running([("a", server.url)], tmp_path) as kvferry:
+        before = await kvferry.metrics()
+        endless = {"n_predict": 100_000, "ignore_eos": True, "stream": True}
+        body = {"prompt": "a secret of the prompt", **endless}
+        async with kvferry.session.post(kvferry.url + "/completion", json=body) as answer:
+            await answer.content.readline()
+            (at_work,) = [one for one in await slots_of(kvferry) if one["is_processing"]]
+        assert at_work["next_token"][0]["n_decoded"] > 0
+        assert not {"params", "prompt", "generated"} & set(at_work)
+        await kvferry.until_quiet()
+        await kvferry.complete("x")
+        after = await kvferry.metrics()
+    name = "llamacpp:tokens_predicted_total"
+    assert after[name] - before[name] > 8
+
+
+async def test_a_tenant_sees_its_own_slots(llama_server: StartServer, tmp_path: Path) -> None:
+    server = await llama_server(kv_dir=tmp_path)
+    yaml = auth(("laptop", GOOD, "alice"), ("desk", ALSO, "bob"))
+    async with running([("a", server.url)], tmp_path, yaml=yaml) as kvferry:
+        body = {"prompt": "x y z " * 60, "n_predict": 4}
+        await kvferry.post("/completion", body, headers=bearer(GOOD))
+        await kvferry.until_quiet()
+        alice, bob = [await slots_of(kvferry, headers=bearer(key)) for key in (GOOD, ALSO)]
+        assert (await kvferry.get("/slots")).status == 401
+    assert max(slot.get("n_prompt_tokens", 0) for slot in alice) > 60
+    assert [slot.get("n_prompt_tokens") for slot in bob] == [None] * len(alice)
+
+
+async def test_before_a_model_is_loaded() -> None:
+    async with running([], None, yaml=unloaded(), wait_for=()) as kvferry:
+        page = await kvferry.get("/", allow_redirects=False)
+        props = (await kvferry.get("/props?model=gpt-4o")).json
+        listed = {one["id"]: one for one in (await kvferry.get("/v1/models")).json["data"]}
+        slots = await slots_of(kvferry)
+    assert (page.status, page.headers["Location"]) == (302, "kvferry/")
+    assert props["default_generation_settings"] == {"n_ctx": 5000}
+    assert (props["total_slots"], props["status"]) == (3, {"value": "unloaded"})
+    assert (listed["chat"]["meta"], listed["chat"]["aliases"]) == ({"n_ctx": 5000}, ["gpt-4o"])
+    assert slots == []
+
+
+@pytest.mark.parametrize("method", ["OPTIONS", "POST"])
+async def test_no_unknown_route_starts_a_server(method: str) -> None:
+    paths = ("/api/chat", "/v1/audio/speech", "/unknown", "/v1/chat/completions?model=chat")
+    async with running([], None, yaml=unloaded(), wait_for=()) as kvferry:
+        for path in paths[: -1 if method == "POST" else None]:
+            body = {"model": "chat"} if method == "POST" else None
+            async with kvferry.session.request(method, kvferry.url + path, json=body) as response:
+                assert response.status == (404 if method == "POST" else 200)
+        phases = (await kvferry.get("/kvferry/servers")).json["servers"]
+    assert {server["phase"] for server in phases} == {"stopped"}
+
+
+async def test_one_name_of_two_models_is_served_by_either() -> None:
+    async with running([], None, yaml=unloaded(), wait_for=()) as kvferry:
+        async with asyncio.TaskGroup() as group:
+            asked = [
+                group.create_task(kvferry.complete(f"{n} x", model="gpt-4o", n_predict=64))
+                for n in range(16)
+            ]
+        used = {one.result().headers["x-kvferry-backend"] for one in asked}
+        assert {one.result().status for one in asked} == {200}
+    assert used == {"chat", "code"}
