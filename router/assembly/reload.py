@@ -1,7 +1,7 @@
 """Reads the configuration file again while the router runs: takes over all of it, or nothing."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from router.assembly.backends import StartError, read
 from router.base.errors import ConflictError, InvalidConfigError, KvError, RouterError
 from router.base.ports import Spawn
 from router.config.diff import Change, Changes, compare
-from router.config.schema import Config, ConfigError, Problem, load, path_text
+from router.config.schema import NO_FLAGS, Config, ConfigError, Problem, load, path_text
 
 log = structlog.get_logger(__name__)
 
@@ -25,13 +25,15 @@ class Reload:
         config: Config,
         take: Callable[[Config], Awaitable[None]],
         spawn: Spawn,
+        flags: Mapping[str, object] = NO_FLAGS,
     ) -> None:
-        """Start with `config` in force. `path` None: there is no file.
+        """Start with `config` in force. `path` None: there is no file. `flags` win over the file.
 
         `take` puts a configuration in force, or raises StartError or KvError with nothing changed.
         """
         self.config = config
         self._path = path
+        self._flags = flags
         self._take = take
         self._turn = asyncio.Lock()
         self._spawn = spawn
@@ -70,7 +72,7 @@ class Reload:
         if self._path is None:
             raise ConflictError("kvferry was started without --config: there is no file to read")
         try:
-            wanted = await read(partial(load, self._path), str(self._path))
+            wanted = await read(partial(load, self._path, self._flags), str(self._path))
             changes = compare(self.config, wanted)
             if misfits := changes.config.misfits():
                 pending = ", ".join(change.key for change in changes.needs_restart)

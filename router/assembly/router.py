@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from router.base.tasks import spawn
 from router.base.types import KvDir
 from router.base.urls import authority
 from router.config import values
-from router.config.schema import Address, Config, StoreConfig
+from router.config.schema import NO_FLAGS, Address, Config, StoreConfig
 from router.core.model import events as ev
 from router.engine.engine import Engine
 from router.store import room
@@ -105,11 +105,12 @@ async def build(
     registry: CollectorRegistry | None = None,
     path: Path | None = None,
     tracing: Tracing | None = None,
+    flags: Mapping[str, object] = NO_FLAGS,
 ) -> AsyncIterator[Router]:
     """Yield a router that watches its backends; stop on exit all that was started.
 
-    `path`: the file of the configuration, which a reload reads again. `tracing`: replaces the
-    configured one.
+    `path`: the file of the configuration, which a reload reads again, with the `flags` that win
+    over it. `tracing`: replaces the configured one.
 
     Raises StartError, or KvError if a kv_dir cannot be used.
     """
@@ -124,7 +125,7 @@ async def build(
         tasks.supervise(parts.usage.run, name="usage")
         engine.tell(servers_of(config))
         tasks.supervise(parts.on_demand.supervisor.watch_logs, name="logs of servers")
-        reload = Reload(path, config, in_force.take, tasks.spawn)
+        reload = Reload(path, config, in_force.take, tasks.spawn, flags)
         gauges = EngineCollector(
             partial(stats_of, parts, watched), lambda: tuple(engine.infos.values())
         )
@@ -278,7 +279,9 @@ async def _check_unused(path: str) -> None:
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
-async def serve(config: Config, path: Path | None = None) -> None:
+async def serve(
+    config: Config, path: Path | None = None, flags: Mapping[str, object] = NO_FLAGS
+) -> None:
     """Run until SIGINT or SIGTERM; a second signal ends the process at once.
 
     SIGHUP reads `path` again, or ends the router if there is none.
@@ -298,7 +301,7 @@ async def serve(config: Config, path: Path | None = None) -> None:
     # Before anything that takes long: an unhandled SIGHUP would end the process. Without a file,
     # SIGHUP means that the terminal was closed.
     loop.add_signal_handler(signal.SIGHUP, stop if path is None else asked.set)
-    async with build(config, path=path) as router, listening(router) as url:
+    async with build(config, path=path, flags=flags) as router, listening(router) as url:
         rereading = spawn(_reread(router, asked), name="reload")
         _calm_garbage_collector()
         own = {} if router.admin_url is None else {"admin_url": router.admin_url}

@@ -14,6 +14,7 @@ from msgspec import Struct
 # An option begins its line: its names, then what its value looks like, then two spaces.
 _OPTION = re.compile(r"(-[\w.-]+(?:,\s+-[\w.-]+)*)(?: (\S.*?))?(?:\s{2,}.*)?")
 _INDENT = 39  # of the descriptions (common_arg::to_string, arg.cpp); names may end right before
+_REMOVED = "the argument has been removed"
 _VARIABLE = re.compile(r"\(env: (\w+)\)")
 _HELP_S = 10.0
 _FILE = Path(__file__).with_name("llama-server-flags.txt").read_text("utf-8")
@@ -57,10 +58,10 @@ class Flag(Struct, frozen=True):
 class Flags:
     """Flags by each of their names and variables."""
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        """Read helps; of a flag that several have, the last one counts."""
+    def __init__(self, text: str) -> None:
+        """Read a help."""
         self._by_name: dict[str, Flag] = {}
-        for flag in (flag for text in texts for flag in _read(text)):
+        for flag in _read(text):
             names = (*flag.names, flag.variable) if flag.variable else flag.names
             self._by_name.update(dict.fromkeys(names, flag))
 
@@ -82,14 +83,25 @@ class Flags:
         names = (f"--{key}", f"-{key}", key)
         return next((self._by_name[name] for name in names if name in self._by_name), None)
 
+    def words_of(self, key: str, value: str) -> list[str] | None:
+        """Return the words for a key of a preset, or a variable; None: it is no flag's."""
+        flag = self.of_key(key)
+        if flag is None and key.startswith("LLAMA_ARG_NO_"):
+            flag, value = self.of_key(key.replace("_NO_", "_", 1)), "off"
+        elif flag is not None and flag.negates(f"--{key}") and value.strip().lower() in _TRUE:
+            value = "off"
+        elif flag is not None and flag.negates(f"--{key}"):
+            value = "on"
+        return None if flag is None else flag.words(value)
 
-def known_flags(program: Sequence[str] = ()) -> Flags:
-    """Return the flags of the file, and those that a program prints. Blocking: it may be run."""
-    return Flags([_FILE, _help_of(program) if program else ""])
+
+def flags_of(program: Sequence[str]) -> Flags | None:
+    """Return the flags that a program prints; None: it prints none. Runs it, for 10 s at most."""
+    found = Flags(_help_of(program))
+    return found if found.of("--model") else None
 
 
 def _help_of(program: Sequence[str]) -> str:
-    """Return the help of a program; empty: it gives none."""
     try:
         done = subprocess.run(  # noqa: S603 - a program that the user named
             [*program, "--help"], capture_output=True, timeout=_HELP_S, check=False, text=True
@@ -102,6 +114,8 @@ def _help_of(program: Sequence[str]) -> str:
 def _read(text: str) -> Iterator[Flag]:
     found: Flag | None = None
     for line in text.splitlines():
+        if _REMOVED in line:
+            continue
         option = None if line.startswith("---") else _OPTION.fullmatch(line)
         if option is not None:
             if found is not None:
@@ -114,4 +128,4 @@ def _read(text: str) -> Iterator[Flag]:
         yield found
 
 
-USUAL = Flags([_FILE])  # those of the file
+USUAL = Flags(_FILE)  # those of the file

@@ -8,6 +8,7 @@ no environment variable and no directory: start-up does, on the machine that ser
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
@@ -441,25 +442,67 @@ _REQUIRED = {
 }
 
 
-def load(path: Path) -> Config:
-    """Return the configuration in a file. Blocking. Raises ConfigError."""
-    return parse(read_text(path), str(path))
+NO_FLAGS: Mapping[str, object] = MappingProxyType({})
 
 
-def parse(text: str, source: str) -> Config:
+def load(path: Path, flags: Mapping[str, object] = NO_FLAGS) -> Config:
+    """Return the configuration in a file. Blocking. Raises ConfigError.
+
+    `flags`: keys of the command line, which win; `kv_dir` is for all backends and servers.
+    """
+    return parse(read_text(path), str(path), flags)
+
+
+def parse(text: str, source: str, flags: Mapping[str, object] = NO_FLAGS) -> Config:
     """Return the configuration in a YAML text; `source` names it in messages.
 
     Raises ConfigError, and nothing else. Contradictions between keys are found when each key is
     valid by itself.
     """
     document = read_yaml(text, source)
-    config, found = _validate(document.value)
+    config, found = _validate(_with_flags(document.value, flags))
     problems = document.problems + [
-        Problem(path_text(path), document.line(path), message) for path, message in found
+        Problem(_flag(path, 1), None, message)
+        if _is_of(path, flags)
+        else Problem(path_text(path), document.line(path), message)
+        for path, message in found
     ]
     if problems or config is None:
         raise ConfigError(source, problems)
     return config
+
+
+def _with_flags(value: object, flags: Mapping[str, object]) -> object:
+    """Return a document with the keys of the command line, one level deep."""
+    if not flags or not isinstance(value, dict | None):
+        return value
+    made: dict[object, object] = dict(value or {})
+    for key, given in flags.items():
+        before = made.get(key)
+        if key == "policy" and isinstance(before, dict):
+            made[key] = before | {"name": given}
+        elif key != "kv_dir":
+            both = isinstance(before, dict) and isinstance(given, Mapping)
+            made[key] = {**before, **given} if both else given  # type: ignore[dict-item]
+    if where := {key: given for key, given in flags.items() if key == "kv_dir"}:
+        if isinstance(made.get("servers"), dict):
+            made["servers"] = {**made["servers"], **where}  # type: ignore[dict-item]
+        entries = made.get("backends")
+        if isinstance(entries, list):
+            made["backends"] = [
+                {**one, **where} if isinstance(one, dict) else one for one in entries
+            ]
+    return made
+
+
+def _is_of(path: KeyPath, flags: Mapping[str, object]) -> bool:
+    """Return whether a value is that of a flag."""
+    inner = flags.get(str(path[0])) if path else None
+    if "kv_dir" in path:
+        return "kv_dir" in flags
+    return inner is not None and (
+        not isinstance(inner, Mapping) or path[1:2] == () or path[1] in inner
+    )
 
 
 def from_flags(
@@ -523,6 +566,8 @@ def _flag(path: KeyPath, n_backends: int) -> str:
     match path:
         case ("servers", _, int(), "args", *_):
             return "--server-args"
+        case ("servers", _, int(), "replicas", *_):
+            return "--gpus"
         case ("servers", *_):
             return "--model"
         case ("backends", int(i), *_) if n_backends > 1:

@@ -13,7 +13,7 @@ from router.base.file_digest import file_identity, sampled_digest
 from router.base.types import KvSettings
 
 # The environment variable of each flag (arg.cpp); empty: it has none.
-_FLAGS = {
+KV_FLAGS = {
     "--rope-scaling": "LLAMA_ARG_ROPE_SCALING_TYPE",
     "--rope-scale": "LLAMA_ARG_ROPE_SCALE",
     "--rope-freq-base": "LLAMA_ARG_ROPE_FREQ_BASE",
@@ -49,7 +49,7 @@ def kv_settings(argv: Sequence[str], env: Mapping[str, str]) -> KvSettings:
     """
     flags = [
         (flag, [_content(part) for part in _parts(flag, value)])
-        for flag, value in _given(_FLAGS, argv, env)
+        for flag, value in _given(KV_FLAGS, argv, env)
     ]
     projector = [_content(value) for _, value in _given(_PROJECTOR, argv, env)]
     digests = (

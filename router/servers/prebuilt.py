@@ -2,7 +2,7 @@
 
 The package `xllamacpp` contains llama.cpp's server as a Python extension, so that a machine
 without a compiler has one after `pip install`. This module gives it the command line, defaults and
-signals of the real program, for the flags that kvferry uses; any other flag is an error.
+signals of the real program, for the flags that kvferry uses; others have no effect, and are told.
 Defaults: common/common.h and tools/server/server.cpp:165-173 of llama.cpp.
 """
 
@@ -13,6 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from router.config.llama_flags import USUAL
+from router.servers.kv_settings import KV_FLAGS
 
 POOLING = ("none", "mean", "cls", "last", "rank")
 # Values of -ctk and -ctv that llama-server accepts (common/arg.cpp, kv_cache_types).
@@ -60,6 +63,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("-ngl", "--gpu-layers", "--n-gpu-layers", type=_gpu_layers, default=-1)
     add("-n", "--predict", "--n-predict", type=int, default=-1)
     add("-s", "--seed", type=int, default=None)
+    add("--temp", "--temperature", type=float, default=None)
+    add("--top-k", type=int, default=None)
+    add("--top-p", type=float, default=None)
+    add("--min-p", type=float, default=None)
     add("--embeddings", "--embedding", action="store_true")
     add("--pooling", choices=POOLING, default=None, help="None: as the model says")
     add("--chat-template-file", type=Path)
@@ -70,10 +77,27 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-slots", dest="slots", action="store_false")
     add("--metrics", action="store_true")
     add("--no-warmup", dest="warmup", action="store_false", default=True)
-    args = parser.parse_args(argv)
+    args, others = parser.parse_known_args(argv)
+    _ignore(others, parser)
     if args.parallel == 0:
         parser.error("-np 0: a server needs at least one slot")
     return args
+
+
+def _ignore(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Say which flags of llama-server have no effect here.
+
+    One that changes KV or that no llama-server has ends the program.
+    """
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag = USUAL.of(word)
+        if flag is None or flag.name in KV_FLAGS:
+            parser.error(f"unrecognized argument: {word}")
+        if flag.value and "=" not in word and rest:
+            rest.pop(0)
+        print(f"llama-server: {word} has no effect in the prebuilt server", file=sys.stderr)
 
 
 def _directory(value: str) -> str:
@@ -139,6 +163,9 @@ def build_params(args: argparse.Namespace) -> Any:
     params.n_predict = args.predict
     if args.seed is not None:
         params.sampling.seed = args.seed % 2**32
+    for name in ("temp", "top_k", "top_p", "min_p"):
+        if (value := getattr(args, name)) is not None:
+            setattr(params.sampling, name, value)
     if args.embeddings:
         params.embedding = True
         params.n_batch = min(params.n_batch, params.n_ubatch)  # as server.cpp:155-163 does

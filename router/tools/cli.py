@@ -27,11 +27,15 @@ from router.tools.console.usage import add_usage_options, usage
 from router.tools.console.warm import add_warm_options, warm
 from router.tools.doctor.check import check_text
 from router.tools.fleet.command import add_fleet_commands
-from router.tools.serving.flags import add_server_options, given_flags, servers_from
+from router.tools.serving.flags import (
+    add_server_options,
+    for_all_servers,
+    of_each_model,
+    servers_from,
+)
 from router.tools.serving.fleet_flags import (
     add_fleet_options,
     fleet_from,
-    given_fleet_flags,
 )
 from router.tools.simulate.command import add_options, simulate
 
@@ -142,8 +146,13 @@ def command_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("fleet", help="certificates, status and drain of hosts")
     add_fleet_commands(command, _where)
 
-    command = commands.add_parser("import", help="translate another program's configuration")
-    command.add_argument("program", choices=["llama-swap", "llama-server"])
+    command = commands.add_parser(
+        "import",
+        help="translate what starts llama-servers today",
+        description="Prints a configuration for a llama-swap file, presets of llama-server, a"
+        " compose file, a systemd unit, a shell script or a directory of models, and says what is"
+        " changed.",
+    )
     command.add_argument("file", type=Path, metavar="FILE")
     command.set_defaults(run=_import)
 
@@ -210,23 +219,21 @@ def _config(options: argparse.Namespace) -> Config:
         return from_flags(
             options.backend, options.kv_dir, options.listen, options.policy, servers, fleet
         )
-    given = [
-        flag
-        for flag, value in (
-            ("--backend", options.backend),
-            ("--kv-dir", options.kv_dir),
-            ("--listen", options.listen),
-            ("--policy", options.policy),
-        )
-        if value
-    ]
-    if starts_servers:
-        given += given_flags(options)
+    lists = [f"--{name}" for name in ("backend", "model", "peer") if getattr(options, name, ())]
+    if lists or (starts_servers and of_each_model(options)):
+        lists += of_each_model(options) if starts_servers else []
+        raise StartError(f"{', '.join(lists)}: not together with --config; set it in the file")
+    return load(options.config, _over_file(options))
+
+
+def _over_file(options: argparse.Namespace) -> dict[str, object]:
+    """Return the keys of the flags that win over a file: those that name one value."""
+    found = {key: getattr(options, key) for key in ("listen", "policy", "kv_dir")}
+    if "server_args" in options:
+        found["servers"] = for_all_servers(options)
     if "peer" in options:
-        given += given_fleet_flags(options)
-    if given:
-        raise StartError(f"{', '.join(given)}: not together with --config; set it in the file")
-    return load(options.config)
+        found["fleet"] = fleet_from(options)
+    return {key: value for key, value in found.items() if value}
 
 
 def _with_backends(options: argparse.Namespace) -> Config:
@@ -243,7 +250,7 @@ def _with_backends(options: argparse.Namespace) -> Config:
 def _serve(options: argparse.Namespace) -> int:
     config = _config(options)
     set_up_logging(config.logging)
-    _run(serve(config, options.config))
+    _run(serve(config, options.config, _over_file(options) if options.config else {}))
     return OK
 
 
@@ -276,18 +283,20 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from router.tools.serving import llama_swap, models_ini
+    from router.tools.serving.imports import ImportProblemError, imported, summary
 
-    program = llama_swap if options.program == "llama-swap" else models_ini
     try:
-        print(program.imported(options.file.read_text("utf-8")), end="")
+        made = imported(options.file)
     except OSError as error:
         told = error.strerror
     except UnicodeDecodeError:
         told = "it is not UTF-8"
-    except llama_swap.ImportProblemError as error:
+    except ImportProblemError as error:
         told = str(error)
     else:
+        print(made.text, end="")
+        if not sys.stdout.isatty():  # the text begins with the same
+            print("\n".join(summary(made)), file=sys.stderr)
         return OK
     print(f"kvferry: {options.file}: {told}", file=sys.stderr)
     return BAD_INPUT

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import aiohttp
 import pytest
 
 from router import __version__
+from router.config.schema import Config, load
+from router.tools import cli
 from router.tools.cli import main
 from tests.conftest import StartServer
 from tests.support.paths import ROOT
@@ -150,13 +152,42 @@ def test_bad_flags(command: str, flags: list[str], named: str, capsys: Capture) 
     assert named in capsys.readouterr().err
 
 
-def test_file_and_flags_together(tmp_path: Path, capsys: Capture) -> None:
+def test_a_flag_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in each neighbour; a reload reads the file again, and the flags still win."""
+    file = tmp_path / "good.yaml"
+    file.write_text(
+        f"listen: 127.0.0.1:1\npolicy: {{name: sticky, max_wait: 3s}}\n"
+        f"backends: [{{url: '{UNUSED_URL}'}}]\nservers: {{models: [{{name: m, model: /m}}]}}\n"
+    )
+    served: list[tuple[Config, Mapping[str, object]]] = []
+
+    async def serve(config: Config, path: Path, flags: Mapping[str, object]) -> None:
+        served.append((config, flags))
+
+    monkeypatch.setattr(cli, "serve", serve)
+    flags = [
+        "--listen",
+        "127.0.0.1:2",
+        "--policy",
+        "round_robin",
+        "--kv-dir",
+        "/kv",
+        "--loaded",
+        "1",
+    ]
+    assert run("serve", "--config", str(file), *flags) == 0
+    ((config, over),) = served
+    assert (config.listen.port, config.policy.name) == (2, "round_robin")
+    assert {str(config.backends[0].kv_dir), str(config.servers.kv_dir)} == {"/kv"}
+    assert config.servers.loaded == 1
+    assert load(file, over) == config
+
+
+def test_a_wrong_flag_beside_a_file_is_named(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "good.yaml"
     file.write_text(f"backends: [{{url: '{UNUSED_URL}'}}]\n")
-
-    assert run("serve", "--config", str(file), "--policy", "sticky", "--kv-dir", "/kv") != 0
-
-    assert "--kv-dir, --policy: not together with --config" in capsys.readouterr().err
+    assert run("serve", "--config", str(file), "--listen", "nowhere") == 2
+    assert "--listen: must be" in capsys.readouterr().err
 
 
 def test_doctor_without_a_backend_that_answers(capsys: Capture) -> None:

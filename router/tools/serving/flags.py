@@ -7,9 +7,12 @@ import shutil
 from pathlib import Path
 
 from router.assembly.backends import StartError
+from router.config.servers import REPLICA
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _HF = "hf:"
+# Each kind of GPU has its own.
+_GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES")
 
 
 def add_server_options(command: argparse.ArgumentParser) -> None:
@@ -30,6 +33,7 @@ def add_server_options(command: argparse.ArgumentParser) -> None:
     )
     add("--slots", type=int, metavar="N", help="slots of each server; default 4")
     add("--ctx", type=int, metavar="N", help="tokens of the context of each slot; default 16384")
+    add("--gpus", type=int, metavar="N", help="a server of each model on each of N GPUs")
     add("--server-args", default="", metavar='"..."', help="more arguments for llama-server")
     add(
         "--llama-server",
@@ -38,26 +42,36 @@ def add_server_options(command: argparse.ArgumentParser) -> None:
     )
 
 
-def given_flags(options: argparse.Namespace) -> list[str]:
-    """Return the names of these flags that the command line has."""
+def of_each_model(options: argparse.Namespace) -> list[str]:
+    """Return the names of the given flags that say how a `--model` is served."""
     flags = {
-        "--model": options.model,
-        "--loaded": options.loaded is not None,
         "--slots": options.slots is not None,
         "--ctx": options.ctx is not None,
+        "--gpus": options.gpus is not None,
         "--server-args": options.server_args,
-        "--llama-server": options.llama_server is not None,
     }
     return [flag for flag, given in flags.items() if given]
 
 
+def for_all_servers(options: argparse.Namespace) -> dict[str, object]:
+    """Return the keys of the `servers` section that these flags give, but its models."""
+    found: dict[str, object] = {}
+    if options.loaded is not None:
+        found["loaded"] = options.loaded
+    if options.llama_server is not None:
+        program = shutil.which(options.llama_server) or options.llama_server
+        found["llama_server"] = str(Path(program).absolute())
+    return found
+
+
 def servers_from(options: argparse.Namespace) -> dict[str, object] | None:
     """Return the `servers` section for the flags; None: without any. Raises StartError."""
-    given = given_flags(options)
-    if not given:
-        return None
+    found = for_all_servers(options)
+    given = [f"--{key.replace('_', '-')}" for key in found] + of_each_model(options)
     if not options.model:
-        raise StartError(f"{', '.join(given)}: say which model is meant: add --model FILE")
+        if given:
+            raise StartError(f"{', '.join(given)}: say which model is meant: add --model FILE")
+        return None
     try:
         common: dict[str, object] = {"args": shlex.split(options.server_args)}
     except ValueError as error:
@@ -66,13 +80,10 @@ def servers_from(options: argparse.Namespace) -> dict[str, object] | None:
         common["slots"] = options.slots
     if options.ctx is not None:
         common["ctx"] = options.ctx
-    found: dict[str, object] = {"models": [_model(text) | common for text in options.model]}
-    if options.loaded is not None:
-        found["loaded"] = options.loaded
-    if options.llama_server is not None:
-        program = shutil.which(options.llama_server) or options.llama_server
-        found["llama_server"] = str(Path(program).absolute())
-    return found
+    if options.gpus is not None:
+        common["replicas"] = options.gpus
+        common["env"] = dict.fromkeys(_GPU_VARIABLES, REPLICA)
+    return found | {"models": [_model(text) | common for text in options.model]}
 
 
 def _model(text: str) -> dict[str, object]:

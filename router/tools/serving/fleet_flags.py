@@ -29,22 +29,14 @@ def add_fleet_options(command: argparse.ArgumentParser) -> None:
     add("--host-name", metavar="NAME", help="the name of this host; default: the machine's")
 
 
-def given_fleet_flags(options: argparse.Namespace) -> list[str]:
-    """Return the names of these flags that the command line has."""
-    flags = ["--peer"] if options.peer else []
-    return flags + [FLEET_FLAGS[key] for key, value in _values(options).items() if value]
-
-
 def fleet_from(options: argparse.Namespace) -> dict[str, object] | None:
     """Return the `fleet` section for the flags; None: without any."""
-    if not given_fleet_flags(options):
-        return None
     found = {key: value for key, value in _values(options).items() if value}
     if options.peer:
         found["peers"] = options.peer
     if options.fleet_credentials:
         found["credentials"] = str(Path(options.fleet_credentials).absolute())
-    return found
+    return found or None
 
 
 def _values(options: argparse.Namespace) -> dict[str, object]:

@@ -96,4 +96,10 @@ def test_a_program_on_the_path(
 
 def test_flags_beside_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--config", "x.yaml", "--model", "a.gguf", "--loaded", "1"]) == 1
-    assert "--model, --loaded: not together with --config" in capsys.readouterr().err
+    assert "--model: not together with --config" in capsys.readouterr().err
+
+
+def test_one_server_on_each_gpu() -> None:
+    (model,) = parsed("--model", "a.gguf", "--gpus", "2").servers.models
+    assert (model.replicas, model.servers) == (2, ("a-1", "a-2"))
+    assert model.env["CUDA_VISIBLE_DEVICES"] == "${replica}"

@@ -1,0 +1,272 @@
+"""Read the start command of a llama-server, and return what kvferry starts in its place.
+
+Wrappers stay around it: words before the program, the text of a shell, a container.
+"""
+
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from os.path import basename
+from pathlib import Path
+from typing import Any
+
+from router.config.llama_flags import USUAL, Flags, flags_of
+from router.config.servers import OWN_FLAGS
+from router.servers.program import ServerNotFoundError, find_server
+
+Json = dict[str, Any]
+
+_PORT, _KV_DIR, _LOCAL = "${port}", "${kv_dir}", "127.0.0.1"
+_NAME = r"llama[-_]server[\w.-]*"  # also llama-server-cuda, llama-server.exe
+SERVER = re.compile(rf"(?:.*[/\\])?{_NAME}", re.IGNORECASE)
+_IN_TEXT = re.compile(rf"(?<![^\s;&(])[^\s;&('\"]*{_NAME}")
+_IMAGE = re.compile(r"llama[-_.]?(?:cpp|server)", re.IGNORECASE)
+# Options of `docker run` without a value; all others take one. A server has no terminal.
+_TERMINAL = re.compile(r"-[dit]+|--(?:detach|interactive|tty)")
+_BARE = re.compile(r"-[Pq]|--(?:rm|rmi|init|privileged|read-only|quiet|publish-all|replace)|.*=.*")
+_OF_A_MODEL = re.compile(r"--[\w.-]+-(?:default|spec)")  # --gpt-oss-20b-default
+_SLOTS = 4  # without -np: four slots that share their cells (server.cpp:168-173)
+# Replaced without a loss. Other flags that kvferry sets itself are told of.
+_SAME = ("--host", "--port", "--slot-save-path", "--cache-ram", "--no-slots")
+_WHY = {
+    "--cache-reuse": "kvferry reuses more, and chunks that were moved could not be saved",
+    "--api-key": "clients of kvferry need no key, or one of `auth: keys`",
+    "--ssl-key-file": "kvferry has TLS of its own: `tls`",
+    "--api-prefix": "a proxy in front of kvferry may add one",
+}
+
+
+class UntranslatableError(ValueError):
+    """What cannot be taken over; the message says why."""
+
+
+@dataclass(slots=True)
+class Server:
+    """What the flags of a llama-server say. `n_ctx` and `n_slots` 0: nothing."""
+
+    source: list[str] = field(default_factory=list)  # the flag that names the model, its value
+    names: list[str] = field(default_factory=list)
+    n_ctx: int = 0
+    n_slots: int = 0
+    unified: bool = False
+    listens: dict[str, str] = field(default_factory=dict)
+    router: dict[str, str] = field(default_factory=dict)  # flags of router mode
+    args: list[str] = field(default_factory=list)
+
+    @property
+    def sizes(self) -> Json:
+        """Return slots and context: as much for one prompt as before."""
+        if self.n_slots == 1:
+            return {"slots": 1, "ctx": self.n_ctx}
+        if self.unified or not self.n_slots or not self.n_ctx:
+            return {"slots": self.n_slots or _SLOTS, "ctx": self.n_ctx, "kv_unified": True}
+        return {"slots": self.n_slots, "ctx": max(self.n_ctx // self.n_slots, 1)}
+
+    def words(self, host: str, port: str) -> list[str]:
+        """Return the flags for a `command`, those of kvferry behind the server's own."""
+        sizes = self.sizes
+        cells = sizes["ctx"] if "kv_unified" in sizes else sizes["ctx"] * sizes["slots"]
+        unified = "--kv-unified" if "kv_unified" in sizes else "--no-kv-unified"
+        return [
+            *(*self.source, *self.args, "--host", host, "--port", port),
+            *("-np", str(sizes["slots"]), "-c", str(cells), unified, "--cache-ram", "0"),
+            *("--slot-save-path", _KV_DIR, "--slots", "--metrics"),
+        ]
+
+
+class Commands:
+    """The translation of commands. `note` is told what is changed, and why."""
+
+    def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
+        """Set up for a file in `folder`, which relative paths begin with."""
+        self.folder, self.note = folder, note
+        self._flags: dict[str, Flags | None] = {}
+
+    def translated(self, words: Sequence[str], env: dict[str, str]) -> tuple[Json, Server]:
+        """Return the keys of a model, and what its flags say. Raises UntranslatableError.
+
+        Variables that stand for flags are taken out of `env`, and assignments put into it.
+        """
+        words = list(words)
+        while words and (found := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", words[0], re.DOTALL)):
+            env[found[1]] = found[2]
+            words.pop(0)
+        first = basename(words[0]) if words else ""
+        if first in ("docker", "podman", "nerdctl") and "run" in words:
+            return self._container(words)
+        if first in ("sh", "bash", "zsh", "dash") and "-c" in words:
+            return self._shell(words, env)
+        at = next((at for at, word in enumerate(words) if SERVER.fullmatch(word)), None)
+        if at is None:
+            raise UntranslatableError(f"{first or 'nothing'} is no llama-server")
+        return self._native(words[:at], words[at], words[at + 1 :], env)
+
+    def _native(
+        self, before: list[str], program: str, rest: list[str], env: dict[str, str]
+    ) -> tuple[Json, Server]:
+        found = self._program(program)
+        server = self.flags(rest, env, self._flags_of(found))
+        own = [*before, found or "llama-server"]
+        keys: Json = {"llama_server": own} if found or before else {}
+        name, value = server.source or ("", "")
+        if name not in ("--model", "--hf-repo") or "--hf-file" in server.args:
+            return {"command": [*own, *server.words(_LOCAL, _PORT)]}, server
+        keys |= {"model": self._path(value)} if name == "--model" else {"hf": value}
+        return keys | server.sizes | ({"args": server.args} if server.args else {}), server
+
+    def _shell(self, words: list[str], env: dict[str, str]) -> tuple[Json, Server]:
+        at = words.index("-c") + 1
+        text = "".join(words[at : at + 1])
+        program = _IN_TEXT.search(text)
+        if program is None:
+            raise UntranslatableError(f"the text of its shell starts no llama-server: {text[:60]}")
+        end = end_of_command(text, program.end())
+        server = self.flags(shlex.split(text[program.end() : end]), env, None)
+        own = " ".join(map(_quoted, server.words(_LOCAL, _PORT)))
+        text = f"{text[: program.end()]} {own} {text[end:]}".rstrip()
+        return {"command": [*words[:at], text, *words[at + 1 :]]}, server
+
+    def _container(self, words: list[str]) -> tuple[Json, Server]:
+        at = words.index("run") + 1
+        run, options, env = words[:at], list[str](), dict[str, str]()
+        own_net = True
+        while at < len(words) and words[at].startswith("-"):
+            bare = _BARE.fullmatch(words[at]) or _TERMINAL.fullmatch(words[at])
+            given = words[at : at + (1 if bare else 2)]
+            at += len(given)
+            name, value = given if len(given) == 2 else given[0].partition("=")[::2]
+            own_net = own_net and (name, value) not in (("--network", "host"), ("--net", "host"))
+            if name in ("-e", "--env") and value.startswith("LLAMA_ARG_"):
+                env |= [value.partition("=")[::2]]
+            elif name not in ("-p", "--publish") and not _TERMINAL.fullmatch(name):
+                options += given
+        image, rest = words[at : at + 1], words[at + 1 :]
+        program = [rest.pop(0)] if rest and SERVER.fullmatch(rest[0]) else []
+        if not image or not (program or _IMAGE.search(image[0])):
+            raise UntranslatableError(f"the container {''.join(image)} is no llama-server")
+        server = self.flags(rest, env, None)
+        port = server.listens.get("--port", "")
+        port = (port if port.isdecimal() else "8080") if own_net else _PORT
+        options += ["-p", f"{_LOCAL}:{_PORT}:{port}"] if own_net else []
+        options += ["-e", "LLAMA_API_KEY", "-v", f"{_KV_DIR}:{_KV_DIR}"]
+        flags = server.words("0.0.0.0" if own_net else _LOCAL, port)  # noqa: S104 - inside
+        return {"command": [*run, *options, *image, *program, *flags]}, server
+
+    def _program(self, named: str) -> str:
+        """Return a program that is on this machine; "": kvferry's own is used."""
+        path = str(self.folder / named) if "/" in named else named
+        if named in ("llama-server", "llama-server.exe") or shutil.which(path) is None:
+            if "/" in named:
+                self.note(f"{named} is not here: the llama-server that kvferry finds is used")
+            return ""
+        return path
+
+    def _flags_of(self, program: str) -> Flags | None:
+        """Return the flags of a program, or of kvferry's own; None: it does not tell them."""
+        if program not in self._flags:
+            try:
+                self._flags[program] = flags_of([program] if program else find_server())
+            except ServerNotFoundError:
+                self._flags[program] = None
+        return self._flags[program]
+
+    def flags(self, words: Sequence[str], env: dict[str, str], known: Flags | None) -> Server:
+        """Read flags. `known`: all that the server knows; None: not told.
+
+        Raises UntranslatableError.
+        """
+        flags, server, rest = known or USUAL, Server(), list[str]()
+        for name in [name for name in env if name.startswith("LLAMA_ARG_")]:
+            value = env.pop(name)
+            given = flags.words_of(name, value) if value else None
+            if given is None:
+                self.note(f"{name} is left out: it is {'no flag' if value else 'empty'}")
+            rest += given or []
+        rest += words
+        while rest:
+            word = rest.pop(0)
+            flag, (short, equals, value) = flags.of(word), word.partition("=")
+            if flag is None:
+                other = USUAL.of(word)
+                takes = bool(other and other.value) or (other is None and word[:1] == "-")
+                given = [word, rest.pop(0)] if takes and not equals and _is_value(rest) else [word]
+                if known is None:
+                    server.args += given
+                else:
+                    self.note(
+                        f"{shlex.join(given)} is left out: this llama-server has no such flag"
+                    )
+                continue
+            if flag.value and not equals:
+                if not rest or flags.of(rest[0]) is not None:
+                    if "on|off" not in flag.value:
+                        raise UntranslatableError(f"{word} has no value")
+                    value = "on"  # what it meant when it took none
+                else:
+                    value = rest.pop(0)
+            two = [rest.pop(0)] if flag.value == "START END" and rest else []
+            self._take(server, flags.name_of(word), short, value if flag.value else None, two)
+        if not (server.source or server.router or any(map(_OF_A_MODEL.fullmatch, server.args))):
+            raise UntranslatableError("it names no model")
+        return server
+
+    def _take(
+        self, server: Server, name: str, word: str, value: str | None, two: list[str]
+    ) -> None:
+        if name in ("--parallel", "--ctx-size"):
+            if not re.fullmatch(r"-?\d+", value or ""):
+                raise UntranslatableError(f"{word} has no number: {value!r}")
+            which = "n_slots" if name == "--parallel" else "n_ctx"
+            setattr(server, which, max(int(value or 0), 0))
+        elif name in ("--model", "--hf-repo", "--model-url", "--docker-repo"):
+            server.source = [name, value or ""]
+        elif name == "--alias":
+            server.names = [one.strip() for one in (value or "").split(",") if one.strip()]
+        elif name.startswith("--models-"):
+            server.router[name] = value or ""
+        elif name in ("--kv-unified", "--no-kv-unified"):
+            server.unified = name == "--kv-unified"
+        elif name in OWN_FLAGS or name == "--cache-reuse":
+            server.listens[name] = value or ""
+            if name not in _SAME:
+                self.note(f"{word} is left out: {_WHY.get(name, 'kvferry sets it itself')}")
+        elif name not in ("--slots", "--metrics"):
+            value = value and self._path(value, exists=True)
+            server.args += [word, *([] if value is None else [value]), *two]
+
+    def _path(self, text: str, *, exists: bool = False) -> str:
+        """Return a path from the root; with `exists` only if there is such a file."""
+        path = self.folder / Path(text).expanduser() if text else self.folder
+        return text if exists and not ("/" in text and path.is_file()) else str(path)
+
+
+def _is_value(rest: Sequence[str]) -> bool:
+    return bool(rest) and (not rest[0].startswith("-") or bool(re.match(r"-\d", rest[0])))
+
+
+def _quoted(word: str) -> str:
+    """Quote a word for a shell, which fills in its variables."""
+    if "$" not in word:
+        return shlex.quote(word)
+    return word if word in (_PORT, _KV_DIR) else '"' + word.replace('"', '\\"') + '"'
+
+
+def end_of_command(text: str, at: int) -> int:
+    """Return where a simple command ends in the text of a shell."""
+    quote, depth = "", 0
+    while at < len(text):
+        char = text[at]
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char == "(":
+            depth += 1
+        elif char == ")" and depth:
+            depth -= 1
+        elif char in ";&|<>\n)" and not depth:
+            return at - 1 if char == ">" and text[at - 1].isdigit() else at
+        at += 2 if char == "\\" and quote != "'" else 1
+    return at

@@ -1,0 +1,483 @@
+"""`kvferry import FILE`: what starts llama-servers today, as a configuration of kvferry.
+
+Takes a llama-swap file, presets of llama-server (`--models-preset`), a compose file, a systemd unit
+or a shell script, and finds out which it is. What is changed or left out is said, by model.
+"""
+
+import configparser
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from router.base.api_keys import hash_text
+from router.config.filters import KEPT
+from router.config.llama_flags import USUAL
+from router.config.loader import ConfigError
+from router.config.schema import parse
+from router.tools.serving.commands import (
+    SERVER,
+    Commands,
+    Json,
+    Server,
+    UntranslatableError,
+    end_of_command,
+)
+
+_MACRO = re.compile(r"\$\{([\w.-]+)\}")
+_ASSIGNMENT = re.compile(r"(?:export\s+)?'?([A-Za-z_]\w*)=(\(.*\)|.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[@\])?(?::?-([^}]*))?\})")
+# Keys of a llama-swap model that change nothing here, or are read below.
+_READ = {
+    *("cmd", "cmdStop", "proxy", "name", "description", "checkEndpoint", "useModelName", "macros"),
+    *("aliases", "env", "ttl", "filters", "unlisted", "metadata", "capabilities", "timeouts"),
+}
+
+
+class ImportProblemError(ValueError):
+    """The file is none of these, or has no model that can be taken over."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as Go reads it: `on` and `yes` are texts."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [one for one in found if one[0] != "tag:yaml.org,2002:bool" or first in "tTfF"]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+@dataclass(slots=True)
+class Imported:
+    """What was made of a file: the text of a configuration, and notes by model."""
+
+    text: str
+    names: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def imported(path: Path) -> Imported:
+    """Return the configuration for a file, or for a directory of .gguf files. Blocking.
+
+    Raises ImportProblemError, and OSError or UnicodeDecodeError if it cannot be read.
+    """
+    made = _Import(path.resolve())
+    if path.is_dir():
+        made.files(path, [])
+        return made.result()
+    text = path.read_text("utf-8-sig")
+    document: Any = None
+    if not re.search(r"^\s*\[[^\]]+\]\s*$|^#!", text, re.MULTILINE):
+        try:
+            document = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        except yaml.YAMLError as error:
+            if path.suffix in (".yaml", ".yml"):
+                raise ImportProblemError(f"it is not YAML: {error}") from error
+    if isinstance(document, dict) and isinstance(document.get("services"), dict):
+        made.compose(document["services"])
+    elif isinstance(document, dict) and isinstance(document.get("models"), dict):
+        made.llama_swap(document)
+    elif re.search(r"^\s*ExecStart\s*=", text, re.MULTILINE):
+        made.unit(text)
+    elif re.search(r"^\[[^\]]+\]\s*$", text, re.MULTILINE) and "\nif [" not in text:
+        made.presets(text, [])
+    else:
+        made.script(text)
+    return made.result()
+
+
+class _Import:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._name = ""  # of the model that notes are about
+        self._commands = Commands(path if path.is_dir() else path.parent, self.note)
+        self.models: dict[str, Json] = {}
+        self.servers: Json = {}
+        self.more: Json = {}
+        self.notes: list[str] = []
+
+    def note(self, told: str) -> None:
+        """Note what is changed or left out, and why."""
+        self.notes.append(f"{self._name}: {told}" if self._name else told)
+
+    def result(self) -> Imported:
+        """Return what was made. Raises ImportProblemError without a model."""
+        if not self.models:
+            told = "; ".join(self.notes) or "it starts no llama-server"
+            raise ImportProblemError(f"nothing can be taken over: {told}")
+        self._fit()
+        names = [n for one in self.models.values() for n in (one["name"], *one.get("aliases", ()))]
+        names += [one["name"] for one in self.more.get("filters", ()) if "model" in one]
+        models = [*self.models.values()]
+        document = self.more | {"servers": self.servers | {"models": models}}
+        made = Imported("", list(dict.fromkeys(names)), self.notes)
+        body = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)
+        head = [f"# Made from {self._path.name} by `kvferry import`."]
+        head += [f"# - {line}" for note in made.notes for line in note.splitlines()]
+        made.text = "\n".join(head) + "\n" + body
+        try:
+            parse(made.text, "what was made of it")
+        except ConfigError as error:
+            raise ImportProblemError(str(error)) from error
+        return made
+
+    def _fit(self) -> None:
+        """Take out what two models cannot both have, and more preloads than are loaded."""
+        own = {one["name"] for one in self.models.values()}
+        preloads: dict[str | None, int] = {}
+        groups = self.servers.get("groups", ())
+        limits: dict[str | None, int] = {one["name"]: one["loaded"] for one in groups}
+        for name, one in self.models.items():
+            self._name = name
+            for alias in [a for a in one.get("aliases", ()) if a in own and a != one["name"]]:
+                one["aliases"].remove(alias)
+                self.note(f"the alias {alias} is left out: it is the name of another model")
+            group: str | None = one.get("group")
+            most = limits.get(group, int(self.servers.get("loaded", len(self.models))))
+            preloads[group] = preloads.get(group, 0) + bool(one.get("preload") or one.get("keep"))
+            if preloads[group] > most and one.pop("preload", None):
+                self.note(f"it is not loaded at the start: at most {most} are loaded at a time")
+
+    def add(self, name: str, words: list[str], env: dict[str, str], more: Json) -> Server | None:
+        """Add a model; None: it cannot be taken over, and a note says why."""
+        self._name = name
+        try:
+            keys, server = self._commands.translated(words, env)
+            if server.router:
+                self.router(server)
+                return server
+        except (UntranslatableError, ValueError) as error:
+            self.note(f"is left out: {error}")
+            return None
+        file = Path(server.source[1]).name if server.source else self._path.name
+        name = name or next(iter(server.names), file.partition(".gguf")[0])
+        self._name = name
+        label = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:60].strip("-") or "model"
+        taken = {one["name"] for one in self.models.values()}
+        label = next(one for one in (label, *(f"{label}-{n}" for n in range(2, 999)))
+                     if one not in taken)  # fmt: skip
+        aliases = [name, *more.pop("aliases", ()), *server.names]
+        aliases = [one for one in dict.fromkeys(aliases) if one != label]
+        shared = "" if "kv_unified" not in keys else " that all slots share, as before"
+        if sizes := {key: keys[key] for key in ("slots", "ctx") if key in keys}:
+            self.note(f"{sizes['slots']} slots, {sizes['ctx'] or 'the trained number of'} tokens"
+                      + (shared or " each"))  # fmt: skip
+        own = {"name": label} | ({"aliases": aliases} if aliases else {}) | keys
+        self.models[name] = own | ({"env": env} if env else {}) | more
+        return server
+
+    def llama_swap(self, document: Json) -> None:
+        """Take over a configuration of llama-swap."""
+        macros = document.get("macros") or {}
+        ttl = document.get("globalTTL") or 0
+        within = document.get("healthCheckTimeout")
+        more: Json = {"start_timeout": f"{max(int(within), 15)}s"} if within else {}
+        for name, given in document["models"].items():
+            self._name, entry = str(name), given if isinstance(given, dict) else {}
+            try:
+                own = macros | (entry.get("macros") or {}) | {"MODEL_ID": name, "PORT": "${port}"}
+                filled = {k: _filled(v, own, drop_comments=k in ("cmd", "cmdStop"))
+                          for k, v in entry.items() if k != "macros"}  # fmt: skip
+                self._llama_swap_model(str(name), filled, dict(more), ttl)
+            except (UntranslatableError, ValueError, TypeError, AttributeError) as error:
+                self.note(f"is left out: {error}")
+        self._name = ""
+        routing = (document.get("routing") or {}).get("router") or {}
+        settings = routing.get("settings") or {}
+        self._groups(document.get("groups") or settings.get("groups") or {})
+        if document.get("matrix") or settings.get("matrix"):
+            self.note("matrix is left out: one model is loaded at a time; raise `loaded`")
+        for name in document.get("peers") or {}:
+            self.note(f"the peer {name} is left out: kvferry serves llama-servers only")
+        wanted = ((document.get("hooks") or {}).get("on_startup") or {}).get("preload") or ()
+        for model in self.models.values():
+            names = {model["name"], *model.get("aliases", ())}
+            if names & {str(one) for one in wanted}:
+                model["preload"] = True
+        if secret := document.get("apiKeys"):
+            secret = [_filled(str(key), macros) for key in secret]
+            keys = [{"name": f"key-{n}", "tenant": "all", "hash": hash_text(key)}
+                    for n, key in enumerate(secret, 1)]  # fmt: skip
+            self.more["auth"] = {"keys": keys}
+
+    def _llama_swap_model(self, name: str, entry: Json, more: Json, ttl: float) -> None:
+        if not entry.get("cmd"):
+            raise UntranslatableError("it has no cmd: what it passes on to is not started here")
+        for key in entry.keys() - _READ:
+            self.note(f"{key} is left out: kvferry has no such key")
+        aliases = entry.get("aliases") or []
+        ids = [one.get("id") if isinstance(one, dict) else str(one)
+               for one in ([aliases] if isinstance(aliases, str | dict) else aliases)]  # fmt: skip
+        more["aliases"] = [one for one in ids if one]
+        given = entry.get("ttl")
+        idle_s = ttl if given is None or int(given) < 0 else int(given)
+        more |= {"ttl": f"{idle_s}s"} if idle_s else {}
+        if stop := entry.get("cmdStop"):
+            if "${PID}" in stop:
+                self.note("cmdStop is left out: a process gets SIGTERM")
+            else:
+                more["stop_command"] = shlex.split(stop)
+        env = dict(str(one).partition("=")[::2] for one in entry.get("env") or ())
+        if self.add(name, shlex.split(entry["cmd"]), env, more):
+            self._filters(name, entry.get("filters") or {})
+
+    def _filters(self, name: str, given: Json) -> None:
+        """Take over the fields that a model's requests get and lose, and names with their own."""
+        stripped = str(given.get("stripParams") or given.get("strip_params") or "")
+        strip = [word.strip() for word in stripped.split(",")]
+        by_name = {name: given.get("setParams") or {}}
+        by_name |= {_filled(k, {"MODEL_ID": name}): v for k, v in
+                    (given.get("setParamsByID") or {}).items()}  # fmt: skip
+        for one, its_own in by_name.items():
+            fields = by_name[name] | its_own
+            for key in [key for key in fields if key in KEPT]:
+                self.note(f"setParams: {key} is left out: no filter changes it")
+            told = {"strip": [key for key in strip if key and key not in KEPT],
+                    "set": {k: v for k, v in fields.items() if k not in KEPT}}  # fmt: skip
+            told = {key: value for key, value in told.items() if value}
+            if told or one != name:
+                label = self.models[name]["name"]
+                other = {} if one == name else {"model": label}
+                entry = {"name": label if one == name else one} | other | told
+                self.more.setdefault("filters", []).append(entry)
+
+    def _groups(self, groups: Json) -> None:
+        if not groups:
+            self.servers["loaded"] = 1  # without groups, llama-swap loads one model at a time
+            return
+        rest, found = dict(self.models), []
+        for name, group in groups.items():
+            members = [rest.pop(one) for one in group.get("members") or () if one in rest]
+            label = re.sub(r"[^A-Za-z0-9._-]+", "-", str(name))
+            swap, persistent = group.get("swap", True), group.get("persistent", False)
+            if not members:
+                continue
+            for member in members:
+                member["group"] = label
+                if persistent and not swap and "ttl" not in member:
+                    member["keep"] = True
+            if group.get("exclusive", True) and not persistent and len(groups) > 1:
+                self.note(f"group {name}: to unload other groups for it, set `loaded` for all")
+            found.append({"name": label, "loaded": 1 if swap else len(members)})
+        if rest:
+            found.append({"name": "others", "loaded": 1})
+            for model in rest.values():
+                model["group"] = "others"
+        self.servers["groups"] = found
+
+    def router(self, server: Server) -> None:
+        """Take over the models of llama-server's router mode, whose other flags all of them get."""
+        base = list(server.args)
+        base += ["-c", str(server.n_ctx)] if server.n_ctx else []
+        base += ["-np", str(server.n_slots)] if server.n_slots else []
+        folder = self._commands.folder
+        if (most := server.router.get("--models-max", "4")) != "0":
+            self.servers["loaded"] = int(most)
+        if named := server.router.get("--models-preset"):
+            self.presets((folder / named).read_text("utf-8-sig"), base)
+        if named := server.router.get("--models-dir"):
+            self.files(folder / named, base)
+
+    def files(self, folder: Path, base: list[str]) -> None:
+        """Take over a directory of models, as `--models-dir` does."""
+        for path in sorted(folder.iterdir()):
+            found = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+            projectors = [one for one in found if "mmproj" in one.name]
+            models = [one for one in found if one.suffix == ".gguf" and one not in projectors]
+            if models and (path.is_dir() or not projectors):
+                more = ["--mmproj", str(projectors[0])] if projectors else []
+                words = ["llama-server", "-m", str(models[0]), *base, *more]
+                self.add(path.name.removesuffix(".gguf"), words, {}, {})
+
+    def presets(self, text: str, base: list[str]) -> None:
+        """Take over presets of router mode: a section for each model, `[*]` for all."""
+        parser = configparser.ConfigParser(
+            default_section="*", interpolation=None, strict=False, allow_no_value=True,
+            delimiters=("=",), inline_comment_prefixes=(";", "#"), empty_lines_in_values=False,
+        )  # fmt: skip
+        setattr(parser, "optionxform", str)  # noqa: B010 - keys keep their case
+        try:
+            parser.read_string(text if text.lstrip().startswith("[") else f"[default]\n{text}")
+        except configparser.Error as error:
+            raise ImportProblemError(f"it is no file of presets: {error}") from error
+        self.servers.setdefault("loaded", 4)  # as --models-max
+        for name in parser.sections():
+            keys = {key: value or "" for key, value in parser[name].items() if key != "version"}
+            self._name, words, more = name, ["llama-server", *base], dict[str, Any]()
+            if name == "default" and not keys.keys() - parser.defaults().keys():
+                continue  # of what stands before all sections
+            if keys.pop("load-on-startup", "").lower() in ("true", "on", "1", "enabled"):
+                more["preload"] = True
+            if seconds := keys.pop("stop-timeout", ""):
+                more["stop_timeout"] = f"{seconds}s"
+            named = {flag.name for key in keys if (flag := USUAL.of_key(key))}
+            if not named & {"--model", "--hf-repo", "--model-url"} and "/" in name:
+                words += ["-hf", name]
+            for key, value in keys.items():
+                if (given := USUAL.words_of(key, value)) is None:
+                    self.note(f"{key} is left out: it is no flag of llama-server")
+                words += given or []
+            self.add(name, words, {}, more)
+
+    def compose(self, services: Json) -> None:
+        """Take over the services of a compose file that start llama-servers, without containers."""
+        for name, service in services.items():
+            self._name = str(name)
+            env = service.get("environment") or {}
+            env = dict(str(one).partition("=")[::2] for one in env) if isinstance(env, list) else {
+                key: str(value) for key, value in env.items()}  # fmt: skip
+            words = [*_listed(service.get("entrypoint")), *_listed(service.get("command"))]
+            image = str(service.get("image") or "")
+            if not any(map(SERVER.fullmatch, words)):
+                if not re.search(r"llama[-_.]?(cpp|server)", image, re.IGNORECASE):
+                    continue
+                words = ["llama-server", *words]
+            mounts = {inside: self._commands.folder / Path(outside).expanduser() for outside, inside
+                      in (str(one).split(":")[:2] for one in service.get("volumes") or ()
+                          if isinstance(one, str) and one[:1] in "./~")}  # fmt: skip
+            filled = [_mounted(_expanded(word, dict(os.environ)), mounts) for word in words]
+            env = {key: _mounted(_expanded(env[key], dict(os.environ)), mounts) for key in env}
+            if self.add(str(name), filled, env, {"preload": True}) and image:
+                self.note(f"it runs without its container {image}; `command` may start that")
+
+    def unit(self, text: str) -> None:
+        """Take over a systemd unit: its environment and its command, as a script has them."""
+        home = str(Path.home())
+        lines: list[str] = []
+        joined = re.sub(r"\\\n\s*", " ", text).replace("%h", home)
+        for key, value in re.findall(r"^\s*(\w+)\s*=\s*(.*?)\s*$", joined, re.MULTILINE):
+            if key == "EnvironmentFile" and Path(value.lstrip("-")).is_file():
+                given = Path(value.lstrip("-")).read_text("utf-8").splitlines()
+                lines += [f"export {one}" for one in given if "=" in one and one[0] != "#"]
+            elif key == "Environment":
+                lines += [f"export {shlex.quote(one)}" for one in shlex.split(value)]
+            elif key == "WorkingDirectory":
+                lines.append(f"cd {value}")
+            elif key == "ExecStart":
+                lines.append(value.lstrip("-@:+!"))
+        lines.sort(key=lambda line: not line.startswith(("export ", "cd ")))
+        self.script("\n".join(lines))
+
+    def script(self, text: str) -> None:
+        """Take over the llama-servers that a shell script starts."""
+        known, exported = dict(os.environ), dict[str, str]()
+        text = re.sub(r"(?m)(^|\s)#[^'\"\n]*$", r"\1", text.replace("\\\n", " "))
+        for statement in _statements(text):
+            assigned = _ASSIGNMENT.fullmatch(statement)
+            if assigned and (assigned[2][:1] == "(" or len(_split(assigned[2])) < 2):
+                value = assigned[2].strip("()") if assigned[2][:1] == "(" else assigned[2]
+                words = [_expanded(word, known) for word in _split(value)]
+                known[assigned[1]] = shlex.join(words) if assigned[2][:1] == "(" else "".join(words)
+                if statement.startswith("export"):
+                    exported[assigned[1]] = known[assigned[1]]
+                continue
+            words = [part for word in _split(statement)
+                     for part in (_split(_expanded(word, known)) if _VARIABLE.fullmatch(word)
+                                  else [_expanded(word, known)])]  # fmt: skip
+            if words[:1] == ["cd"] and len(words) > 1:
+                self._commands.folder = self._commands.folder / Path(words[1]).expanduser()
+            while words and words[0] in ("exec", "nohup", "time", "sudo"):
+                words.pop(0)
+            if any(map(SERVER.fullmatch, words)) or "-c" in words[:3]:
+                self.alone(words, dict(exported))
+
+    def alone(self, words: list[str], env: dict[str, str]) -> None:
+        """Add a server that runs by itself: it is loaded at the start, and keeps its address."""
+        server = self.add("", words, env, {"preload": True})
+        if server is not None and "listen" not in self.more:
+            host, port = server.listens.get("--host"), server.listens.get("--port")
+            self.more["listen"] = f"{host or '127.0.0.1'}:{port or 8080}"
+
+
+def _filled(value: Any, macros: Mapping[str, Any], *, drop_comments: bool = False) -> Any:
+    """Return a value with its macros filled in; one that is a macro alone keeps its type.
+
+    Raises UntranslatableError.
+    """
+    if isinstance(value, list):
+        return [_filled(one, macros) for one in value]
+    if isinstance(value, dict):
+        return {key: _filled(one, macros) for key, one in value.items()}
+    if not isinstance(value, str):
+        return value
+    if drop_comments:
+        lines = [line.strip() for line in value.splitlines()]
+        value = " ".join(line.removesuffix("\\") for line in lines if not line.startswith("#"))
+    for _ in range(20):
+        alone = _MACRO.fullmatch(value)
+        if alone and not isinstance(macros.get(alone[1]), str | None):
+            return macros[alone[1]]
+        filled = _MACRO.sub(lambda found: _macro(found[1], macros), value)
+        if filled == value:
+            break
+        value = filled
+    return value
+
+
+def _macro(name: str, macros: Mapping[str, Any]) -> str:
+    if name in ("port", "PID"):
+        return f"${{{name}}}"
+    if name.startswith("env."):
+        if name[4:] not in os.environ:
+            raise UntranslatableError(f"the variable {name[4:]} is not set")
+        return os.environ[name[4:]]
+    if name not in macros:
+        raise UntranslatableError(f"${{{name}}} is no macro")
+    value = macros[name]
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _expanded(text: str, known: Mapping[str, str]) -> str:
+    """Return a word of a shell with its variables. Raises UntranslatableError."""
+    if "$(" in text:
+        text = text.replace("$(nproc)", str(os.cpu_count() or 1))
+    if "$(" in text or "`" in text:
+        raise UntranslatableError(f"{text} is the output of a command: write what it is")
+    return _VARIABLE.sub(lambda found: known.get(found[1] or found[2], found[3] or ""), text)
+
+
+def _mounted(word: str, mounts: Mapping[str, Path]) -> str:
+    """Return a word with the path outside of a container."""
+    for inside, outside in mounts.items():
+        if word == inside or word.startswith(inside.rstrip("/") + "/"):
+            return str(outside) + word[len(inside.rstrip("/")) :]
+    return word
+
+
+def _listed(value: Any) -> list[str]:
+    return shlex.split(value) if isinstance(value, str) else [str(one) for one in value or ()]
+
+
+def _statements(text: str) -> Iterator[str]:
+    """Yield the simple commands of a shell's text, without what they redirect."""
+    at, whole = 0, ""
+    while at < len(text):
+        end = end_of_command(text, at)
+        whole += text[at:end]
+        if target := re.match(r"\d?[<>]+&?\s*[^\s;&|]+", text[end:]):
+            at = end + target.end()
+            continue
+        yield whole.strip()
+        at, whole = end + 1, ""
+    yield whole.strip()
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:  # a quote that is closed in another statement
+        return []
+
+
+def summary(made: Imported) -> Iterator[str]:
+    """Yield what a person wants to know of an import."""
+    yield f"{len(made.names)} names answer: {', '.join(made.names)}"
+    yield from (f"- {note}" for note in made.notes)

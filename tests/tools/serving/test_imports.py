@@ -1,0 +1,184 @@
+"""What is made of other people's files: taken over, or said to be left."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from router.assembly.part_settings import filters_of
+from router.config.schema import Config, parse
+from router.tools.cli import main
+from router.tools.serving.imports import Imported, ImportProblemError, imported
+
+
+def made_of(tmp_path: Path, text: str, name: str = "config.yaml") -> Imported:
+    path = tmp_path / name
+    path.write_text(text)
+    return imported(path)
+
+
+def config_of(tmp_path: Path, text: str, name: str = "config.yaml") -> Config:
+    return parse(made_of(tmp_path, text, name).text, "imported")
+
+
+GROUPS = """
+healthCheckTimeout: 300
+globalTTL: 60
+models:
+  "qwen/7b":
+    cmd: llama-server --port ${PORT} -m /models/qwen.gguf -c 32768 -np 4 -ngl 99 --api-key secret
+    aliases: [gpt-4o]
+    env: ["CUDA_VISIBLE_DEVICES=0,1", "A=b=c"]
+    ttl: 0
+    filters:
+      stripParams: "temperature, top_p,"
+      setParams: {seed: 3, model: x}
+      setParamsByID: {"${MODEL_ID}:high": {reasoning_effort: high}}
+  small: {cmd: 'llama-server --port ${PORT} --hf-repo user/small:Q4 -c 4096'}
+  always: {cmd: 'llama-server --port ${PORT} -m /models/always.gguf -np 1 -c 0', ttl: 0}
+groups:
+  gpu: {swap: true, exclusive: false, members: ["qwen/7b", small]}
+  kept: {persistent: true, swap: false, members: [always]}
+hooks: {on_startup: {preload: [small, "qwen/7b"]}}
+apiKeys: [x]
+"""
+
+
+def test_a_whole_file_of_llama_swap(tmp_path: Path) -> None:
+    config = config_of(tmp_path, GROUPS)
+    qwen, small, always = config.servers.models
+    assert (qwen.name, qwen.names) == ("qwen-7b", ("qwen-7b", "qwen/7b", "gpt-4o"))
+    assert (str(qwen.model), qwen.slots, qwen.ctx) == ("/models/qwen.gguf", 4, 8192)
+    assert (qwen.ttl_s, qwen.start_timeout_s, qwen.group) == (None, 300.0, "gpu")
+    assert qwen.env == {"CUDA_VISIBLE_DEVICES": "0,1", "A": "b=c"}
+    assert (small.hf, small.kv_unified, small.ctx, small.ttl_s) == ("user/small:Q4", True, 4096, 60)
+    assert (always.keep, always.ctx, always.slots) == (True, 0, 1)
+    # Two models of a group that loads one: the second is loaded by a request.
+    assert (qwen.preload, small.preload) == (True, False)
+    assert {group.name: group.loaded for group in config.servers.groups} == {"gpu": 1, "kept": 1}
+    plain, high = config.filters
+    assert (plain.strip, plain.set) == (("temperature", "top_p"), {"seed": 3})
+    assert (high.name, high.model, high.set["reasoning_effort"]) == (
+        "qwen/7b:high",
+        "qwen-7b",
+        "high",
+    )
+    assert {"gpt-4o", "qwen/7b", "qwen/7b:high"} <= filters_of(config).keys()
+    (key,) = config.auth.keys
+    assert key.tenant == "all"
+
+
+def test_what_is_changed_is_said(tmp_path: Path) -> None:
+    made = made_of(tmp_path, GROUPS)
+    for told in (
+        "qwen/7b: --api-key is left out: clients of kvferry need no key",
+        "qwen/7b: setParams: model is left out: no filter changes it",
+        "qwen/7b: 4 slots, 8192 tokens each",
+        "small: 4 slots, 4096 tokens that all slots share, as before",
+        "small: it is not loaded at the start: at most 1 are loaded at a time",
+    ):
+        assert any(told in note for note in made.notes), (told, made.notes)
+        assert f"# - {told}" in made.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "keys"),
+    [
+        ("-c 8192 -np 4 -kvu", {"slots": 4, "ctx": 8192, "kv_unified": True}),
+        ("-c 8192 -np 4", {"slots": 4, "ctx": 2048}),
+        ("-c 8192", {"slots": 4, "ctx": 8192, "kv_unified": True}),
+        ("-np 2", {"slots": 2, "ctx": 0, "kv_unified": True}),
+        ("-c 0 -np 1", {"slots": 1, "ctx": 0}),
+    ],
+)
+def test_one_prompt_has_as_much_room_as_before(
+    tmp_path: Path, flags: str, keys: dict[str, object]
+) -> None:
+    made = made_of(tmp_path, f"models: {{a: {{cmd: 'llama-server -m /a.gguf {flags}'}}}}")
+    (model,) = yaml.safe_load(made.text)["servers"]["models"]
+    assert {k: v for k, v in model.items() if k in ("slots", "ctx", "kv_unified")} == keys
+
+
+def test_names_that_differ_in_marks_are_told_apart(tmp_path: Path) -> None:
+    command = "{cmd: 'llama-server -m /a.gguf -c 9 -np 1'}"
+    text = f"models: {{'a:b': {command}, 'a/b': {command}, 'a-b': {command}}}"
+    models = config_of(tmp_path, text).servers.models
+    assert [one.names for one in models] == [("a-b", "a:b"), ("a-b-2", "a/b"), ("a-b-3",)]
+
+
+def test_a_flag_that_took_no_value_once_swallows_none(tmp_path: Path) -> None:
+    (model,) = config_of(
+        tmp_path, "llama-server -m /a.gguf -c 9 -np 1 -fa -ngl 9", "a.sh"
+    ).servers.models
+    assert model.args == ("-fa", "on", "-ngl", "9")
+
+
+PRESETS = """version = 1
+[*]
+flash-attn = true
+reasoning = false
+n-gpu-layers = 9
+[user/big:Q4]
+ctx-size = 8192
+parallel = 2
+no-kv-offload = true
+made-up = 1
+[named]
+LLAMA_ARG_MODEL = /m.gguf
+np = 1
+c = 100
+alias = one, two
+load-on-startup = on
+"""
+
+
+def test_presets_of_router_mode(tmp_path: Path) -> None:
+    made = made_of(tmp_path, PRESETS, "models.ini")
+    config = parse(made.text, "imported")
+    big, named = config.servers.models
+    assert (config.servers.loaded, big.hf, big.ctx) == (4, "user/big:Q4", 4096)
+    assert {"--no-kv-offload", "--flash-attn", "on", "--reasoning", "off"} <= set(big.args)
+    assert (named.names, str(named.model)) == (("named", "one", "two"), "/m.gguf")
+    assert named.preload
+    assert "user/big:Q4: made-up is left out: it is no flag of llama-server" in made.notes
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("models: {a: {cmd: '${x}/llama-server -m /a'}}", "${x} is no macro"),
+        ("models: {a: {cmd: 'vllm serve x'}}", "vllm is no llama-server"),
+        ("models: {a: {cmd: llama-server -m /a -c many}}", "-c has no number: 'many'"),
+        ("models: {a: {cmd: llama-server -c 9}}", "it names no model"),
+        ("models: {a: {}}", "it has no cmd"),
+        ("models: {a: {cmd: llama-server -m}}", "-m has no value"),
+        ("models: [1]", "starts no llama-server"),
+        ("", "starts no llama-server"),
+        ("services: {web: {image: nginx}}", "starts no llama-server"),
+    ],
+)
+def test_what_has_no_model_is_refused_with_the_reason(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ImportProblemError) as problem:
+        made_of(tmp_path, text)
+    assert told in str(problem.value)
+
+
+def test_one_model_that_fails_keeps_no_other_out(tmp_path: Path) -> None:
+    text = "models: {a: {cmd: '${env.NOPE_}/x'}, b: {cmd: 'llama-server -m /b.gguf -c 9 -np 1'}}"
+    made = made_of(tmp_path, text)
+    assert made.names == ["b"]
+    assert made.notes[0] == "a: is left out: the variable NOPE_ is not set"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("models: {a: {cmd: llama-server -m /a.gguf -c 9 -np 1}}")
+    assert main(["import", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("# Made from x.yaml")
+    assert err.startswith("1 names answer: a\n")
+    for broken in (b"\xff", b"models: {"):
+        path.write_bytes(broken)
+        assert main(["import", str(path)]) == 2
+    assert main(["import", str(tmp_path / "none")]) == 2
+    assert "none: No such file" in capsys.readouterr().err
