@@ -21,7 +21,7 @@ from router.web.admin.page import load_page
 from router.web.admin.prompts import PromptRoutes
 from router.web.admin.requests import Requests, SumRoutes
 from router.web.admin.routes import OwnRoutes
-from router.web.admin.servers import ServerRoutes
+from router.web.admin.servers import LlamaSwapRoutes, ServerRoutes
 from router.web.admin.snapshots import Snapshots
 from router.web.admin.state_json import picture_of, survey
 from router.web.admin.status import StatusRoutes
@@ -180,6 +180,7 @@ async def _own_routes(
             made.reload,
         ),
         ServerRoutes(engine, guard, parts.on_demand.supervisor, now),
+        LlamaSwapRoutes(engine, guard, parts.on_demand.supervisor, now),
         Snapshots(
             engine,
             guard,

@@ -51,6 +51,8 @@ from router.web.server.settings import Settings
 
 log = structlog.get_logger(__name__)
 
+UPSTREAM = "/upstream/"
+
 
 @dataclass(frozen=True, slots=True)
 class OtherHosts:
@@ -127,6 +129,8 @@ class App:
         host = None if self._hosts is None else self._hosts.name
         call = Call(request, request_id(), host, self._sender(request))
         try:
+            if request.path.startswith(UPSTREAM):
+                call = self._of_upstream(call)
             return await self._answer(side, call)
         except RouterError as error:
             return await self._reject(call, error)
@@ -150,6 +154,21 @@ class App:
             self._keys.admit(call)
         expects(request)  # an unknown one is refused before any work
         return await (self._answer_client(call) if own is None else own(call))
+
+    def _of_upstream(self, call: Call) -> Call:
+        """Return the call that `/upstream/MODEL/PATH` stands for, as llama-swap reads it.
+
+        Raises NotFoundError.
+        """
+        rest = call.http.path.removeprefix(UPSTREAM)
+        names = set().union(*self._monitors.names())
+        name = max((n for n in names if f"{rest}/".startswith(f"{n}/")), key=len, default=None)
+        if name is None:
+            raise NotFoundError("model not found")
+        url = call.http.rel_url.with_path(rest.removeprefix(name) or "/", keep_query=True)
+        made = Call(call.http.clone(rel_url=url), call.id, call.host, call.sender)
+        made.upstream = name
+        return made
 
     async def _answer_peer(self, call: Call) -> web.StreamResponse:
         """Answer a peer: one of its own calls, or a request that it forwards.

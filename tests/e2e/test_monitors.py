@@ -1,7 +1,7 @@
 """What a stranger's programs see of real servers: before a load, at work, by tenant."""
 
-import asyncio
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +92,44 @@ async def test_no_unknown_route_starts_a_server(method: str) -> None:
 
 async def test_one_name_of_two_models_is_served_by_either() -> None:
     async with running([], None, yaml=unloaded(), wait_for=()) as kvferry:
-        async with asyncio.TaskGroup() as group:
-            asked = [
-                group.create_task(kvferry.complete(f"{n} x", model="gpt-4o", n_predict=64))
-                for n in range(16)
-            ]
-        used = {one.result().headers["x-kvferry-backend"] for one in asked}
-        assert {one.result().status for one in asked} == {200}
+        for name in ("chat", "code"):
+            assert (await kvferry.get(f"/upstream/{name}/health")).status == 200
+        await kvferry.until(lambda state: sum(one["up"] for one in state["backends"]) == 2)
+        body = {"model": "gpt-4o", "prompt": "x", "n_predict": 100_000, "ignore_eos": True}
+        async with AsyncExitStack() as stack:
+            used = set()
+            for _ in range(4):  # more than the slots of either
+                asked = kvferry.session.post(
+                    f"{kvferry.url}/completion", json=body | {"stream": True}
+                )
+                answer = await stack.enter_async_context(asked)
+                used.add(answer.headers["x-kvferry-backend"])
     assert used == {"chat", "code"}
+
+
+async def test_front_ends_of_llama_swap_see_and_unload_models() -> None:
+    async with running([], None, yaml=unloaded(), wait_for=()) as kvferry:
+        assert (await kvferry.get("/running")).json == {"running": []}
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        answer = await kvferry.post("/upstream/code/v1/chat/completions", chat)
+        assert answer.headers["x-kvferry-backend"] == "code"
+        assert (await kvferry.get("/upstream/chat/health")).status == 200
+        running_now = (await kvferry.get("/running")).json["running"]
+        assert {one["model"]: one["state"] for one in running_now} == {
+            "chat": "ready",
+            "code": "ready",
+        }
+        assert (await kvferry.get("/upstream/none/health")).status == 404
+        assert b"llama" in (await kvferry.get("/logs")).body
+        assert (await kvferry.post("/api/models/unload/gpt-4o", {})).body == b"OK"
+        assert (await kvferry.get("/running")).json == {"running": []}
+        page = {"Sec-Fetch-Site": "cross-site"}  # an <img> of any page
+        assert (await kvferry.get("/unload", headers=page)).status == 403
+
+
+async def test_a_path_of_llama_swap_needs_the_key(tmp_path: Path) -> None:
+    yaml = unloaded() + auth(("laptop", GOOD, "alice"))
+    async with running([], None, yaml=yaml, wait_for=()) as kvferry:
+        assert (await kvferry.get("/upstream/chat/health")).status == 401
+        phases = (await kvferry.get("/kvferry/servers")).json["servers"]
+    assert {server["phase"] for server in phases} == {"stopped"}

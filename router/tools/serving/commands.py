@@ -43,7 +43,7 @@ class UntranslatableError(ValueError):
 
 
 @dataclass(slots=True)
-class Server:
+class ServerFlags:
     """What the flags of a llama-server say. `n_ctx` and `n_slots` 0: nothing."""
 
     source: list[str] = field(default_factory=list)  # the flag that names the model, its value
@@ -84,7 +84,7 @@ class Commands:
         self.folder, self.note = folder, note
         self._flags: dict[str, Flags | None] = {}
 
-    def translated(self, words: Sequence[str], env: dict[str, str]) -> tuple[Json, Server]:
+    def translated(self, words: Sequence[str], env: dict[str, str]) -> tuple[Json, ServerFlags]:
         """Return the keys of a model, and what its flags say. Raises UntranslatableError.
 
         Variables that stand for flags are taken out of `env`, and assignments put into it.
@@ -105,7 +105,7 @@ class Commands:
 
     def _native(
         self, before: list[str], program: str, rest: list[str], env: dict[str, str]
-    ) -> tuple[Json, Server]:
+    ) -> tuple[Json, ServerFlags]:
         found = self._program(program)
         server = self.flags(rest, env, self._flags_of(found))
         own = [*before, found or "llama-server"]
@@ -116,7 +116,7 @@ class Commands:
         keys |= {"model": self._path(value)} if name == "--model" else {"hf": value}
         return keys | server.sizes | ({"args": server.args} if server.args else {}), server
 
-    def _shell(self, words: list[str], env: dict[str, str]) -> tuple[Json, Server]:
+    def _shell(self, words: list[str], env: dict[str, str]) -> tuple[Json, ServerFlags]:
         at = words.index("-c") + 1
         text = "".join(words[at : at + 1])
         program = _IN_TEXT.search(text)
@@ -128,7 +128,7 @@ class Commands:
         text = f"{text[: program.end()]} {own} {text[end:]}".rstrip()
         return {"command": [*words[:at], text, *words[at + 1 :]]}, server
 
-    def _container(self, words: list[str]) -> tuple[Json, Server]:
+    def _container(self, words: list[str]) -> tuple[Json, ServerFlags]:
         at = words.index("run") + 1
         run, options, env = words[:at], list[str](), dict[str, str]()
         own_net = True
@@ -172,12 +172,12 @@ class Commands:
                 self._flags[program] = None
         return self._flags[program]
 
-    def flags(self, words: Sequence[str], env: dict[str, str], known: Flags | None) -> Server:
+    def flags(self, words: Sequence[str], env: dict[str, str], known: Flags | None) -> ServerFlags:
         """Read flags. `known`: all that the server knows; None: not told.
 
         Raises UntranslatableError.
         """
-        flags, server, rest = known or USUAL, Server(), list[str]()
+        flags, server, rest = known or USUAL, ServerFlags(), list[str]()
         for name in [name for name in env if name.startswith("LLAMA_ARG_")]:
             value = env.pop(name)
             given = flags.words_of(name, value) if value else None
@@ -213,7 +213,7 @@ class Commands:
         return server
 
     def _take(
-        self, server: Server, name: str, word: str, value: str | None, two: list[str]
+        self, server: ServerFlags, name: str, word: str, value: str | None, two: list[str]
     ) -> None:
         if name in ("--parallel", "--ctx-size"):
             if not re.fullmatch(r"-?\d+", value or ""):

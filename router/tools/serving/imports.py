@@ -24,7 +24,7 @@ from router.tools.serving.commands import (
     SERVER,
     Commands,
     Json,
-    Server,
+    ServerFlags,
     UntranslatableError,
     end_of_command,
 )
@@ -144,7 +144,9 @@ class _Import:
             if preloads[group] > most and one.pop("preload", None):
                 self.note(f"it is not loaded at the start: at most {most} are loaded at a time")
 
-    def add(self, name: str, words: list[str], env: dict[str, str], more: Json) -> Server | None:
+    def add(
+        self, name: str, words: list[str], env: dict[str, str], more: Json
+    ) -> ServerFlags | None:
         """Add a model; None: it cannot be taken over, and a note says why."""
         self._name = name
         try:
@@ -271,7 +273,7 @@ class _Import:
                 model["group"] = "others"
         self.servers["groups"] = found
 
-    def router(self, server: Server) -> None:
+    def router(self, server: ServerFlags) -> None:
         """Take over the models of llama-server's router mode, whose other flags all of them get."""
         base = list(server.args)
         base += ["-c", str(server.n_ctx)] if server.n_ctx else []

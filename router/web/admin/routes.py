@@ -18,6 +18,10 @@ from router.web.server.call import Call
 
 METRICS = "/metrics"
 HEALTH = "/kvferry/health"
+# Of llama-swap, for its front ends.
+UNLOAD = "/api/models/unload"
+_EXACT = {METRICS, "/kvferry", "/running", "/unload", UNLOAD, "/logs", "/logs/stream"}
+_BEGIN = (*_EXACT, "//", "/.")
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
 HandlerOfOne = Callable[[Call, str], Awaitable[web.StreamResponse]]
@@ -109,7 +113,7 @@ async def _call(handler: HandlerOfOne, one: str, call: Call) -> web.StreamRespon
 
 def is_own(path: str) -> bool:
     """Return whether a decoded path is the router's own, read as the most lenient server would."""
-    if not path.startswith(("/kvferry", METRICS, "//", "/.")) and "/." not in path:
+    if not path.startswith(_BEGIN) and "/." not in path:
         return False  # nearly all paths, so skip the normalization
     path = posixpath.normpath("/" + path.lstrip("/"))
-    return path in (METRICS, "/kvferry") or path.startswith("/kvferry/")
+    return path in _EXACT or path.startswith(("/kvferry/", UNLOAD + "/"))

@@ -1,5 +1,9 @@
-"""Servers on demand for an operator: list them, start, stop or restart one, read its log."""
+"""Servers on demand for an operator: list them, start, stop or restart one, read its log.
 
+The routes of llama-swap that its front ends call are here, too.
+"""
+
+import asyncio
 from collections.abc import Callable
 from math import inf
 from typing import Protocol
@@ -27,7 +31,18 @@ _ACTIONS = {
 }
 
 
-class _Processes(Protocol):
+_STATES = {
+    ServerPhase.STARTING: "starting",
+    ServerPhase.UP: "ready",
+    ServerPhase.LEAVING: "stopping",
+    ServerPhase.ENDING: "stopping",
+}
+_TAIL_BYTES = 100 * 1024  # as llama-swap
+_NEWS_S = 0.5
+_LOOK_S, _LOOKS = 0.05, 1200
+
+
+class Processes(Protocol):
     """Facts that only the owner of the processes has. Raises KeyError for an unknown server."""
 
     def pid(self, server: BackendId) -> int | None: ...
@@ -42,7 +57,7 @@ class ServerRoutes:
     """The handlers of the routes under `/kvferry/servers`."""
 
     def __init__(
-        self, engine: Engine, guard: Guard, processes: _Processes, now: Callable[[], float]
+        self, engine: Engine, guard: Guard, processes: Processes, now: Callable[[], float]
     ) -> None:
         self._engine = engine
         self._guard = guard
@@ -105,6 +120,91 @@ class ServerRoutes:
                 return server
         known = ", ".join(server.name for server in servers) or "none"
         raise NotFoundError(f"there is no server {name!r}; there are: {known}")
+
+
+class LlamaSwapRoutes:
+    """The handlers. Stopping takes an operator, as under `/kvferry/servers`."""
+
+    def __init__(
+        self, engine: Engine, guard: Guard, processes: Processes, now: Callable[[], float]
+    ) -> None:
+        self._engine, self._guard, self._processes, self._now = engine, guard, processes, now
+
+    async def running(self, call: Call) -> web.Response:
+        """List the models that are loaded, or are being loaded or stopped."""
+        base = f"{call.http.scheme}://{call.http.host}/upstream/"
+        told = [
+            {
+                "model": server.models[0],
+                "state": _STATES[server.phase],
+                "cmd": "",  # it may hold secrets
+                "proxy": base + server.models[0],
+                "ttl": 0,
+                "name": server.name,
+                "description": "",
+            }
+            for server in self._loaded()
+        ]
+        return json_response({"running": told})
+
+    async def unload(self, call: Call) -> web.Response:
+        """Stop all servers after their answers; answer when they have ended."""
+        await self._stop(call, self._loaded())
+        return _text("OK")
+
+    async def unload_all(self, call: Call) -> web.Response:
+        """Do as `unload`; answer in JSON."""
+        await self._stop(call, self._loaded())
+        return json_response({"msg": "ok"})
+
+    async def unload_one(self, call: Call, model: str) -> web.Response:
+        """Stop the servers of a model. Raises NotFoundError."""
+        known = [one for one in self._engine.view.servers() if model in one.models]
+        if not known:
+            raise NotFoundError("model not found")
+        await self._stop(call, [one for one in self._loaded() if model in one.models])
+        return _text("OK")
+
+    async def logs(self, call: Call) -> web.Response:
+        """Return the ends of all logs as text."""
+        self._guard.check_log(call.http)
+        names = [server.name for server in self._engine.view.servers()]
+        tails = [await self._processes.log_tail(name, _TAIL_BYTES) for name in names]
+        return _text(b"".join(tails).decode(errors="replace"))
+
+    async def stream(self, call: Call) -> web.StreamResponse:
+        """Send the ends of all logs, and each new line as it comes."""
+        self._guard.check_log(call.http)
+        response = web.StreamResponse(headers=OWN_HEADERS | {"X-Accel-Buffering": "no"})
+        response.content_type = "text/plain"
+        await response.prepare(call.http)
+        names = [server.name for server in self._engine.view.servers()]
+        at = {name: await self._processes.log_end(name) for name in names}
+        for name in names:
+            await response.write(await self._processes.log_tail(name, _TAIL_BYTES))
+        while True:  # until the client goes, which cancels this
+            for name, position in at.items():
+                lines, at[name] = await self._processes.log_after(name, position, _TAIL_BYTES)
+                if lines:
+                    await response.write(lines)
+            await asyncio.sleep(_NEWS_S)
+
+    def _loaded(self) -> list[ServerView]:
+        return [one for one in self._engine.view.servers() if one.phase in _STATES]
+
+    async def _stop(self, call: Call, servers: list[ServerView]) -> None:
+        self._guard.check(call.http)
+        names = {server.name for server in servers}
+        for name in names:
+            self._engine.tell(ev.ServerAsked(name, stop=True))
+        for _ in range(_LOOKS):  # then the answer comes, and the rest goes on stopping
+            if not names & {server.name for server in self._loaded()}:
+                return
+            await asyncio.sleep(_LOOK_S)
+
+
+def _text(body: str) -> web.Response:
+    return web.Response(text=body, headers=OWN_HEADERS)
 
 
 def server_row(server: ServerView, now: float) -> dict[str, object]:

@@ -11,7 +11,7 @@ from router.web.admin.requests import PATH as REQUESTS
 from router.web.admin.requests import SESSIONS, USAGE, Requests, SumRoutes
 from router.web.admin.routes import HEALTH, METRICS, AdminRoute, OwnRoutes
 from router.web.admin.servers import PATH as SERVERS
-from router.web.admin.servers import ServerRoutes
+from router.web.admin.servers import LlamaSwapRoutes, ServerRoutes
 from router.web.admin.snapshots import PATH as SNAPSHOTS
 from router.web.admin.snapshots import Snapshots
 from router.web.admin.status import StatusRoutes
@@ -22,6 +22,7 @@ def own_routes(
     status: StatusRoutes,
     operations: OperatorActions,
     servers: ServerRoutes,
+    llama_swap: LlamaSwapRoutes,
     snapshots: Snapshots,
     requests: Requests,
     sums: SumRoutes,
@@ -41,6 +42,12 @@ def own_routes(
             AdminRoute("GET", SERVERS, servers.all),
             AdminRoute("GET", f"{SERVERS}/{{name}}/log", servers.log),
             AdminRoute("POST", f"{SERVERS}/{{name}}/{{action}}", servers.act),
+            AdminRoute("GET", "/running", llama_swap.running),
+            AdminRoute("GET", "/unload", llama_swap.unload),
+            AdminRoute("POST", "/api/models/unload", llama_swap.unload_all),
+            AdminRoute("POST", "/api/models/unload/{model}", llama_swap.unload_one),
+            AdminRoute("GET", "/logs", llama_swap.logs),
+            AdminRoute("GET", "/logs/stream", llama_swap.stream),
             AdminRoute("GET", SNAPSHOTS, snapshots.all),
             AdminRoute("POST", f"{SNAPSHOTS}/purge", snapshots.purge),
             AdminRoute("POST", f"{SNAPSHOTS}/verify", snapshots.verify),

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
 
 from aiohttp import web
 
@@ -34,6 +33,10 @@ class MonitorRoutes:
         self._keys = keys
         self._asked_at: dict[BackendId, float] = {}  # loop time
         self._told: dict[BackendId, dict[int, Json]] = {}
+
+    def names(self) -> list[frozenset[str]]:
+        """Return the names of each model."""
+        return self._selection.names()
 
     async def slots(self, call: Call) -> web.Response:
         """Return all slots of a model, or of all models, numbered from 0. Raises RouterError.
@@ -75,8 +78,9 @@ class MonitorRoutes:
             return None
         client = self._selection.fitting(model)[0]
         told = as_dict(json_of(await client.props_answer()))
-        told["total_slots"] = _total(infos)
-        return open_to_browsers(call.http, json_response(told, headers=call.names()))
+        told["total_slots"] = sum(info.n_slots for info in infos)
+        headers = call.names() | {"x-kvferry-backend": client.id}
+        return open_to_browsers(call.http, json_response(told, headers=headers))
 
     def _unloaded(self, call: Call, model: str | None) -> web.Response | None:
         servers = self._selection.servers
@@ -117,7 +121,3 @@ def _known(slot: SlotView, info: BackendInfo) -> Json:
     if slot.resident_tokens:
         row["n_prompt_tokens"] = slot.resident_tokens
     return row
-
-
-def _total(infos: Sequence[BackendInfo]) -> int:
-    return sum(info.n_slots for info in infos)

@@ -68,7 +68,7 @@ class Passing:
         looks = call.http.method in ("GET", "HEAD")
         try:
             # A look must not load a model: programs ask for /health and /props all the time.
-            if not looks and not call.route.unknown:
+            if call.upstream is not None or not (looks or call.route.unknown):
                 await self._selection.until_usable(model, call.id)
             elif call.route.tells_health and self._selection.servers:
                 return open_to_browsers(call.http, json_response({"status": "ok"}))

@@ -43,6 +43,7 @@ class Call:
     hop: Hop | None = None  # another host forwarded the request
     is_trusted: bool = False  # of an operator, or a call of another host
     keyed: bool = False  # clients have keys: one in the request is for the router
+    upstream: str | None = None  # the model that the path named; it is loaded for a look, too
     caller: Caller | None = None  # the owner of the key, if the request needed one
     route: Route = field(init=False)
     sink: Sink = field(init=False)
@@ -112,7 +113,8 @@ class Call:
 
     def name_model(self, named: str | None) -> None:
         """Set the model: the one that the client named, unless a host before knows it better."""
-        self.model = named if self.hop is None or self.hop.model is None else self.hop.model
+        known = self.upstream if self.hop is None else self.hop.model
+        self.model = named if known is None else known
 
     def names(self, *, here: bool = True) -> dict[str, str]:
         """Return the headers of an answer with the id of the attempt, and the client's id.

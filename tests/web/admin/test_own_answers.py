@@ -46,7 +46,8 @@ async def two_models() -> AsyncIterator[RunningRouter]:
     ("method", "path", "status"),
     [
         ("POST", "/completion", 400),
-        ("GET", "/slots", 403),
+        ("GET", "/slots", 200),
+        ("GET", "/slots/0", 403),
         ("POST", "/kvferry/plan", 400),
         ("GET", "/metrics", 200),
         ("GET", "/kvferry/health", 200),
@@ -101,7 +102,7 @@ async def _broken(*_: object, **__: object) -> None:
     ("target", "name", "method", "path"),
     [
         (sending, "relay", "POST", "/completion"),
-        (passing, "relay", "GET", "/props"),
+        (passing, "relay", "GET", "/lora-adapters"),
         (passing, "merge_models", "GET", "/v1/models"),
     ],
 )
