@@ -14,7 +14,8 @@ STORE = Dashboard(
                 "1 is normal: the least useful snapshots are evicted. 0 without a limit.",
                 [
                     (
-                        "sum(kvferry_snapshot_bytes) / sum(kvferry_snapshot_bytes_limit) or vector(0)",
+                        "sum(kvferry_snapshot_bytes)"
+                        " / sum(kvferry_snapshot_bytes_limit) or vector(0)",
                         "bytes",
                     )
                 ],
@@ -25,7 +26,8 @@ STORE = Dashboard(
                 "1 is normal: the least useful snapshots are evicted. 0 without a limit.",
                 [
                     (
-                        "sum(kvferry_snapshot_tokens) / sum(kvferry_snapshot_tokens_limit) or vector(0)",
+                        "sum(kvferry_snapshot_tokens)"
+                        " / sum(kvferry_snapshot_tokens_limit) or vector(0)",
                         "tokens",
                     )
                 ],
