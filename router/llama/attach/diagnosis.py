@@ -59,7 +59,7 @@ _ADVICE = {
     Trouble.KVFERRY: "list the llama-servers themselves",
     Trouble.ROUTER_MODE: (
         "let kvferry start the servers in its place: `kvferry serve --model NAME=FILE`, or"
-        " `kvferry import llama-server PRESETS.ini` (docs/operating.md says why); or start one"
+        " `kvferry import PRESETS.ini` (docs/operating.md says why); or start one"
         " llama-server for each model with -m, and list those as backends"
     ),
     Trouble.TWIN: "list it once; if there are two servers, unset LLAMA_MEDIA_MARKER for both",
