@@ -330,6 +330,10 @@ class BackendRefusedError(BackendError):
         self.backend_status = backend_status
 
 
+class KvferryError(BackendError):
+    """The backend is another kvferry."""
+
+
 class RouterModeError(BackendError):
     """A llama-server that has no model of its own and starts others."""
 

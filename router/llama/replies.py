@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from msgspec.structs import replace
 
 from router.base.decoding import UndecodableError, json_of
-from router.base.errors import BackendError, RouterModeError
+from router.base.errors import BackendError, KvferryError, RouterModeError
 from router.base.tokens import Tokens, pack
 from router.base.types import PrefillProgress, Reported, SlotStatus, Transfer
 from router.llama.reply_parsers import READERS, Json, Reading, as_dict, loads
@@ -268,6 +268,8 @@ def slots_from(payload: object) -> list[SlotStatus]:
     """Read the answer to GET /slots, as bytes or parsed. Raises BackendError."""
     statuses: list[SlotStatus] = []
     for slot in _Answer(payload, "GET /slots").items():
+        if slot.get("backend", str, ""):
+            raise KvferryError("GET /slots: these are the slots of a kvferry's backends")
         # missing on a slot that never ran a task (llama-server.md section 5.1)
         n_tokens, task = slot.get("n_prompt_tokens", int, -1), slot.get("id_task", int, -1)
         statuses.append(

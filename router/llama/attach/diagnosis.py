@@ -12,6 +12,7 @@ from router.base.errors import (
     BackendRefusedError,
     BackendTimeoutError,
     KvError,
+    KvferryError,
     KvFileError,
     RouterModeError,
     TwinError,
@@ -118,6 +119,8 @@ def trouble_of(error: BackendError) -> Trouble:
     """Return the trouble that a failed call shows."""
     if isinstance(error, RouterModeError):
         return Trouble.ROUTER_MODE
+    if isinstance(error, KvferryError):
+        return Trouble.KVFERRY
     if isinstance(error, TwinError):
         return Trouble.TWIN
     if isinstance(error, BackendRefusedError):

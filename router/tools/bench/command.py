@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.text import Text
 
 from router.assembly.backends import client_of, timeouts_of
-from router.base.errors import BackendError, BackendRefusedError, KvError
+from router.base.errors import BackendError, KvError, KvferryError
 from router.config.schema import BackendConfig, Config
 from router.llama.server_client import Connections
 from router.tools.bench.measure import Measured, ServerBench
@@ -70,8 +70,7 @@ def _other(config: Config, backend: BackendConfig) -> BackendConfig | None:
 
 
 def _told(error: Exception) -> str:
-    refused = isinstance(error, BackendRefusedError) and error.backend_status == 403
-    return _KVFERRY if refused and "kvferry" in str(error) else str(error)
+    return _KVFERRY if isinstance(error, KvferryError) else str(error)
 
 
 def _print(results: list[Measured]) -> None:

@@ -171,8 +171,6 @@ async def _ask(client: LlamaClient, facts: Facts) -> Facts:
     props = await client.props()
     await client.models()
     status, payload = await _raw(client, "GET", "/slots")
-    if status == 403 and b"kvferry" in payload:
-        return replace(facts, unusable=Unusable(Trouble.KVFERRY))
     slots = slots_from(payload) if status == 200 else []
     # llama-server checks --slot-save-path first and refuses an unknown action without effect.
     status, _ = await _raw(client, "POST", "/slots/0?action=none", b"{}")
