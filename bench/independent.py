@@ -261,8 +261,11 @@ def python_for(version: tuple[int, int]) -> str | None:
     """Return a Python of at least a version, below 3.13; None: there is none here."""
     if version <= sys.version_info[:2] < (3, 13):
         return sys.executable
-    pyenv = sorted(Path.home().glob(".pyenv/versions/3.12*/bin/python"))
-    return shutil.which("python3.12") or (str(pyenv[-1]) if pyenv else None)
+    found = [shutil.which("python3.12"), *Path.home().glob(".pyenv/versions/3.12*/bin/python")]
+    for python in map(str, filter(None, found)):  # a shim may be there without a Python behind it
+        if subprocess.run([python, "--version"], capture_output=True, check=False).returncode == 0:
+            return python
+    return None
 
 
 def install(program: Program) -> Path | None:

@@ -138,7 +138,7 @@ async def app_of(made: Stages, live: Live) -> App:
         keys=keys,
         completions=completions,
         passing=Passing(selection, settings, parts.throttle, elsewhere),
-        monitors=MonitorRoutes(engine, selection, keys),
+        monitors=MonitorRoutes(engine, selection, keys, settings),
         own=await _own_routes(made, completions, live, bodies, settings, purging),
         decision_log=parts.decision_log,
         telemetry=parts.telemetry,

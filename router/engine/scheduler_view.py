@@ -11,6 +11,7 @@ from types import MappingProxyType
 from router.base.prefix_hash import BLOCK
 from router.base.tokens import Tokens, count, head
 from router.base.types import (
+    NO_TENANT,
     BackendId,
     BackendInfo,
     MemoryKind,
@@ -71,7 +72,8 @@ class SlotView:
 
     `doing` is a step, `prefill queue`, `placement gate`, or `answer`. `source` and `copy_from` are
     the plan's. `pending_tokens` is what the slot will hold after the step. `prefilled`: the
-    share of a prompt that the router computes there, as the server told last.
+    share of a prompt that the router computes there, as the server told last. `tenant`: of what it
+    holds; `owner`: of what runs there, if anything does.
     """
 
     id: SlotId
@@ -86,6 +88,7 @@ class SlotView:
     source: Source | None
     copy_from: SlotId | None
     prefilled: float | None = None
+    owner: Tenant = NO_TENANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,7 @@ def slot_view(
         source=chosen.source if chosen else None,
         copy_from=chosen.copy_from if chosen else None,
         prefilled=_prefilled(job, done),
+        owner=slot.offered_tenant,
     )
 
 

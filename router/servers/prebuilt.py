@@ -84,6 +84,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+# Whoever gives these relies on them.
+_MUST_HOLD = ("--api-key-file", "--ssl-key-file", "--ssl-cert-file", "--api-prefix")
+
+
 def _ignore(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Say which flags of llama-server have no effect here.
 
@@ -93,7 +97,7 @@ def _ignore(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
     while rest:
         word = rest.pop(0)
         flag = USUAL.of(word)
-        if flag is None or flag.name in KV_FLAGS:
+        if flag is None or flag.name in KV_FLAGS or flag.name in _MUST_HOLD:
             parser.error(f"unrecognized argument: {word}")
         if flag.value and "=" not in word and rest:
             rest.pop(0)

@@ -183,6 +183,7 @@ class Supervisor:
             if late and not running.stopping:
                 running.process.end(0.0)
                 await running.process.wait()
+                await self._end_elsewhere(launch, port)
                 return late
             if not running.process.has_ended and not running.stopping:
                 running.url = url
@@ -205,10 +206,15 @@ class Supervisor:
             ending = await ServerProcess.spawn(
                 command, launch.env, self._logs[launch.name], launch.stop_timeout_s
             )
-            async with asyncio.timeout(launch.stop_timeout_s):
-                await ending.wait()
-        except (OSError, TimeoutError) as error:
-            log.warning("stop_command_failed", server=launch.name, reason=str(error) or "too slow")
+            try:
+                async with asyncio.timeout(launch.stop_timeout_s):
+                    await ending.wait()
+            except TimeoutError:
+                log.warning("stop_command_failed", server=launch.name, reason="it takes too long")
+            ending.end(0.0)
+            await ending.wait()
+        except OSError as error:
+            log.warning("stop_command_failed", server=launch.name, reason=str(error))
 
     async def _until_ready(self, port: int, running: _Running, process: ServerProcess) -> str:
         """Wait until a server answers or has ended; return the reason if neither comes in time.
@@ -230,8 +236,8 @@ class Supervisor:
                 seen, alive_at = end, loop.time() if end != seen else alive_at
             if loop.time() > alive_at + launch.start_timeout_s:
                 told = (
-                    f"it was not ready, and wrote nothing for {launch.start_timeout_s:g} s: raise"
-                    " `start_timeout` of this model if it needs longer"
+                    f"it was not ready, and wrote nothing for {launch.start_timeout_s:g} s; look at"
+                    " `start_timeout` of this model"
                 )
                 return f"{told}: another process listens on its port {port}" if answers else told
             with suppress(TimeoutError):

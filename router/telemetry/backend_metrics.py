@@ -70,6 +70,8 @@ class BackendMetrics:
         self._gone: defaultdict[str, float] = defaultdict(float)  # of processes that have ended
         self._window = (0.0, dict.fromkeys(_COUNTERS, 0.0))  # since when; the sums then
         self._speeds = dict.fromkeys(_SPEEDS, 0.0)
+        self._of: dict[BackendId, LlamaClient] = {}  # who told it
+        self._turn, self._looked_at = asyncio.Lock(), -_WINDOW_S
 
     async def sums(self, running: int, waiting: int) -> bytes:
         """Return the series of a llama-server, once for all of them, without a label.
@@ -77,19 +79,25 @@ class BackendMetrics:
         Monitors and dashboards for one llama-server read them. Counters go on when a process ends.
         `running` and `waiting`: requests, as kvferry counts them.
         """
+        async with self._turn:  # one look a second for all scrapes: it disturbs a server at work
+            if monotonic() - self._looked_at >= _WINDOW_S:
+                await self._look()
+                self._looked_at = monotonic()
+        return generate_latest(_Families(self._summed(running, waiting)))
+
+    async def _look(self) -> None:
         clients = dict(self._clients)
         answers = await asyncio.gather(*(self._ask(client, set()) for client in clients.values()))
-        for backend, found in zip(clients, answers, strict=True):
-            told = _values(found or ())
-            last = self._last.get(backend, {})
-            if told and any(told.get(name, 0.0) < last.get(name, 0.0) for name in _COUNTERS):
+        for (backend, client), found in zip(clients.items(), answers, strict=True):
+            told, last = _values(found or ()), self._last.get(backend, {})
+            fell = any(told.get(name, 0.0) < last.get(name, 0.0) for name in _COUNTERS)
+            if last and told and (fell or self._of.get(backend) is not client):
                 self._forget(backend)  # it is another process
             if told:
-                self._last[backend] = told
+                self._last[backend], self._of[backend] = told, client
         for backend in [*self._last]:
-            if backend not in clients:
+            if backend not in self._clients:
                 self._forget(backend)
-        return generate_latest(_Families(self._summed(running, waiting)))
 
     def _forget(self, backend: BackendId) -> None:
         last = self._last.pop(backend)

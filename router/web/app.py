@@ -129,8 +129,6 @@ class App:
         host = None if self._hosts is None else self._hosts.name
         call = Call(request, request_id(), host, self._sender(request))
         try:
-            if request.path.startswith(UPSTREAM):
-                call = self._of_upstream(call)
             return await self._answer(side, call)
         except RouterError as error:
             return await self._reject(call, error)
@@ -146,17 +144,20 @@ class App:
         check_head(request)
         if side is Audience.PEERS:
             return await self._answer_peer(call)
-        origins.check(request, self._settings)
+        is_upstream = path.startswith(UPSTREAM)
+        origins.check(request, self._settings, loads=is_upstream)
         if self._hosts is not None and _is_for_peers(path):
             raise NotFoundError("there is nothing at this path")
         own = self.own.find(request, path, side)
         if own is None:
             self._keys.admit(call)
-        expects(request)  # an unknown one is refused before any work
+        if is_upstream and own is None:
+            self._go_upstream(call)
+        expects(call.http)  # an unknown one is refused before any work
         return await (self._answer_client(call) if own is None else own(call))
 
-    def _of_upstream(self, call: Call) -> Call:
-        """Return the call that `/upstream/MODEL/PATH` stands for, as llama-swap reads it.
+    def _go_upstream(self, call: Call) -> None:
+        """Make a call what `/upstream/MODEL/PATH` stands for, as llama-swap reads it.
 
         Raises NotFoundError.
         """
@@ -165,10 +166,12 @@ class App:
         name = max((n for n in names if f"{rest}/".startswith(f"{n}/")), key=len, default=None)
         if name is None:
             raise NotFoundError("model not found")
-        url = call.http.rel_url.with_path(rest.removeprefix(name) or "/", keep_query=True)
-        made = Call(call.http.clone(rel_url=url), call.id, call.host, call.sender)
-        made.upstream = name
-        return made
+        path = rest.removeprefix(name) or "/"
+        if is_own(path) or _is_for_peers(path) or path.startswith(UPSTREAM):
+            raise NotFoundError("there is nothing at this path")
+        url = call.http.rel_url.with_path(path, keep_query=True)
+        call.ask_upstream(name, call.http.clone(rel_url=url))
+        check_head(call.http)
 
     async def _answer_peer(self, call: Call) -> web.StreamResponse:
         """Answer a peer: one of its own calls, or a request that it forwards.
@@ -198,7 +201,8 @@ class App:
             raise NotFoundError("there is nothing at this path")
         may_take_slot = method == "POST" and not self._settings.passthrough
         # A forwarded request was counted where its client is.
-        counted = call.caller if call.hop is None and method == "POST" else None
+        loads = method == "POST" or call.upstream is not None
+        counted = call.caller if call.hop is None and loads else None
         if route.controls:  # of an answer that is counted
             counted = None
         if may_take_slot and (route.shape or route.takes_slot):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.config.test_auth import auth
 from tests.conftest import StartServer
-from tests.e2e.test_servers_on_demand import config, model
+from tests.e2e.test_servers_on_demand import config, model, until
 from tests.support.conversations.prompts import Json
 from tests.support.servers.running_router import RunningRouter, running
 from tests.web.api.test_client_keys import ALSO, GOOD, bearer
@@ -47,9 +47,12 @@ async def test_a_slot_at_work_shows_counts_and_no_text(
         assert not {"params", "prompt", "generated"} & set(at_work)
         await kvferry.until_quiet()
         await kvferry.complete("x")
-        after = await kvferry.metrics()
-    name = "llamacpp:tokens_predicted_total"
-    assert after[name] - before[name] > 8
+
+        async def has_grown() -> bool:
+            name = "llamacpp:tokens_predicted_total"
+            return (await kvferry.metrics())[name] - before[name] > 8
+
+        await until(has_grown)  # the servers are asked once a second
 
 
 async def test_a_tenant_sees_its_own_slots(llama_server: StartServer, tmp_path: Path) -> None:
@@ -61,6 +64,17 @@ async def test_a_tenant_sees_its_own_slots(llama_server: StartServer, tmp_path: 
         await kvferry.until_quiet()
         alice, bob = [await slots_of(kvferry, headers=bearer(key)) for key in (GOOD, ALSO)]
         assert (await kvferry.get("/slots")).status == 401
+        # What runs in a slot is of who asked for it, whatever the slot had before.
+        endless = {"prompt": "b", "n_predict": 100_000, "ignore_eos": True, "stream": True}
+        url, headers = f"{kvferry.url}/completion", bearer(ALSO)
+        async with AsyncExitStack() as stack:
+            for _ in range(len(alice)):
+                asked = kvferry.session.post(url, json=endless, headers=headers)
+                await (await stack.enter_async_context(asked)).content.readline()
+            his, hers = [await slots_of(kvferry, headers=bearer(key)) for key in (ALSO, GOOD)]
+    assert all(slot["is_processing"] for slot in hers)
+    assert [slot.get("n_prompt_tokens") for slot in hers] == [None] * len(hers)
+    assert all(slot.get("n_prompt_tokens") for slot in his)
     assert max(slot.get("n_prompt_tokens", 0) for slot in alice) > 60
     assert [slot.get("n_prompt_tokens") for slot in bob] == [None] * len(alice)
 
@@ -130,6 +144,22 @@ async def test_front_ends_of_llama_swap_see_and_unload_models() -> None:
 async def test_a_path_of_llama_swap_needs_the_key(tmp_path: Path) -> None:
     yaml = unloaded() + auth(("laptop", GOOD, "alice"))
     async with running([], None, yaml=yaml, wait_for=()) as kvferry:
-        assert (await kvferry.get("/upstream/chat/health")).status == 401
+        for path in ("chat/health", "none/health"):  # no name of a model can be guessed
+            assert (await kvferry.get(f"/upstream/{path}")).status == 401
+        asked = kvferry.session.options(f"{kvferry.url}/upstream/chat/v1/chat/completions")
+        async with asked as answer:
+            assert answer.status == 200
+        for path in ("chat/kvferry/state", "chat/metrics", "chat/slots/0", "chat/upstream/code/x"):
+            told = await kvferry.get(f"/upstream/{path}", headers=bearer(GOOD))
+            assert told.status in (403, 404), path
+        phases = (await kvferry.get("/kvferry/servers")).json["servers"]
+    assert {server["phase"] for server in phases} == {"stopped"}
+
+
+async def test_no_page_of_another_site_loads_a_model() -> None:
+    """An image of a page has no Origin."""
+    async with running([], None, yaml=unloaded(), wait_for=()) as kvferry:
+        page = {"Sec-Fetch-Site": "cross-site"}
+        assert (await kvferry.get("/upstream/code/health", headers=page)).status == 403
         phases = (await kvferry.get("/kvferry/servers")).json["servers"]
     assert {server["phase"] for server in phases} == {"stopped"}

@@ -195,7 +195,7 @@ async def test_a_start_that_says_something_is_not_too_long(
     silent = running(tmp_path, "import time; time.sleep(60)", start_timeout_s=0.2)
     silent.servers.start(A)
     problem, _ = await silent.ended.get()
-    assert "raise `start_timeout`" in problem
+    assert problem.endswith("for 0.2 s; look at `start_timeout` of this model")
 
 
 async def test_what_a_process_leaves_running_is_ended(tmp_path: Path) -> None:
@@ -208,6 +208,20 @@ async def test_what_a_process_leaves_running_is_ended(tmp_path: Path) -> None:
     await made.ready.wait()
     await made.servers.aclose()
     assert int(left.read_text()) > 0
+
+
+async def test_what_is_left_of_a_late_start_is_ended(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    stop = (
+        sys.executable,
+        "-c",
+        "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()",
+        str(left),
+    )
+    made = running(tmp_path, "import time; time.sleep(60)", start_timeout_s=0.1, stop_argv=stop)
+    made.servers.start(A)
+    await made.ended.get()
+    assert left.exists()
 
 
 async def test_what_is_no_llama_server_is_ended_for_good(tmp_path: Path) -> None:

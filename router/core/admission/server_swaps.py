@@ -15,8 +15,6 @@ from router.core.model.jobs import RequestJob
 from router.core.model.servers import Demand, Server, ServerPhase
 from router.core.planning.server_swap import plan_swaps
 
-_MOST_OF_A_PROBLEM = 400  # characters
-
 
 def settle(state: State, now: float) -> None:
     """Start and stop servers as the present requests need."""
@@ -95,9 +93,13 @@ def _failed(state: State, model: str | None) -> ServerFailedError:
 
 
 def _told(problem: str) -> str:
-    """Return a problem for clients: a stranger gets names of files, without where they are."""
-    words = (word.rpartition("/")[2] if "/" in word else word for word in problem.split(" "))
-    return " ".join(words)[:_MOST_OF_A_PROBLEM].rstrip(".;")
+    """Return a problem for clients: how it ended and what to look at.
+
+    What the log said between them is for operators: it may name files, and hold text of prompts.
+    """
+    how, _, said = problem.partition(": ")
+    hint = said.rpartition("; ")[2] if "; look at" in said else ""
+    return "; ".join(part for part in (how, hint) if part)
 
 
 def came_up(state: State, info: BackendInfo, now: float) -> None:

@@ -285,7 +285,8 @@ class Monitor:
         if self.attached is None and found.trouble is not self._told:
             self._told = found.trouble
             log.warning("backend_down", backend=self.client.id, reason=found.reason, do=found.do)
-        if found.trouble in NO_LLAMA_SERVER:
+        if found.trouble in NO_LLAMA_SERVER and sure and not self.models:
+            # Never attached, and so again: what answers there can never be one.
             self._listener.no_llama_server(self.client.id, found.reason)
 
     def _lose(self) -> None:

@@ -59,8 +59,7 @@ class Keys:
         if not self.known.callers:  # (1)
             return
         request, call.keyed = call.http, True
-        is_open = call.upstream is None and _is_open(request.method, request.path)
-        if is_open and not request.body_exists:  # (2)
+        if _is_open(request.method, request.path) and not request.body_exists:  # (2)
             return
         key = _key_of(request)
         caller = self.known.callers.get(digest_of(key)) if key else None

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from router.base.decoding import json_of
 from router.base.errors import BackendError, NoBackendError
-from router.base.types import BackendId, BackendInfo
+from router.base.types import BackendId, BackendInfo, RequestId
 from router.core.model.tenancy import is_of
 from router.engine.engine import Engine
 from router.engine.scheduler_view import SlotView
@@ -17,6 +17,7 @@ from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.server.call import Call
 from router.web.server.error_responses import json_response, open_to_browsers
+from router.web.server.settings import Settings
 
 # More than one poll a second hides from a server that a client has left (llama-server.md 5.6).
 _INTERVAL_S = 1.0
@@ -27,12 +28,16 @@ _WITHIN_S = 0.8
 class MonitorRoutes:
     """Serves GET /slots and GET /props. Owns the last answers of the servers."""
 
-    def __init__(self, engine: Engine, selection: BackendSelection, keys: Keys) -> None:
+    def __init__(
+        self, engine: Engine, selection: BackendSelection, keys: Keys, settings: Settings
+    ) -> None:
+        self._settings = settings
+        self._turn = asyncio.Lock()
         self._engine = engine
         self._selection = selection
         self._keys = keys
         self._asked_at: dict[BackendId, float] = {}  # loop time
-        self._told: dict[BackendId, dict[int, Json]] = {}
+        self._told: dict[BackendId, dict[int, tuple[RequestId | None, Json]]] = {}
 
     def names(self) -> list[frozenset[str]]:
         """Return the names of each model."""
@@ -45,25 +50,31 @@ class MonitorRoutes:
         """
         model = self._selection.resolve(call.model)
         infos = [info for info in self._engine.infos.values() if info.answers_to(model)]
-        slots: dict[BackendId, list[SlotView]] = defaultdict(list)
-        for slot in self._engine.view.slots():
-            slots[slot.id.backend].append(slot)
-        busy = [info.id for info in infos if any(slot.request for slot in slots[info.id])]
-        await asyncio.gather(*map(self._ask, busy))
+        async with self._turn:  # who comes meanwhile gets what this one is told
+            await asyncio.gather(*(self._ask(info.id) for info in infos))
+        slots = self._slots()
         rows: list[Json] = []
         for info in infos:
-            told = self._told.get(info.id, {}) if info.id in busy else {}
+            told = self._told.get(info.id, {})
             for slot in slots[info.id]:
-                row = told.get(slot.id.index) or _known(slot, info)
+                request, row = told.get(slot.id.index, (None, {}))
+                if request != slot.request or not (request or self._settings.passthrough):
+                    row = _known(slot, info)
+                if not self._settings.passthrough:
+                    row = row | {"is_processing": slot.request is not None}
                 if not self._may_see(call, slot):
                     row = of_others(row)
-                rows.append(row | {"id": len(rows), "model": call.model, "backend": info.id})
+                row = row | {"id": len(rows), "backend": info.id}
+                rows.append(row if call.model is None else row | {"model": call.model})
         if call.http.query.get("fail_on_no_slot") and all(row["is_processing"] for row in rows):
             raise NoBackendError("no slot available")
-        for row in rows:
-            if row["model"] is None:
-                del row["model"]
         return open_to_browsers(call.http, json_response(rows, headers=call.names()))
+
+    def _slots(self) -> dict[BackendId, list[SlotView]]:
+        found: dict[BackendId, list[SlotView]] = defaultdict(list)
+        for slot in self._engine.view.slots():
+            found[slot.id.backend].append(slot)
+        return found
 
     async def props(self, call: Call) -> web.Response | None:
         """Return the properties of a model that is not loaded, or of several servers as one.
@@ -91,23 +102,37 @@ class MonitorRoutes:
         return open_to_browsers(call.http, json_response(told, headers=call.names()))
 
     async def _ask(self, backend: BackendId) -> None:
-        """Ask a server for its slots, unless that was done a moment ago."""
+        """Ask a server at work for its slots, unless that was done a moment ago.
+
+        A row is of the request that ran there before and after the question.
+        """
         now = asyncio.get_running_loop().time()
+        before = {slot.id.index: slot.request for slot in self._slots()[backend]}
+        works = self._settings.passthrough or any(before.values())
+        monitor = self._selection.monitors.get(backend)
+        if not works or monitor is None:
+            self._told.pop(backend, None)
+            return
         if now - self._asked_at.get(backend, -_INTERVAL_S) < _INTERVAL_S:
             return
         self._asked_at[backend] = now
-        client = self._selection.monitors[backend].client
+        self._told.pop(backend, None)
         try:
             async with asyncio.timeout(_WITHIN_S):
-                answer = await client.slots_answer()
+                answer = await monitor.client.slots_answer()
         except (BackendError, TimeoutError):
-            return  # the last answer, or what kvferry knows, is shown
-        self._told[backend] = {slot["id"]: slot for slot in slots_in(answer)}
+            return  # what kvferry knows is shown
+        after = {slot.id.index: slot.request for slot in self._slots()[backend]}
+        self._told[backend] = {
+            slot["id"]: (after[slot["id"]], slot)
+            for slot in slots_in(answer)
+            if slot["id"] in after and after[slot["id"]] == before.get(slot["id"])
+        }
 
     def _may_see(self, call: Call, slot: SlotView) -> bool:
         if not self._keys.known.keeps_apart:
             return True
-        return call.caller is not None and is_of(slot.tenant, call.caller.tenant)
+        return call.caller is not None and is_of(slot.owner, call.caller.tenant)
 
 
 def _known(slot: SlotView, info: BackendInfo) -> Json:

@@ -71,6 +71,11 @@ class Call:
         self.route = route_of(self.http.path)
         self.sink = Sink(self.http)
 
+    def ask_upstream(self, model: str, request: web.BaseRequest) -> None:
+        """Take another request in place of this one, for a model that its path named."""
+        self.upstream, self.http = model, request
+        self.route, self.sink = route_of(request.path), Sink(request)
+
     @property
     def scheduled(self) -> Request:
         """Return the request for the scheduler, once the prompt was read."""

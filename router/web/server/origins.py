@@ -15,12 +15,13 @@ from router.base.errors import OriginError
 from router.config.values import is_address
 from router.web.server.settings import Settings
 
-# Ends of names that nobody can register in public DNS, or whose owner gives them to private
-# networks only (AVM, Telekom, Tailscale). Names without a dot, as containers have, are private too.
+# Ends of names that nobody can register in public DNS, or whose owner gives them to devices of its
+# customers (AVM, Telekom, Tailscale). Names without a dot, as containers have, are private too.
 PRIVATE = (
     *("localhost", "local", "internal", "home.arpa", "svc", "lan", "home", "localdomain"),
     *("intranet", "private", "corp", "fritz.box", "speedport.ip", "ts.net"),
 )
+_OF_ANYBODY = "ts.net"  # pages there may be public: anybody can have such a name
 # Of programs that show pages of their own; a page from the web has http or https.
 _PROGRAMS = frozenset({"app", "tauri", "capacitor", "ionic", "vscode-webview", "vscode-file"})
 
@@ -28,10 +29,15 @@ _PROGRAMS = frozenset({"app", "tauri", "capacitor", "ionic", "vscode-webview", "
 _MOST = 100  # characters of a name that an error repeats
 
 
-def check(request: web.BaseRequest, settings: Settings) -> None:
-    """Raise OriginError for a request of a page that is not allowed to make it."""
+def check(request: web.BaseRequest, settings: Settings, *, loads: bool = False) -> None:
+    """Raise OriginError for a request of a page that is not allowed to make it.
+
+    `loads`: even a look has an effect. A page may look without an Origin, as an image does.
+    """
     if settings.needs_key:
         return
+    if loads and request.headers.get("Sec-Fetch-Site") == "cross-site":
+        raise OriginError("pages of another site may not load a model without keys")
     host = request.headers.get("Host")
     if host is not None and not _may_be_host(host, settings.browser_hosts):
         raise OriginError(
@@ -62,7 +68,9 @@ def _may_ask(origin: str, host: str | None, listed: frozenset[str]) -> bool:
         return False  # also "null": a page in a frame without an origin
     if rest.lower() == (host or "").lower():
         return True
-    return ip_address(name).is_private if is_address(name) else _is_private(name)
+    if is_address(name):
+        return ip_address(name).is_private
+    return _is_private(name) and not name.endswith(f".{_OF_ANYBODY}")
 
 
 def _is_private(name: str) -> bool:

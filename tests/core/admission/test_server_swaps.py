@@ -381,9 +381,11 @@ def test_what_is_no_llama_server_is_not_started_again() -> None:
     w = two()
     w.ask("1", "a")
     w.run(1.0)
-    w.feed(ev.ServerEnded(BackendId("a"), "it is /opt/x/sd-server", hopeless=True))
+    problem = "it ended with code 1: /opt/x: a prompt | error; look at `args` of this model"
+    w.feed(ev.ServerEnded(BackendId("a"), problem, hopeless=True))
     assert isinstance(w.rejected["1"], ServerFailedError)
-    assert "it is sd-server; `kvferry servers log a`" in str(w.rejected["1"])
+    told = "it ended with code 1; look at `args` of this model; `kvferry servers log a`"
+    assert told in str(w.rejected["1"])
     w.run(1e5)
     w.ask("2", "a")
     w.run(1e5 + 100)

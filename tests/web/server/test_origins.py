@@ -58,6 +58,7 @@ async def test_no_page_of_the_web_reaches_any_route(
     for origin in (
         *("https://evil.example", "null", "https://localhost.evil.example", "http://["),
         *("http://93.184.215.14", "https://evil.lan.example", "chrome-ext://x"),
+        "https://evil.tail1.ts.net",  # a page there may be anybody's
     ):
         assert await status(kvferry, method, path, Origin=origin) == 403
     asked = {request for request in fake.seen[seen:] if request != ("GET", "/slots")}
