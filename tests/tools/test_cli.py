@@ -165,6 +165,7 @@ def test_a_flag_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         served.append((config, flags))
 
     monkeypatch.setattr(cli, "serve", serve)
+    monkeypatch.setattr(cli, "set_up_logging", lambda _: None)  # it is for the whole process
     flags = [
         "--listen",
         "127.0.0.1:2",

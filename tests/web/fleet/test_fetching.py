@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 from msgspec.structs import replace
 
-from router.base.errors import BackendRefusedError
+from router.base.errors import BackendRefusedError, NotFoundError
 from router.base.tokens import pack
 from router.base.types import NO_TENANT, KvDir, Namespace
 from router.hosts import link
@@ -149,7 +148,7 @@ async def test_a_damaged_part_is_never_used(
     async def damaged(self: Exchange, *args: object) -> memoryview:
         raw = bytearray(await part(self, *args))  # type: ignore[arg-type]
         if harm == "missing":
-            raise web.HTTPNotFound
+            raise NotFoundError("it is gone")
         if harm == "short":
             return memoryview(raw[:-1])
         raw[len(raw) // 2] ^= 1
