@@ -18,7 +18,7 @@ REAL_MODELS := tests/e2e/test_real_models.py
 # Flaky tests of all targets of a `make test-all`: failed beside other tests, passed alone.
 export FLAKES ?= $(CURDIR)/.cache/flakes
 
-.PHONY: demo test test-all test-thorough test-hostile test-binary test-archs test-device gpu-bundle test-slow test-hosts test-clients soak fuzz check bench clean
+.PHONY: demo test test-all test-thorough test-hostile test-binary test-archs test-device gpu-bundle test-slow test-hosts test-clients soak fuzz check bench bench-independent clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kvferry demo
@@ -106,6 +106,11 @@ fuzz: $(VENV)/.test
 # router; docs/clients.md has the results.
 test-clients: $(CLIENTS_VENV)/.ready
 	$(CLIENTS_VENV)/bin/python -m tests.clients.table --check
+
+# What benchmarks that others wrote say, each in an environment of its own: about 35 minutes on two
+# cores, 5 GB of packages.
+bench-independent: $(VENV)/.test $(LLAMA)/.built
+	LLAMA_SERVER_BIN=$(LLAMA_BIN)/llama-server $(BIN)/python -m bench.independent
 
 bench: $(VENV)/.test
 	@grep '^| `python -m bench' bench/README.md

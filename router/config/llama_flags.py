@@ -104,7 +104,12 @@ def flags_of(program: Sequence[str]) -> Flags | None:
 def _help_of(program: Sequence[str]) -> str:
     try:
         done = subprocess.run(  # noqa: S603 - a program that the user named
-            [*program, "--help"], capture_output=True, timeout=_HELP_S, check=False, text=True
+            [*program, "--help"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_HELP_S,
+            check=False,
+            text=True,
         )
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
         return ""

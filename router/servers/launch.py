@@ -25,7 +25,7 @@ _KEY_VARIABLE = "LLAMA_API_KEY"  # of llama-server's --api-key
 _SETTINGS = "LLAMA_ARG_"  # what its variables for flags begin with
 _HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MS_TOKEN")
 # Names of variables that hold secrets as a rule.
-_SECRET = re.compile(
+SECRET = re.compile(
     r"(?:^|_)(?:KEYS?|TOKENS?|AUTH|HEADERS|DSN)(?:_|$)|SECRET|PASSW|CREDENTIAL|APIKEY"
 )
 
@@ -197,7 +197,7 @@ def _environment(model: ModelConfig, inherited: Mapping[str, str]) -> dict[str, 
     return {
         name: value
         for name, value in others.items()
-        if name in kept or not _SECRET.search(name.upper())
+        if name in kept or not SECRET.search(name.upper())
     }
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os.path import basename
 from pathlib import Path
@@ -20,7 +21,7 @@ Json = dict[str, Any]
 
 _PORT, _KV_DIR, _LOCAL = "${port}", "${kv_dir}", "127.0.0.1"
 _NAME = r"llama[-_]server[\w.-]*"  # also llama-server-cuda, llama-server.exe
-SERVER = re.compile(rf"(?:.*[/\\])?{_NAME}", re.IGNORECASE)
+SERVER = re.compile(rf"(?:[^\s]*[/\\])?{_NAME}", re.IGNORECASE)
 _IN_TEXT = re.compile(rf"(?<![^\s;&(])[^\s;&('\"]*{_NAME}")
 _IMAGE = re.compile(r"llama[-_.]?(?:cpp|server)", re.IGNORECASE)
 # Options of `docker run` without a value; all others take one. A server has no terminal.
@@ -32,7 +33,7 @@ _SLOTS = 4  # without -np: four slots that share their cells (server.cpp:168-173
 _SAME = ("--host", "--port", "--slot-save-path", "--cache-ram", "--no-slots")
 _WHY = {
     "--cache-reuse": "kvferry reuses more, and chunks that were moved could not be saved",
-    "--api-key": "clients of kvferry need no key, or one of `auth: keys`",
+    "--api-key": "it lets clients into kvferry (`auth: keys`)",
     "--ssl-key-file": "kvferry has TLS of its own: `tls`",
     "--api-prefix": "a proxy in front of kvferry may add one",
 }
@@ -94,9 +95,11 @@ class Commands:
             env[found[1]] = found[2]
             words.pop(0)
         first = basename(words[0]) if words else ""
-        if first in ("docker", "podman", "nerdctl") and "run" in words:
+        if first == "env" and "=" in "".join(words[1:2]):
+            return self.translated(words[1:], env)
+        if _container_at(words) == 0:
             return self._container(words)
-        if first in ("sh", "bash", "zsh", "dash") and "-c" in words:
+        if _text_at(words):
             return self._shell(words, env)
         at = next((at for at, word in enumerate(words) if SERVER.fullmatch(word)), None)
         if at is None:
@@ -117,13 +120,15 @@ class Commands:
         return keys | server.sizes | ({"args": server.args} if server.args else {}), server
 
     def _shell(self, words: list[str], env: dict[str, str]) -> tuple[Json, ServerFlags]:
-        at = words.index("-c") + 1
-        text = "".join(words[at : at + 1])
-        program = _IN_TEXT.search(text)
-        if program is None:
-            raise UntranslatableError(f"the text of its shell starts no llama-server: {text[:60]}")
-        end = end_of_command(text, program.end())
-        server = self.flags(shlex.split(text[program.end() : end]), env, None)
+        at = _text_at(words)
+        text = words[at]
+        for program in _IN_TEXT.finditer(text):
+            end = end_of_command(text, program.end())
+            with suppress(UntranslatableError):  # of `cd llama-server-1`, `pkill llama-server`
+                server = self.flags(shlex.split(text[program.end() : end]), env, None)
+                break
+        else:
+            raise UntranslatableError("the text of its shell starts no llama-server with a model")
         own = " ".join(map(_quoted, server.words(_LOCAL, _PORT)))
         text = f"{text[: program.end()]} {own} {text[end:]}".rstrip()
         return {"command": [*words[:at], text, *words[at + 1 :]]}, server
@@ -156,7 +161,7 @@ class Commands:
 
     def _program(self, named: str) -> str:
         """Return a program that is on this machine; "": kvferry's own is used."""
-        path = str(self.folder / named) if "/" in named else named
+        path = str(self.folder / Path(named).expanduser()) if "/" in named else named
         if named in ("llama-server", "llama-server.exe") or shutil.which(path) is None:
             if "/" in named:
                 self.note(f"{named} is not here: the llama-server that kvferry finds is used")
@@ -165,6 +170,8 @@ class Commands:
 
     def _flags_of(self, program: str) -> Flags | None:
         """Return the flags of a program, or of kvferry's own; None: it does not tell them."""
+        if program and not _is_binary(program):
+            return None  # nothing that the file's folder has is run
         if program not in self._flags:
             try:
                 self._flags[program] = flags_of([program] if program else find_server())
@@ -195,9 +202,7 @@ class Commands:
                 if known is None:
                     server.args += given
                 else:
-                    self.note(
-                        f"{shlex.join(given)} is left out: this llama-server has no such flag"
-                    )
+                    self.note(f"{given[0]} is left out: this llama-server has no such flag")
                 continue
             if flag.value and not equals:
                 if not rest or flags.of(rest[0]) is not None:
@@ -240,6 +245,36 @@ class Commands:
         """Return a path from the root; with `exists` only if there is such a file."""
         path = self.folder / Path(text).expanduser() if text else self.folder
         return text if exists and not ("/" in text and path.is_file()) else str(path)
+
+
+def _is_binary(program: str) -> bool:
+    """Return whether a program is a llama-server, and no script."""
+    found = shutil.which(program)
+    if found is None or basename(program) not in ("llama-server", "llama-server.exe"):
+        return False
+    with open(found, "rb") as file:
+        return file.read(2) != b"#!"
+
+
+def runs_another(words: Sequence[str]) -> bool:
+    """Return whether a command starts a container, or a shell with a text."""
+    return _container_at(words) == 0 or _text_at(words) > 0
+
+
+def _container_at(words: Sequence[str]) -> int:
+    engines = ("docker", "podman", "nerdctl")
+    return 0 if words and basename(words[0]) in engines and "run" in words else -1
+
+
+def _text_at(words: Sequence[str]) -> int:
+    """Return where the text of a shell is (`bash -lc TEXT`); 0: there is none."""
+    shells = [
+        at for at, word in enumerate(words) if basename(word) in ("sh", "bash", "zsh", "dash")
+    ]
+    for at in range(shells[0] + 1 if shells else len(words), len(words) - 1):
+        if re.fullmatch(r"-[a-z]*c", words[at]):
+            return at + 1
+    return 0
 
 
 def _is_value(rest: Sequence[str]) -> bool:

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from router.base.api_keys import hash_text
 from router.config.filters import KEPT
 from router.config.llama_flags import USUAL
 from router.config.loader import ConfigError
 from router.config.schema import parse
+from router.config.servers import ModelConfig
+from router.servers.launch import SECRET
 from router.tools.serving.commands import (
     SERVER,
     Commands,
@@ -27,8 +30,10 @@ from router.tools.serving.commands import (
     ServerFlags,
     UntranslatableError,
     end_of_command,
+    runs_another,
 )
 
+QUOTES = "\"'"
 _MACRO = re.compile(r"\$\{([\w.-]+)\}")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?'?([A-Za-z_]\w*)=(\(.*\)|.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[@\])?(?::?-([^}]*))?\})")
@@ -69,7 +74,7 @@ def imported(path: Path) -> Imported:
     """
     made = _Import(path.resolve())
     if path.is_dir():
-        made.files(path, [])
+        made.files(path.resolve(), [])
         return made.result()
     text = path.read_text("utf-8-sig")
     document: Any = None
@@ -79,16 +84,19 @@ def imported(path: Path) -> Imported:
         except yaml.YAMLError as error:
             if path.suffix in (".yaml", ".yml"):
                 raise ImportProblemError(f"it is not YAML: {error}") from error
-    if isinstance(document, dict) and isinstance(document.get("services"), dict):
-        made.compose(document["services"])
-    elif isinstance(document, dict) and isinstance(document.get("models"), dict):
-        made.llama_swap(document)
-    elif re.search(r"^\s*ExecStart\s*=", text, re.MULTILINE):
-        made.unit(text)
-    elif re.search(r"^\[[^\]]+\]\s*$", text, re.MULTILINE) and "\nif [" not in text:
-        made.presets(text, [])
-    else:
-        made.script(text)
+    try:
+        if isinstance(document, dict) and isinstance(document.get("services"), dict):
+            made.compose(document["services"])
+        elif isinstance(document, dict) and isinstance(document.get("models"), dict):
+            made.llama_swap(document)
+        elif re.search(r"^\s*ExecStart\s*=", text, re.MULTILINE):
+            made.unit(text)
+        elif re.search(r"^\[[^\]]+\]\s*$", text, re.MULTILINE) and "\nif [" not in text:
+            made.presets(text, [])
+        else:
+            made.script(text)
+    except (UntranslatableError, AttributeError, TypeError, RecursionError, KeyError) as error:
+        raise ImportProblemError(f"it cannot be read: {error}") from error
     return made.result()
 
 
@@ -154,7 +162,7 @@ class _Import:
             if server.router:
                 self.router(server)
                 return server
-        except (UntranslatableError, ValueError) as error:
+        except (UntranslatableError, ValueError, RuntimeError) as error:
             self.note(f"is left out: {error}")
             return None
         file = Path(server.source[1]).name if server.source else self._path.name
@@ -165,14 +173,32 @@ class _Import:
         label = next(one for one in (label, *(f"{label}-{n}" for n in range(2, 999)))
                      if one not in taken)  # fmt: skip
         aliases = [name, *more.pop("aliases", ()), *server.names]
-        aliases = [one for one in dict.fromkeys(aliases) if one != label]
+        aliases = [one for one in dict.fromkeys(aliases) if one and one != label]
         shared = "" if "kv_unified" not in keys else " that all slots share, as before"
         if sizes := {key: keys[key] for key in ("slots", "ctx") if key in keys}:
             self.note(f"{sizes['slots']} slots, {sizes['ctx'] or 'the trained number of'} tokens"
                       + (shared or " each"))  # fmt: skip
         own = {"name": label} | ({"aliases": aliases} if aliases else {}) | keys
-        self.models[name] = own | ({"env": env} if env else {}) | more
+        for variable in [one for one in env if SECRET.search(one.upper())]:
+            del env[variable]
+            self.note(f"{variable} is left out, which looks like a secret: name it in `env`")
+        entry = own | ({"env": env} if env else {}) | more
+        try:
+            ModelConfig.model_validate(entry)
+        except ValidationError as error:
+            self.note(f"is left out: {error.errors()[0]['msg'].removeprefix('Value error, ')}")
+            return None
+        for key in filter(None, server.listens.get("--api-key", "").split(",")):
+            self._key(key)
+        self.models[name] = entry
         return server
+
+    def _key(self, key: str) -> None:
+        """Let clients in by the keys that they have."""
+        keys = self.more.setdefault("auth", {"keys": []})["keys"]
+        told = hash_text(key)
+        if told not in [one["hash"] for one in keys]:
+            keys.append({"name": f"key-{len(keys) + 1}", "tenant": "all", "hash": told})
 
     def llama_swap(self, document: Json) -> None:
         """Take over a configuration of llama-swap."""
@@ -202,11 +228,8 @@ class _Import:
             names = {model["name"], *model.get("aliases", ())}
             if names & {str(one) for one in wanted}:
                 model["preload"] = True
-        if secret := document.get("apiKeys"):
-            secret = [_filled(str(key), macros) for key in secret]
-            keys = [{"name": f"key-{n}", "tenant": "all", "hash": hash_text(key)}
-                    for n, key in enumerate(secret, 1)]  # fmt: skip
-            self.more["auth"] = {"keys": keys}
+        for key in document.get("apiKeys") or ():
+            self._key(_filled(str(key), macros))
 
     def _llama_swap_model(self, name: str, entry: Json, more: Json, ttl: float) -> None:
         if not entry.get("cmd"):
@@ -292,6 +315,7 @@ class _Import:
             found = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
             projectors = [one for one in found if "mmproj" in one.name]
             models = [one for one in found if one.suffix == ".gguf" and one not in projectors]
+            models = [one for one in models if not re.search(r"-0000[2-9]-of-|-000[1-9]", one.name)]
             if models and (path.is_dir() or not projectors):
                 more = ["--mmproj", str(projectors[0])] if projectors else []
                 words = ["llama-server", "-m", str(models[0]), *base, *more]
@@ -310,9 +334,17 @@ class _Import:
             raise ImportProblemError(f"it is no file of presets: {error}") from error
         self.servers.setdefault("loaded", 4)  # as --models-max
         for name in parser.sections():
-            keys = {key: value or "" for key, value in parser[name].items() if key != "version"}
+            given = {key: value or "" for key, value in parser[name].items() if key != "version"}
+            common = parser.defaults()
+            own = {key for key, value in given.items() if (common.get(key) or "") != value}
+            theirs = {flag.name for key in own if (flag := USUAL.of_key(key))}
+            keys = {
+                key: value
+                for key, value in sorted(given.items(), key=lambda one: one[0] in own)
+                if key in own or (flag := USUAL.of_key(key)) is None or flag.name not in theirs
+            }
             self._name, words, more = name, ["llama-server", *base], dict[str, Any]()
-            if name == "default" and not keys.keys() - parser.defaults().keys():
+            if name == "default" and not keys.keys() - common.keys():
                 continue  # of what stands before all sections
             if keys.pop("load-on-startup", "").lower() in ("true", "on", "1", "enabled"):
                 more["preload"] = True
@@ -322,45 +354,68 @@ class _Import:
             if not named & {"--model", "--hf-repo", "--model-url"} and "/" in name:
                 words += ["-hf", name]
             for key, value in keys.items():
-                if (given := USUAL.words_of(key, value)) is None:
+                if (flagged := USUAL.words_of(key, value)) is None:
                     self.note(f"{key} is left out: it is no flag of llama-server")
-                words += given or []
+                words += flagged or []
             self.add(name, words, {}, more)
 
     def compose(self, services: Json) -> None:
         """Take over the services of a compose file that start llama-servers, without containers."""
+        given = self._commands.folder / ".env"
+        lines = given.read_text("utf-8").splitlines() if given.is_file() else []
+        known = dict(line.partition("=")[::2] for line in lines if "=" in line) | dict(os.environ)
         for name, service in services.items():
             self._name = str(name)
-            env = service.get("environment") or {}
-            env = dict(str(one).partition("=")[::2] for one in env) if isinstance(env, list) else {
-                key: str(value) for key, value in env.items()}  # fmt: skip
-            words = [*_listed(service.get("entrypoint")), *_listed(service.get("command"))]
-            image = str(service.get("image") or "")
-            if not any(map(SERVER.fullmatch, words)):
-                if not re.search(r"llama[-_.]?(cpp|server)", image, re.IGNORECASE):
-                    continue
-                words = ["llama-server", *words]
-            mounts = {inside: self._commands.folder / Path(outside).expanduser() for outside, inside
-                      in (str(one).split(":")[:2] for one in service.get("volumes") or ()
-                          if isinstance(one, str) and one[:1] in "./~")}  # fmt: skip
-            filled = [_mounted(_expanded(word, dict(os.environ)), mounts) for word in words]
-            env = {key: _mounted(_expanded(env[key], dict(os.environ)), mounts) for key in env}
-            if self.add(str(name), filled, env, {"preload": True}) and image:
-                self.note(f"it runs without its container {image}; `command` may start that")
+            try:
+                self._service(str(name), service, known)
+            except (UntranslatableError, ValueError, TypeError, AttributeError) as error:
+                self.note(f"is left out: {error}")
+
+    def _service(self, name: str, service: Json, known: dict[str, str]) -> None:
+        env = service.get("environment") or {}
+        pairs = env.items() if isinstance(env, dict) else (str(e).partition("=")[::2] for e in env)
+        env = {key: str(value) for key, value in pairs}
+        words = [*_listed(service.get("entrypoint")), *_listed(service.get("command"))]
+        image = str(service.get("image") or "")
+        if not any(map(SERVER.fullmatch, words)):
+            if not re.search(r"llama[-_.]?(cpp|server)", image, re.IGNORECASE):
+                return
+            words = ["llama-server", *words]
+        mounts: dict[str, Path] = {}
+        for one in service.get("volumes") or ():
+            outside, inside = (
+                (one.get("source"), one.get("target"))
+                if isinstance(one, dict)
+                else str(one).split(":")[:2]
+            )
+            if str(outside)[:1] in "./~":
+                mounts[str(inside)] = self._commands.folder / Path(str(outside)).expanduser()
+        words = [_mounted(_expanded(word, known), mounts) for word in words]
+        env = {key: _mounted(_expanded(env[key], known), mounts) for key in env}
+        for devices in re.findall(r"device_ids': \[([^\]]*)\]", str(service.get("deploy"))):
+            env["CUDA_VISIBLE_DEVICES"] = re.sub(r"[' ]", "", devices)
+        if self.add(name, words, env, {"preload": True}) and image:
+            self.note(f"it runs without its container {image}; `command` may start that")
 
     def unit(self, text: str) -> None:
         """Take over a systemd unit: its environment and its command, as a script has them."""
         home = str(Path.home())
         lines: list[str] = []
         joined = re.sub(r"\\\n\s*", " ", text).replace("%h", home)
-        for key, value in re.findall(r"^\s*(\w+)\s*=\s*(.*?)\s*$", joined, re.MULTILINE):
+        for key, value in re.findall(
+            r"^[ \t]*(\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", joined, re.MULTILINE
+        ):
             if key == "EnvironmentFile" and Path(value.lstrip("-")).is_file():
                 given = Path(value.lstrip("-")).read_text("utf-8").splitlines()
-                lines += [f"export {one}" for one in given if "=" in one and one[0] != "#"]
+                pairs = [one.partition("=") for one in given if "=" in one and one[0] != "#"]
+                lines += [f"export {k}={shlex.quote(v.strip(QUOTES))}" for k, _, v in pairs]
             elif key == "Environment":
-                lines += [f"export {shlex.quote(one)}" for one in shlex.split(value)]
+                pairs = [one.partition("=") for one in shlex.split(value)]
+                lines += [f"export {k}={shlex.quote(v)}" for k, _, v in pairs]
             elif key == "WorkingDirectory":
                 lines.append(f"cd {value}")
+            elif key == "ExecStart" and not value:  # a drop-in begins anew
+                lines = [line for line in lines if line.startswith(("export ", "cd "))]
             elif key == "ExecStart":
                 lines.append(value.lstrip("-@:+!"))
         lines.sort(key=lambda line: not line.startswith(("export ", "cd ")))
@@ -369,32 +424,53 @@ class _Import:
     def script(self, text: str) -> None:
         """Take over the llama-servers that a shell script starts."""
         known, exported = dict(os.environ), dict[str, str]()
-        text = re.sub(r"(?m)(^|\s)#[^'\"\n]*$", r"\1", text.replace("\\\n", " "))
+        text = re.sub(r"<<-?\s*['\"]?(\w+).*?\n\s*\1\b", "", text, flags=re.DOTALL)
+        text = _without_comments(re.sub(r"`#[^`]*`", "", text.replace("\\\n", " ")))
         for statement in _statements(text):
-            assigned = _ASSIGNMENT.fullmatch(statement)
-            if assigned and (assigned[2][:1] == "(" or len(_split(assigned[2])) < 2):
-                value = assigned[2].strip("()") if assigned[2][:1] == "(" else assigned[2]
-                words = [_expanded(word, known) for word in _split(value)]
-                known[assigned[1]] = shlex.join(words) if assigned[2][:1] == "(" else "".join(words)
-                if statement.startswith("export"):
-                    exported[assigned[1]] = known[assigned[1]]
-                continue
-            words = [part for word in _split(statement)
-                     for part in (_split(_expanded(word, known)) if _VARIABLE.fullmatch(word)
-                                  else [_expanded(word, known)])]  # fmt: skip
-            if words[:1] == ["cd"] and len(words) > 1:
-                self._commands.folder = self._commands.folder / Path(words[1]).expanduser()
-            while words and words[0] in ("exec", "nohup", "time", "sudo"):
-                words.pop(0)
-            if any(map(SERVER.fullmatch, words)) or "-c" in words[:3]:
-                self.alone(words, dict(exported))
+            try:
+                self._statement(statement, known, exported)
+            except (UntranslatableError, RuntimeError) as error:
+                if SERVER.search(statement):
+                    self._name = ""
+                    self.note(f"a llama-server is left out: {error}")
+
+    def _statement(self, text: str, known: dict[str, str], exported: dict[str, str]) -> None:
+        assigned = _ASSIGNMENT.fullmatch(text)
+        if assigned and (assigned[2][:1] == "(" or len(_split(assigned[2])) < 2):
+            words = [_expanded(word, known) for word in _split(assigned[2].strip("()"))]
+            known[assigned[1]] = shlex.join(words) if assigned[2][:1] == "(" else "".join(words)
+            if text.startswith("export"):
+                exported[assigned[1]] = known[assigned[1]]
+            return
+        words = []
+        for word in _split(text):
+            value = _expanded(word, known)
+            words += _split(value) if _VARIABLE.fullmatch(word) else [value]
+        while words and words[0] in ("exec", "nohup", "time", "sudo", "do", "then", "else", "{"):
+            words.pop(0)
+        if words[:1] == ["cd"] and len(words) > 1:
+            self._commands.folder = self._commands.folder / Path(words[1]).expanduser()
+        elif any(map(SERVER.fullmatch, words)) or runs_another(words):
+            self.alone(words, dict(exported))
+        else:  # tmux, screen, su: a word is the text of a shell
+            for word in words:
+                if " " in word and SERVER.search(word):
+                    self.script(word)
 
     def alone(self, words: list[str], env: dict[str, str]) -> None:
         """Add a server that runs by itself: it is loaded at the start, and keeps its address."""
         server = self.add("", words, env, {"preload": True})
         if server is not None and "listen" not in self.more:
-            host, port = server.listens.get("--host"), server.listens.get("--port")
-            self.more["listen"] = f"{host or '127.0.0.1'}:{port or 8080}"
+            host = server.listens.get("--host") or "127.0.0.1"
+            port = server.listens.get("--port") or "8080"
+            if host.startswith("/"):
+                self.more["listen"] = f"unix:{host}"
+            elif "," not in host and port.isdecimal():
+                self.more["listen"] = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            else:
+                self.note(f"its address {host}:{port} is left out: set `listen`")
+        elif server is not None:
+            self.note("its own address is left out: all models answer where kvferry listens")
 
 
 def _filled(value: Any, macros: Mapping[str, Any], *, drop_comments: bool = False) -> Any:
@@ -409,8 +485,8 @@ def _filled(value: Any, macros: Mapping[str, Any], *, drop_comments: bool = Fals
     if not isinstance(value, str):
         return value
     if drop_comments:
-        lines = [line.strip() for line in value.splitlines()]
-        value = " ".join(line.removesuffix("\\") for line in lines if not line.startswith("#"))
+        lines = (line for line in value.splitlines() if not line.lstrip().startswith("#"))
+        value = re.sub(r"\\\s*\n", " ", "\n".join(lines))
     for _ in range(20):
         alone = _MACRO.fullmatch(value)
         if alone and not isinstance(macros.get(alone[1]), str | None):
@@ -456,6 +532,23 @@ def _mounted(word: str, mounts: Mapping[str, Path]) -> str:
 
 def _listed(value: Any) -> list[str]:
     return shlex.split(value) if isinstance(value, str) else [str(one) for one in value or ()]
+
+
+def _without_comments(text: str) -> str:
+    """Return the text of a shell without its comments, which may hold quotes."""
+    kept, quote, at = "", "", 0
+    while at < len(text):
+        char = text[at]
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char == "#" and (not kept or kept[-1].isspace()):
+            at = text.find("\n", at) if "\n" in text[at:] else len(text)
+            continue
+        kept += char
+        at += 1
+    return kept
 
 
 def _statements(text: str) -> Iterator[str]:

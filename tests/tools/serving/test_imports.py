@@ -64,14 +64,13 @@ def test_a_whole_file_of_llama_swap(tmp_path: Path) -> None:
         "high",
     )
     assert {"gpt-4o", "qwen/7b", "qwen/7b:high"} <= filters_of(config).keys()
-    (key,) = config.auth.keys
-    assert key.tenant == "all"
+    assert [key.tenant for key in config.auth.keys] == ["all", "all"]  # its own, and the command's
 
 
 def test_what_is_changed_is_said(tmp_path: Path) -> None:
     made = made_of(tmp_path, GROUPS)
     for told in (
-        "qwen/7b: --api-key is left out: clients of kvferry need no key",
+        "qwen/7b: --api-key is left out: it lets clients into kvferry (`auth: keys`)",
         "qwen/7b: setParams: model is left out: no filter changes it",
         "qwen/7b: 4 slots, 8192 tokens each",
         "small: 4 slots, 4096 tokens that all slots share, as before",
@@ -182,3 +181,58 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert main(["import", str(path)]) == 2
     assert main(["import", str(tmp_path / "none")]) == 2
     assert "none: No such file" in capsys.readouterr().err
+
+
+STRANGE = {
+    "presets.ini": """[*]
+c = 8192
+jinja = 1
+[a]
+m = /a.gguf
+ctx-size = 32768
+np = 1
+no-jinja = 1
+""",
+    "start.sh": """# don't touch
+cat <<EOF
+it's a llama-server
+EOF
+cd "$(dirname "$0")"
+while true; do llama-server -m /a.gguf -c 32768 -np 1; done
+""",
+    "reset.service": """[Service]
+Environment="ARGS=-c 32768 -np 1"
+ExecStart=
+ExecStart=/opt/llama-server -m "/a.gguf" $ARGS --host ::
+""",
+    "tmux.sh": "tmux new -d -s x 'llama-server -m /a.gguf -c 32768 -np 1'\necho $(date)\n",
+    "env.yaml": "models: {a: {cmd: 'env LLAMA_ARG_CTX_SIZE=32768 llama-server -m /a.gguf -np 1'}}",
+    "bad-beside.yaml": """models:
+  a: {cmd: llama-server -m /a.gguf -c 32768 -np 1}
+  b: {cmd: 'llama-server -hf a/b/c:Q4'}
+  c: {cmd: './llama-server.sh -m /c.gguf -c many'}
+""",
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_files_of_odd_shapes(tmp_path: Path, name: str) -> None:
+    (model,) = config_of(tmp_path, STRANGE[name], name).servers.models
+    assert (str(model.model), model.ctx, model.slots) == ("/a.gguf", 32768, 1)
+    assert "--jinja" not in model.args
+
+
+def test_nothing_beside_a_file_is_run(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    for name in ("llama-server", "llama-server.sh"):
+        (tmp_path / name).write_text(f"#!/bin/sh\ntouch {ran}\n")
+        (tmp_path / name).chmod(0o755)
+    made_of(tmp_path, "./llama-server -m /a.gguf\n./llama-server.sh -m /b.gguf\n", "x.sh")
+    assert not ran.exists()
+
+
+def test_secrets_are_not_written(tmp_path: Path) -> None:
+    text = "export HF_TOKEN=hunter2\nllama-server -m /a.gguf --api-key hunter3 --odd hunter4\n"
+    made = made_of(tmp_path, text, "x.sh")
+    assert "hunter2" not in made.text + "".join(made.notes)
+    assert "hunter3" not in made.text + "".join(made.notes)
