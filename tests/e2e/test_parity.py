@@ -200,7 +200,7 @@ async def test_nested_too_deep(pairs: dict[str, Pair]) -> None:
 
 
 CLOSED = [
-    ("GET", "/slots"),
+    ("POST", "/slots"),
     ("POST", "/slots/0?action=erase"),
     ("POST", "/props"),
     ("POST", "/lora-adapters"),

@@ -114,7 +114,8 @@ def open_to_browsers(request: web.BaseRequest, response: Response) -> Response:
 
 def preflight(request: web.BaseRequest) -> web.Response:
     """Return the answer to OPTIONS, as llama-server gives it (server-http.cpp)."""
-    headers = OWN_HEADERS | {
+    headers = {
+        "Server": "llama.cpp",  # to the last byte: programs tell servers apart by it
         "Access-Control-Allow-Credentials": "true",
         "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
         "Access-Control-Allow-Headers": "*",

@@ -58,7 +58,7 @@ async def test_the_clients_own_id_comes_back_and_is_logged(kvferry: RunningRoute
 
 @pytest.mark.parametrize(
     ("path", "body", "status"),
-    [("/v1/chat/completions", {"messages": 1}, 200), ("/slots", {}, 403), ("/props", None, 200)],
+    [("/v1/chat/completions", {"messages": 1}, 200), ("/slots/0", {}, 403), ("/props", None, 200)],
 )
 async def test_also_where_no_slot_is_taken(
     kvferry: RunningRouter, path: str, body: object, status: int
