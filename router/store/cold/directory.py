@@ -46,9 +46,8 @@ class SharedDirectory:
 
     def _check(self) -> None:
         """Raise KvError for a directory that is not there, or that others can read."""
+        self._check_there()
         with os_errors("cold tier"):
-            if not self._root.is_dir():
-                raise KvError(f"{self._root} is no directory: create it, or mount what it is in")
             mode = self._root.stat().st_mode & 0o777
         found = files.openness(mode, group_access=False)
         if found is not None and not self._is_sealed:
@@ -56,6 +55,11 @@ class SharedDirectory:
                 f"{self._root} is open to {found[0]} (mode {mode:o}), and states are transcripts:"
                 f" chmod {found[1]}, or encrypt with cold.key_file"
             )
+
+    def _check_there(self) -> None:
+        with os_errors("cold tier"):
+            if not self._root.is_dir():
+                raise KvError(f"{self._root} is no directory: create it, or mount what it is in")
 
     def put(self, path: str, content: bytes | memoryview) -> None:
         """Write an object, whole or not at all."""
@@ -105,7 +109,11 @@ class SharedDirectory:
                     done += n
 
     def listing(self, prefix: str) -> list[ObjectMeta]:
-        """Return all files below `prefix`, which ends with a slash; also those of broken writes."""
+        """Return all files below `prefix`, which ends with a slash; also those of broken writes.
+
+        A directory that is not mounted is not an empty one: raises KvError.
+        """
+        self._check_there()
         with os_errors("cold tier"):
             return list(_files(str(self._root / prefix), prefix))
 
