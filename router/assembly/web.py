@@ -180,7 +180,7 @@ async def _own_routes(
             made.reload,
         ),
         ServerRoutes(engine, guard, parts.on_demand.supervisor, now),
-        LlamaSwapRoutes(engine, guard, parts.on_demand.supervisor, now),
+        LlamaSwapRoutes(engine, guard, parts.on_demand.supervisor),
         Snapshots(
             engine,
             guard,

@@ -518,15 +518,12 @@ def from_flags(
     `kv_dir` is for every backend and server. `servers` is that section, without `kv_dir`, and
     `fleet` that section. Raises ConfigError; its problems name the flag.
     """
-    where = {"kv_dir": kv_dir} if kv_dir is not None else {}
-    entries = [{"url": url} | where for url in backends]
-    flags = {"listen": listen, "policy": policy, "backends": entries or None}
-    given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
-    if servers is not None:
-        given["servers"] = {**servers, **where}
-    if fleet is not None:
-        given["fleet"] = fleet
-    config, found = _validate(given)
+    entries = [{"url": url} for url in backends] or None
+    sections = {"backends": entries, "servers": servers and dict(servers), "fleet": fleet}
+    flags = {"listen": listen, "policy": policy, "kv_dir": kv_dir}
+    given = {key: value for key, value in sections.items() if value is not None}
+    over = {key: value for key, value in flags.items() if value is not None}
+    config, found = _validate(_with_flags(given, over))
     if config is None:
         problems = [Problem(_flag(path, len(backends)), None, text) for path, text in found]
         raise ConfigError("command line", problems)

@@ -7,7 +7,8 @@ from typing import Any
 from router.llama.reply_parsers import Json, as_dict, loads
 from router.llama.wire import is_int
 
-# As router mode calls the phases of a server.
+# The status of a model in llama-server's router mode (llama-server.md section 5.8), by the phase of
+# its server.
 _STATUS = {"starting": "loading", "up": "loaded", "leaving": "loaded", "failed": "failed"}
 # Of a slot. Its `params` have text of the prompt, and so have `prompt` and `generated`.
 _SHAPE = ("n_ctx", "speculative", "is_processing")

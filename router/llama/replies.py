@@ -384,7 +384,3 @@ def error_of(payload: bytes, status: int) -> Json:
         if isinstance(found, dict):
             return found
     return {"code": status, "message": f"HTTP {status}", "type": "server_error"}
-
-
-# The status of a model in llama-server's router mode (llama-server.md section 5.8), by the phase of
-# its server.

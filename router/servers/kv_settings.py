@@ -11,35 +11,30 @@ from pathlib import Path
 
 from router.base.file_digest import file_identity, sampled_digest
 from router.base.types import KvSettings
+from router.config.llama_flags import USUAL
 
-# The environment variable of each flag (arg.cpp); empty: it has none.
-KV_FLAGS = {
-    "--rope-scaling": "LLAMA_ARG_ROPE_SCALING_TYPE",
-    "--rope-scale": "LLAMA_ARG_ROPE_SCALE",
-    "--rope-freq-base": "LLAMA_ARG_ROPE_FREQ_BASE",
-    "--rope-freq-scale": "LLAMA_ARG_ROPE_FREQ_SCALE",
-    "--yarn-orig-ctx": "LLAMA_ARG_YARN_ORIG_CTX",
-    "--yarn-ext-factor": "LLAMA_ARG_YARN_EXT_FACTOR",
-    "--yarn-attn-factor": "LLAMA_ARG_YARN_ATTN_FACTOR",
-    "--yarn-beta-slow": "LLAMA_ARG_YARN_BETA_SLOW",
-    "--yarn-beta-fast": "LLAMA_ARG_YARN_BETA_FAST",
-    "--override-kv": "",
-    "--control-vector": "",
-    "--control-vector-scaled": "",
-    "--control-vector-layer-range": "",
-    "--image-min-tokens": "LLAMA_ARG_IMAGE_MIN_TOKENS",
-    "--image-max-tokens": "LLAMA_ARG_IMAGE_MAX_TOKENS",
-    "--video-fps": "LLAMA_ARG_VIDEO_FPS",
-    "--video-timestamp-interval": "LLAMA_ARG_VIDEO_TIMESTAMP_INTERVAL",
-}
+KV_FLAGS = (
+    "--rope-scaling",
+    "--rope-scale",
+    "--rope-freq-base",
+    "--rope-freq-scale",
+    "--yarn-orig-ctx",
+    "--yarn-ext-factor",
+    "--yarn-attn-factor",
+    "--yarn-beta-slow",
+    "--yarn-beta-fast",
+    "--override-kv",
+    "--control-vector",
+    "--control-vector-scaled",
+    "--control-vector-layer-range",
+    "--image-min-tokens",
+    "--image-max-tokens",
+    "--video-fps",
+    "--video-timestamp-interval",
+)
 _TWO_WORDS = "--control-vector-layer-range"
 _FILES = ("--control-vector", "--control-vector-scaled")  # FILE:SCALE,FILE:SCALE
-_PROJECTOR = {
-    "--mmproj": "LLAMA_ARG_MMPROJ",
-    "-mm": "",
-    "--mmproj-url": "LLAMA_ARG_MMPROJ_URL",
-    "-mmu": "",
-}
+_PROJECTOR = ("--mmproj", "--mmproj-url")
 
 
 def kv_settings(argv: Sequence[str], env: Mapping[str, str]) -> KvSettings:
@@ -60,16 +55,18 @@ def kv_settings(argv: Sequence[str], env: Mapping[str, str]) -> KvSettings:
 
 
 def _given(
-    table: Mapping[str, str], argv: Sequence[str], env: Mapping[str, str]
+    names: Sequence[str], argv: Sequence[str], env: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Yield each value of a flag. The command line wins over the environment."""
-    for flag, variable in table.items():
-        n_words = 2 if flag == _TWO_WORDS else 1
-        uses = [at for at, word in enumerate(argv) if word.replace("_", "-") == flag]
+    given = [(at, USUAL.name_of(word)) for at, word in enumerate(argv)]
+    for name in names:
+        n_words = 2 if name == _TWO_WORDS else 1
+        uses = [at for at, of in given if of == name]
         for at in uses:
-            yield flag, " ".join(argv[at + 1 : at + 1 + n_words])
-        if not uses and env.get(variable):
-            yield flag, env[variable]
+            yield name, " ".join(argv[at + 1 : at + 1 + n_words])
+        flag = USUAL.of(name)
+        if not uses and flag is not None and (value := env.get(flag.variable)):
+            yield name, value
 
 
 def _parts(flag: str, value: str) -> list[str]:

@@ -86,9 +86,8 @@ class BackendMetrics:
         return generate_latest(_Families(self._summed(running, waiting)))
 
     async def _look(self) -> None:
-        clients = dict(self._clients)
-        answers = await asyncio.gather(*(self._ask(client, set()) for client in clients.values()))
-        for (backend, client), found in zip(clients.items(), answers, strict=True):
+        for client, found in await self._answers(set()):
+            backend = client.id
             told, last = _values(found or ()), self._last.get(backend, {})
             fell = any(told.get(name, 0.0) < last.get(name, 0.0) for name in _COUNTERS)
             if last and told and (fell or self._of.get(backend) is not client):
@@ -142,13 +141,17 @@ class BackendMetrics:
 
     async def _families(self) -> list[Metric]:
         taken = {_UP, *_names(self._registry.collect())}
-        clients = dict(self._clients)  # a copy: the clients may change meanwhile
-        answers = await asyncio.gather(*(self._ask(client, taken) for client in clients.values()))
-        given = dict(zip(clients, answers, strict=True))
+        given = {client.id: found for client, found in await self._answers(taken)}
         up = GaugeMetricFamily(_UP, "1 if the backend gave its metrics", labels=[_LABEL])
         for backend, found in given.items():
             up.add_metric([backend], float(found is not None))
         return [up, *merge({backend: found for backend, found in given.items() if found})]
+
+    async def _answers(self, taken: set[str]) -> list[tuple[LlamaClient, list[Metric] | None]]:
+        """Ask all backends at once, those that are there now."""
+        clients = list(self._clients.values())
+        found = await asyncio.gather(*(self._ask(client, taken) for client in clients))
+        return list(zip(clients, found, strict=True))
 
     async def _ask(self, client: LlamaClient, taken: set[str]) -> list[Metric] | None:
         try:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,31 @@ time.sleep(600)
 """
 
 
-async def test_a_server_that_hangs_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither for its last answers nor for all of `stop_timeout`: it gets SIGKILL soon."""
-    monkeypatch.setattr(supervisor, "_HANGING_GRACE_S", 0.1)
-    ready, ended = asyncio.Event(), asyncio.Event()
+ENDS = "import sys; print({told!r}, flush=True); sys.exit(1)"
+GOES_ON = "import time\nfor n in range(9): print(n, flush=True); time.sleep(0.2)"
+
+
+@dataclass
+class Running:
+    """A supervisor of one server, and what it was told of its ends."""
+
+    servers: Supervisor
+    ready: asyncio.Event
+    ended: asyncio.Queue[tuple[str, bool]]
+    waited: list[BackendId]  # for the last answers of these
+
+
+def running(
+    tmp_path: Path, *code: str, is_well: Callable[[], bool] = lambda: False, **more: Any
+) -> Running:
+    argv = (sys.executable, "-c", *code)
+    settings = {"start_timeout_s": 60, "stop_timeout_s": 5} | more
+    launch = Launch(A, argv, dict(os.environ), tmp_path, **settings)
+    ready, ended = asyncio.Event(), asyncio.Queue[tuple[str, bool]]()
     waited: list[BackendId] = []
-    started = tmp_path / "started"
 
     async def is_ready(_url: str) -> bool:
-        return started.exists()
+        return is_well()
 
     async def before_stop(server: BackendId) -> None:
         waited.append(server)
@@ -43,25 +58,36 @@ async def test_a_server_that_hangs_is_not_waited_for(
     async def before_start() -> None:
         pass
 
-    argv = (sys.executable, "-c", DEAF, str(started))
-    launch = Launch(A, argv, dict(os.environ), tmp_path, start_timeout_s=60, stop_timeout_s=3600)
+    def on_ended(_server: BackendId, problem: str, hopeless: bool) -> None:
+        ended.put_nowait((problem, hopeless))
+
     servers = Supervisor(
         [launch],
         tmp_path,
         10_000,
         is_ready=is_ready,
         on_ready=lambda *_: ready.set(),
-        on_ended=lambda *_: ended.set(),
+        on_ended=on_ended,
         before_stop=before_stop,
         before_start=before_start,
     )
+    return Running(servers, ready, ended, waited)
+
+
+async def test_a_server_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for its last answers nor for all of `stop_timeout`: it gets SIGKILL soon."""
+    monkeypatch.setattr(supervisor, "_HANGING_GRACE_S", 0.1)
+    started = tmp_path / "started"
+    made = running(tmp_path, DEAF, str(started), is_well=started.exists, stop_timeout_s=3600)
     async with asyncio.timeout(60):
-        servers.start(A)
-        await ready.wait()
-        servers.stop(A, hangs=True)
-        await ended.wait()
-    assert waited == []
-    await servers.aclose()
+        made.servers.start(A)
+        await made.ready.wait()
+        made.servers.stop(A, hangs=True)
+        await made.ended.get()
+    assert made.waited == []
+    await made.servers.aclose()
 
 
 async def test_an_answer_of_another_process_on_the_port_is_none(
@@ -71,36 +97,13 @@ async def test_an_answer_of_another_process_on_the_port_is_none(
     impostor = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = impostor.sockets[0].getsockname()[1]
     monkeypatch.setattr(supervisor, "free_port", lambda: port)
-    ended = asyncio.Event()
-    told: list[str] = []
-
-    async def is_ready(_url: str) -> bool:
-        return True  # what the impostor says
-
-    async def nothing(*_: object) -> None:
-        pass
-
-    def on_ended(_server: BackendId, problem: str, _hopeless: bool) -> None:
-        told.append(problem)
-        ended.set()
-
-    argv = (sys.executable, "-c", "import time; time.sleep(1)")
-    launch = Launch(A, argv, dict(os.environ), tmp_path, start_timeout_s=60, stop_timeout_s=1)
-    servers = Supervisor(
-        [launch],
-        tmp_path,
-        10_000,
-        is_ready=is_ready,
-        on_ready=lambda *_: told.append("ready"),
-        on_ended=on_ended,
-        before_stop=nothing,
-        before_start=nothing,
-    )
+    sleeps = "import time; time.sleep(1)"
+    made = running(tmp_path, sleeps, is_well=lambda: True, stop_timeout_s=1)  # says the impostor
     async with asyncio.timeout(60):
-        servers.start(A)
-        await ended.wait()
-    assert told == ["it ended with code 0"]
-    await servers.aclose()
+        made.servers.start(A)
+        assert await made.ended.get() == ("it ended with code 0", False)
+    assert not made.ready.is_set()
+    await made.servers.aclose()
     impostor.close()
 
 
@@ -125,47 +128,6 @@ async def test_a_listener_is_found_in_the_family_of_a_process() -> None:
     for one in (process, other):
         await one.wait()
     assert is_heard_by(1, os.getpid())  # no process listens: not known
-
-
-ENDS = "import sys; print({told!r}, flush=True); sys.exit(1)"
-GOES_ON = "import time\nfor n in range(9): print(n, flush=True); time.sleep(0.2)"
-
-
-@dataclass
-class Running:
-    """A supervisor of one server, and what it was told of its ends."""
-
-    servers: Supervisor
-    ready: asyncio.Event
-    ended: asyncio.Queue[tuple[str, bool]]
-
-
-def running(tmp_path: Path, code: str, *, is_well: bool = False, **more: Any) -> Running:
-    argv = (sys.executable, "-c", code)
-    settings = {"start_timeout_s": 60, "stop_timeout_s": 5} | more
-    launch = Launch(A, argv, dict(os.environ), tmp_path, **settings)
-    ready, ended = asyncio.Event(), asyncio.Queue[tuple[str, bool]]()
-
-    async def is_ready(_url: str) -> bool:
-        return is_well
-
-    async def nothing(*_: object) -> None:
-        pass
-
-    def on_ended(_server: BackendId, problem: str, hopeless: bool) -> None:
-        ended.put_nowait((problem, hopeless))
-
-    servers = Supervisor(
-        [launch],
-        tmp_path,
-        10_000,
-        is_ready=is_ready,
-        on_ready=lambda *_: ready.set(),
-        on_ended=on_ended,
-        before_stop=nothing,
-        before_start=nothing,
-    )
-    return Running(servers, ready, ended)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +165,7 @@ async def test_what_a_process_leaves_running_is_ended(tmp_path: Path) -> None:
     code = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
     left = tmp_path / "left"
     stop = (sys.executable, "-c", code, str(left), "${port}")
-    made = running(tmp_path, "import time; time.sleep(60)", is_well=True, stop_argv=stop)
+    made = running(tmp_path, "import time; time.sleep(60)", is_well=lambda: True, stop_argv=stop)
     made.servers.start(A)
     await made.ready.wait()
     await made.servers.aclose()
@@ -225,7 +187,7 @@ async def test_what_is_left_of_a_late_start_is_ended(tmp_path: Path) -> None:
 
 
 async def test_what_is_no_llama_server_is_ended_for_good(tmp_path: Path) -> None:
-    made = running(tmp_path, "import time; time.sleep(60)", is_well=True)
+    made = running(tmp_path, "import time; time.sleep(60)", is_well=lambda: True)
     made.servers.start(A)
     await made.ready.wait()
     made.servers.fail(A, "the server is not a llama-server")

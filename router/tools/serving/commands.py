@@ -6,7 +6,7 @@ Wrappers stay around it: words before the program, the text of a shell, a contai
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from os.path import basename
@@ -23,7 +23,7 @@ _PORT, _KV_DIR, _LOCAL = "${port}", "${kv_dir}", "127.0.0.1"
 _NAME = r"llama[-_]server[\w.-]*"  # also llama-server-cuda, llama-server.exe
 SERVER = re.compile(rf"(?:[^\s]*[/\\])?{_NAME}", re.IGNORECASE)
 _IN_TEXT = re.compile(rf"(?<![^\s;&(])[^\s;&('\"]*{_NAME}")
-_IMAGE = re.compile(r"llama[-_.]?(?:cpp|server)", re.IGNORECASE)
+IMAGE = re.compile(r"llama[-_.]?(?:cpp|server)", re.IGNORECASE)
 # Options of `docker run` without a value; all others take one. A server has no terminal.
 _TERMINAL = re.compile(r"-[dit]+|--(?:detach|interactive|tty)")
 _BARE = re.compile(r"-[Pq]|--(?:rm|rmi|init|privileged|read-only|quiet|publish-all|replace)|.*=.*")
@@ -97,7 +97,7 @@ class Commands:
         first = basename(words[0]) if words else ""
         if first == "env" and "=" in "".join(words[1:2]):
             return self.translated(words[1:], env)
-        if _container_at(words) == 0:
+        if _is_container(words):
             return self._container(words)
         if _text_at(words):
             return self._shell(words, env)
@@ -149,7 +149,7 @@ class Commands:
                 options += given
         image, rest = words[at : at + 1], words[at + 1 :]
         program = [rest.pop(0)] if rest and SERVER.fullmatch(rest[0]) else []
-        if not image or not (program or _IMAGE.search(image[0])):
+        if not image or not (program or IMAGE.search(image[0])):
             raise UntranslatableError(f"the container {''.join(image)} is no llama-server")
         server = self.flags(rest, env, None)
         port = server.listens.get("--port", "")
@@ -258,12 +258,12 @@ def _is_binary(program: str) -> bool:
 
 def runs_another(words: Sequence[str]) -> bool:
     """Return whether a command starts a container, or a shell with a text."""
-    return _container_at(words) == 0 or _text_at(words) > 0
+    return _is_container(words) or _text_at(words) > 0
 
 
-def _container_at(words: Sequence[str]) -> int:
+def _is_container(words: Sequence[str]) -> bool:
     engines = ("docker", "podman", "nerdctl")
-    return 0 if words and basename(words[0]) in engines and "run" in words else -1
+    return "run" in words and basename(words[0]) in engines
 
 
 def _text_at(words: Sequence[str]) -> int:
@@ -288,20 +288,28 @@ def _quoted(word: str) -> str:
     return word if word in (_PORT, _KV_DIR) else '"' + word.replace('"', '\\"') + '"'
 
 
-def end_of_command(text: str, at: int) -> int:
+def end_of_command(text: str, start: int) -> int:
     """Return where a simple command ends in the text of a shell."""
-    quote, depth = "", 0
+    depth = 0
+    for at, char in unquoted(text, start):
+        if char == "(":
+            depth += 1
+        elif char == ")" and depth:
+            depth -= 1
+        elif char in ";&|<>\n)" and not depth:
+            return at - 1 if char == ">" and text[at - 1].isdigit() else at
+    return len(text)
+
+
+def unquoted(text: str, at: int = 0) -> Iterator[tuple[int, str]]:
+    """Yield position and character of what no quote and no backslash protects in a shell."""
+    quote = ""
     while at < len(text):
         char = text[at]
         if quote:
             quote = "" if char == quote else quote
         elif char in "'\"":
             quote = char
-        elif char == "(":
-            depth += 1
-        elif char == ")" and depth:
-            depth -= 1
-        elif char in ";&|<>\n)" and not depth:
-            return at - 1 if char == ">" and text[at - 1].isdigit() else at
+        elif char != "\\":
+            yield at, char
         at += 2 if char == "\\" and quote != "'" else 1
-    return at

@@ -8,7 +8,7 @@ import configparser
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from router.config.schema import parse
 from router.config.servers import ModelConfig
 from router.servers.launch import SECRET
 from router.tools.serving.commands import (
+    IMAGE,
     SERVER,
     Commands,
     Json,
@@ -31,9 +32,10 @@ from router.tools.serving.commands import (
     UntranslatableError,
     end_of_command,
     runs_another,
+    unquoted,
 )
 
-QUOTES = "\"'"
+_QUOTES = "\"'"
 _MACRO = re.compile(r"\$\{([\w.-]+)\}")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?'?([A-Za-z_]\w*)=(\(.*\)|.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[@\])?(?::?-([^}]*))?\})")
@@ -168,7 +170,7 @@ class _Import:
         file = Path(server.source[1]).name if server.source else self._path.name
         name = name or next(iter(server.names), file.partition(".gguf")[0])
         self._name = name
-        label = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:60].strip("-") or "model"
+        label = _label(name)[:60].strip("-") or "model"
         taken = {one["name"] for one in self.models.values()}
         label = next(one for one in (label, *(f"{label}-{n}" for n in range(2, 999)))
                      if one not in taken)  # fmt: skip
@@ -248,7 +250,7 @@ class _Import:
                 self.note("cmdStop is left out: a process gets SIGTERM")
             else:
                 more["stop_command"] = shlex.split(stop)
-        env = dict(str(one).partition("=")[::2] for one in entry.get("env") or ())
+        env = _pairs(entry.get("env") or ())
         if self.add(name, shlex.split(entry["cmd"]), env, more):
             self._filters(name, entry.get("filters") or {})
 
@@ -279,7 +281,7 @@ class _Import:
         rest, found = dict(self.models), []
         for name, group in groups.items():
             members = [rest.pop(one) for one in group.get("members") or () if one in rest]
-            label = re.sub(r"[^A-Za-z0-9._-]+", "-", str(name))
+            label = _label(str(name))
             swap, persistent = group.get("swap", True), group.get("persistent", False)
             if not members:
                 continue
@@ -361,9 +363,7 @@ class _Import:
 
     def compose(self, services: Json) -> None:
         """Take over the services of a compose file that start llama-servers, without containers."""
-        given = self._commands.folder / ".env"
-        lines = given.read_text("utf-8").splitlines() if given.is_file() else []
-        known = dict(line.partition("=")[::2] for line in lines if "=" in line) | dict(os.environ)
+        known = _file_of_variables(self._commands.folder / ".env") | dict(os.environ)
         for name, service in services.items():
             self._name = str(name)
             try:
@@ -373,12 +373,11 @@ class _Import:
 
     def _service(self, name: str, service: Json, known: dict[str, str]) -> None:
         env = service.get("environment") or {}
-        pairs = env.items() if isinstance(env, dict) else (str(e).partition("=")[::2] for e in env)
-        env = {key: str(value) for key, value in pairs}
+        env = {k: str(v) for k, v in env.items()} if isinstance(env, dict) else _pairs(env)
         words = [*_listed(service.get("entrypoint")), *_listed(service.get("command"))]
         image = str(service.get("image") or "")
         if not any(map(SERVER.fullmatch, words)):
-            if not re.search(r"llama[-_.]?(cpp|server)", image, re.IGNORECASE):
+            if not IMAGE.search(image):
                 return
             words = ["llama-server", *words]
         mounts: dict[str, Path] = {}
@@ -405,13 +404,13 @@ class _Import:
         for key, value in re.findall(
             r"^[ \t]*(\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", joined, re.MULTILINE
         ):
-            if key == "EnvironmentFile" and Path(value.lstrip("-")).is_file():
-                given = Path(value.lstrip("-")).read_text("utf-8").splitlines()
-                pairs = [one.partition("=") for one in given if "=" in one and one[0] != "#"]
-                lines += [f"export {k}={shlex.quote(v.strip(QUOTES))}" for k, _, v in pairs]
-            elif key == "Environment":
-                pairs = [one.partition("=") for one in shlex.split(value)]
-                lines += [f"export {k}={shlex.quote(v)}" for k, _, v in pairs]
+            if key in ("Environment", "EnvironmentFile"):
+                told = (
+                    _pairs(shlex.split(value))
+                    if key == "Environment"
+                    else _file_of_variables(Path(value.lstrip("-")))
+                )
+                lines += [f"export {name}={shlex.quote(one)}" for name, one in told.items()]
             elif key == "WorkingDirectory":
                 lines.append(f"cd {value}")
             elif key == "ExecStart" and not value:  # a drop-in begins anew
@@ -471,6 +470,23 @@ class _Import:
                 self.note(f"its address {host}:{port} is left out: set `listen`")
         elif server is not None:
             self.note("its own address is left out: all models answer where kvferry listens")
+
+
+def _label(name: str) -> str:
+    """Return a name of what kvferry allows in one, as near as possible."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+
+
+def _pairs(lines: Iterable[object]) -> dict[str, str]:
+    """Return the variables of lines such as `NAME=VALUE`."""
+    return dict(str(line).partition("=")[::2] for line in lines)
+
+
+def _file_of_variables(path: Path) -> dict[str, str]:
+    """Return the variables of a file such as `.env`; none if it is not there. May raise OSError."""
+    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
+    found = _pairs(line for line in lines if "=" in line and line[0] != "#")
+    return {name: value.strip(_QUOTES) for name, value in found.items()}
 
 
 def _filled(value: Any, macros: Mapping[str, Any], *, drop_comments: bool = False) -> Any:
@@ -536,19 +552,14 @@ def _listed(value: Any) -> list[str]:
 
 def _without_comments(text: str) -> str:
     """Return the text of a shell without its comments, which may hold quotes."""
-    kept, quote, at = "", "", 0
-    while at < len(text):
-        char = text[at]
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char == "#" and (not kept or kept[-1].isspace()):
-            at = text.find("\n", at) if "\n" in text[at:] else len(text)
-            continue
-        kept += char
-        at += 1
-    return kept
+    at = 0
+    while (at := next((i for i, c in unquoted(text, at) if _begins_comment(text, i, c)), -1)) >= 0:
+        text = text[:at] + text[at:].partition("\n")[1] + text[at:].partition("\n")[2]
+    return text
+
+
+def _begins_comment(text: str, at: int, char: str) -> bool:
+    return char == "#" and (at == 0 or text[at - 1].isspace())
 
 
 def _statements(text: str) -> Iterator[str]:

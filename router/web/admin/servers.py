@@ -42,7 +42,7 @@ _NEWS_S = 0.5
 _LOOK_S, _LOOKS = 0.05, 1200
 
 
-class Processes(Protocol):
+class _Processes(Protocol):
     """Facts that only the owner of the processes has. Raises KeyError for an unknown server."""
 
     def pid(self, server: BackendId) -> int | None: ...
@@ -57,7 +57,7 @@ class ServerRoutes:
     """The handlers of the routes under `/kvferry/servers`."""
 
     def __init__(
-        self, engine: Engine, guard: Guard, processes: Processes, now: Callable[[], float]
+        self, engine: Engine, guard: Guard, processes: _Processes, now: Callable[[], float]
     ) -> None:
         self._engine = engine
         self._guard = guard
@@ -125,10 +125,8 @@ class ServerRoutes:
 class LlamaSwapRoutes:
     """The handlers. Stopping takes an operator, as under `/kvferry/servers`."""
 
-    def __init__(
-        self, engine: Engine, guard: Guard, processes: Processes, now: Callable[[], float]
-    ) -> None:
-        self._engine, self._guard, self._processes, self._now = engine, guard, processes, now
+    def __init__(self, engine: Engine, guard: Guard, processes: _Processes) -> None:
+        self._engine, self._guard, self._processes = engine, guard, processes
 
     async def running(self, call: Call) -> web.Response:
         """List the models that are loaded, or are being loaded or stopped."""

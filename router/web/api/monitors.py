@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Sequence
 
 from aiohttp import web
 
@@ -51,7 +52,8 @@ class MonitorRoutes:
         model = self._selection.resolve(call.model)
         infos = [info for info in self._engine.infos.values() if info.answers_to(model)]
         async with self._turn:  # who comes meanwhile gets what this one is told
-            await asyncio.gather(*(self._ask(info.id) for info in infos))
+            before = self._slots()
+            await asyncio.gather(*(self._ask(info.id, before[info.id]) for info in infos))
         slots = self._slots()
         rows: list[Json] = []
         for info in infos:
@@ -101,32 +103,30 @@ class MonitorRoutes:
         told = unloaded_props(found.models, Listed(found.phase, found.n_ctx, found.n_slots))
         return open_to_browsers(call.http, json_response(told, headers=call.names()))
 
-    async def _ask(self, backend: BackendId) -> None:
+    async def _ask(self, backend: BackendId, slots: Sequence[SlotView]) -> None:
         """Ask a server at work for its slots, unless that was done a moment ago.
 
-        A row is of the request that ran there before and after the question.
+        `slots`: before the question. A row is of the request that ran there then.
         """
         now = asyncio.get_running_loop().time()
-        before = {slot.id.index: slot.request for slot in self._slots()[backend]}
-        works = self._settings.passthrough or any(before.values())
+        works = self._settings.passthrough or any(slot.request for slot in slots)
         monitor = self._selection.monitors.get(backend)
-        if not works or monitor is None:
-            self._told.pop(backend, None)
+        recent = now - self._asked_at.get(backend, -_INTERVAL_S) < _INTERVAL_S
+        if works and monitor is not None and recent:
             return
-        if now - self._asked_at.get(backend, -_INTERVAL_S) < _INTERVAL_S:
+        self._told.pop(backend, None)
+        if not works or monitor is None:
             return
         self._asked_at[backend] = now
-        self._told.pop(backend, None)
         try:
             async with asyncio.timeout(_WITHIN_S):
-                answer = await monitor.client.slots_answer()
+                told = {slot["id"]: slot for slot in slots_in(await monitor.client.slots_answer())}
         except (BackendError, TimeoutError):
             return  # what kvferry knows is shown
-        after = {slot.id.index: slot.request for slot in self._slots()[backend]}
         self._told[backend] = {
-            slot["id"]: (after[slot["id"]], slot)
-            for slot in slots_in(answer)
-            if slot["id"] in after and after[slot["id"]] == before.get(slot["id"])
+            slot.id.index: (slot.request, told[slot.id.index])
+            for slot in slots
+            if slot.id.index in told
         }
 
     def _may_see(self, call: Call, slot: SlotView) -> bool:

@@ -199,12 +199,12 @@ class _Connection(web.RequestHandler):
         remaining = self._body_remaining - len(data)
         if n_new:
             message, self._body = self._messages[-1]
-            head, _, rest = data.lstrip(_NEW_LINE).partition(_END)
-            lost = n_new == 1 and rest[_length(message) :] and b"chunked" not in head.lower()
-            if lost and getattr(message, "upgrade", False) and not self._upgraded:
+            if getattr(message, "upgrade", False) and n_new == 1 and not self._upgraded:
                 # aiohttp drops what came behind such a request (h2c) in its packet. The connection
                 # ends with the answer, and a client sends the next request anew.
-                self.close()
+                head, _, rest = data.lstrip(_NEW_LINE).partition(_END)
+                if rest[_length(message) :] and b"chunked" not in head.lower():
+                    self.close()
             remaining = sys.maxsize
             if length := _length(message):
                 behind = behind.lstrip(_NEW_LINE).partition(_END)[2] if n_new == 1 else b""
