@@ -97,7 +97,9 @@ def imported(path: Path) -> Imported:
             made.presets(text, [])
         else:
             made.script(text)
-    except (UntranslatableError, AttributeError, TypeError, RecursionError, KeyError) as error:
+    except ImportProblemError:
+        raise
+    except (ValueError, AttributeError, TypeError, RecursionError, KeyError) as error:
         raise ImportProblemError(f"it cannot be read: {error}") from error
     return made.result()
 
@@ -236,7 +238,7 @@ class _Import:
     def _llama_swap_model(self, name: str, entry: Json, more: Json, ttl: float) -> None:
         if not entry.get("cmd"):
             raise UntranslatableError("it has no cmd: what it passes on to is not started here")
-        for key in entry.keys() - _READ:
+        for key in [key for key in entry if key not in _READ]:
             self.note(f"{key} is left out: kvferry has no such key")
         aliases = entry.get("aliases") or []
         ids = [one.get("id") if isinstance(one, dict) else str(one)

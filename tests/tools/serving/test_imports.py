@@ -151,6 +151,7 @@ def test_presets_of_router_mode(tmp_path: Path) -> None:
         ("models: {a: {cmd: llama-server -c 9}}", "it names no model"),
         ("models: {a: {}}", "it has no cmd"),
         ("models: {a: {cmd: llama-server -m}}", "-m has no value"),
+        ("healthCheckTimeout: abc\nmodels: {a: {cmd: llama-server -m /a}}", "invalid literal"),
         ("models: [1]", "starts no llama-server"),
         ("", "starts no llama-server"),
         ("services: {web: {image: nginx}}", "starts no llama-server"),
