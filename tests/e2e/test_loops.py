@@ -8,10 +8,10 @@ from tests.support.servers.running_router import running
 
 pytestmark = pytest.mark.thorough
 
-HEAD, ROUND, ROUNDS = ids(1, 800), 60, 15
+HEAD, ROUND, ROUNDS = ids(1, 2000), 40, 15
 
 
-@pytest.mark.parametrize("room", [100_000, 5000], ids=["for all", "for three and a half"])
+@pytest.mark.parametrize("room", [100_000, 8000], ids=["for all", "for three and a half"])
 async def test_the_head_outlives_the_loop(llama_server: StartServer, room: int) -> None:
     """After the loop another message follows the head: the loop's rounds are of no use for it."""
     server = await llama_server("lfm2", slots=2, ctx=16384)

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from router.base.tokens import Tokens, before_media, common_prefix, count, head, join
 from router.base.types import MAX_CHECKPOINTS, Prompt, Reported, Request
-from router.core.model.memory_kinds import CHECKPOINT_BEFORE_END
+from router.core.model.memory_kinds import CHECKPOINT_BEFORE_END, CHECKPOINTS_OF_A_PROMPT
 from router.core.model.slots import NOTHING, UNKNOWN, Resident
 
 
@@ -23,14 +23,14 @@ def _checkpoints(
 ) -> tuple[int, ...]:
     """Return the checkpoints within the reused tokens, and the one before the prompt's end.
 
-    The server drops the other checkpoints, and the first ones where there are too many. It makes
-    more at starts of user messages; these are not claimed.
+    The server drops the other checkpoints, and the oldest ones where there are too many. It makes
+    more than the one before the end; these are not claimed, but need their place in its list.
     """
     if not limit:
         return ()
     kept = {c for c in before.checkpoints if c <= (reported.cached_tokens or 0)}
     kept.add(max(n_prompt - CHECKPOINT_BEFORE_END, 0))
-    return tuple(sorted(kept)[-limit:])
+    return tuple(sorted(kept)[-max(limit // CHECKPOINTS_OF_A_PROMPT, 1) :])
 
 
 def after_finish(

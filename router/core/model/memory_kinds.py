@@ -5,6 +5,9 @@ from router.base.types import MemoryKind
 # llama-server takes a checkpoint this many tokens before the end of every prompt
 # (llama-server.md section 4.1). An identical prompt on a live slot resumes there.
 CHECKPOINT_BEFORE_END = 4
+# It hardly takes more than these for a prompt: where the prefill begins or a micro-batch before
+# that one, at the last user message, the one before the end, and one each 8,192 tokens.
+CHECKPOINTS_OF_A_PROMPT = 4
 
 
 def reusable_tokens(
