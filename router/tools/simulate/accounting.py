@@ -120,9 +120,6 @@ class Meter:
     """Raw counters of one run, in seconds, tokens and bytes."""
 
     arrived: int = 0
-    forwarded: int = 0  # to another host
-    fetches: int = 0  # states that went from one host to another
-    fetched_bytes: int = 0  # over the links
     answered: int = 0
     abandoned: int = 0  # abandoned requests
     rejected: Counter[str] = field(default_factory=Counter)  # by error
@@ -198,10 +195,6 @@ class Result:
     peak_bytes: int
     losses: dict[str, int]  # tokens by their place; with `--explain`
     displaced: dict[str, int]  # tokens, saved or not; with `--explain`
-    forwarded: int
-    fetches: int
-    fetched_bytes: int
-    written_bytes: int | None  # as blobs, until the last answer; None: without blobs
     swaps: int  # models stopped for another one
     simulated_s: float
     wall_s: float

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -24,7 +23,6 @@ from router.core.model.request_queue import QueueLimits
 from router.tools.simulate import report
 from router.tools.simulate.accounting import Result
 from router.tools.simulate.experiment import Experiment
-from router.tools.simulate.machines.blobs import SplitSettings
 from router.tools.simulate.machines.hardware import PRESETS, Hardware
 from router.tools.simulate.machines.on_demand import OnDemand
 from router.tools.simulate.requests import RequestSource
@@ -49,7 +47,6 @@ _TRACE_ONLY = ("limit", "scale", "speed", "repeat")
 _WORKLOAD_ONLY = ("requests", "conversations")
 _REPORT_EVERY_S = 10.0  # where each progress report is a new line
 
-_LINK_BYTES_PER_S = 125_000_000  # 1 Gbit/s
 _size_or_no_limit = partial(size, at_least=NO_LIMIT)
 
 T = TypeVar("T")
@@ -76,13 +73,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="workload: random seed; default 0",
     )
     add("--servers", type=whole, default=4, metavar="N", help="simulated; default 4")
-    add("--hosts", type=whole, default=1, metavar="N", help="each with --servers; default 1")
-    add(
-        "--link",
-        type=_of(size),
-        metavar="SIZE",
-        help="hosts: bytes/s of a host's network; default 125MB; 0: no state is fetched",
-    )
     add("--models", type=whole, metavar="N", help="servers on demand, one a model; not --servers")
     add("--loaded", type=whole, metavar="N", help="models: loaded at a time; default 1")
     add("--load-time", type=_of(duration), default=10.0, metavar="TIME", help="models; default 10s")
@@ -118,20 +108,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="for snapshots, such as 16GiB; 0: none, -1: no limit; repeatable; default 32GiB",
     )
-    add(
-        "--whole-files",
-        type=_of(_size_or_no_limit),
-        metavar="SIZE",
-        help="split snapshots into blobs; so much of whole files stays; -1: no limit",
-    )
     # Same spelling and defaults as in the configuration file.
     values: tuple[tuple[str, Callable[[object], float | None], float | None], ...] = (
         ("--max-wait", duration, _DEFAULT.max_wait_s),
         ("--coalesce-above", duration_or_off, _DEFAULT.coalesce_above_s),
         ("--prefill-chunk", duration_or_off, _DEFAULT.prefill_chunk_s),
         ("--idle-save-after", duration_or_off, _DEFAULT.idle_save_after_s),
-        ("--write-after", duration, 60.0),
-        ("--max-written-per-day", _size_or_no_limit, 100 * GIB),
     )
     for flag, parse, default in values:
         add(flag, type=_of(parse), default=default, metavar="VALUE", help=_AS_CONFIGURED)
@@ -154,7 +136,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help=_AS_CONFIGURED,
     )
     add("--explain", action="store_true", help="show where recomputed tokens had been")
-    add("--output", type=Path, metavar="DIR", help="write simulate.json and a plot there")
+    add("--output", type=Path, metavar="DIR", help="write simulate.json there")
 
 
 def simulate(options: argparse.Namespace) -> int:
@@ -181,10 +163,7 @@ def simulate(options: argparse.Namespace) -> int:
     if options.output is not None:
         file = options.output / "simulate.json"
         file.write_bytes(report.as_json(_settings(options), results))
-        plots = report.plot(results, options.output / "simulate")
-        console.print(f"\nWritten: {', '.join(str(f) for f in [file, *plots])}", soft_wrap=True)
-        if not plots:
-            console.print("No plot: matplotlib is not installed (pip install 'kvferry[plot]').")
+        console.print(f"\nWritten: {file}", soft_wrap=True)
     return OK
 
 
@@ -214,10 +193,6 @@ def _misfit(options: argparse.Namespace) -> str | None:
             return f"--{name}: not together with --{other}"
     if options.models is not None and options.workload is None:
         return "--models: only with --workload: a trace names no models"
-    if options.models is not None and options.hosts > 1:
-        return "--models: not together with --hosts"
-    if options.link is not None and options.hosts == 1:
-        return "--link: needs --hosts"
     if options.loaded is not None and options.models is None:
         return "--loaded: needs --models"
     scale = options.scale or 1
@@ -255,9 +230,6 @@ def _experiment(options: argparse.Namespace) -> Experiment:
             sys.maxsize if options.max_requests == -1 else options.max_requests, options.deadline
         ),
         scale=scale,
-        hosts=options.hosts,
-        link_bytes_per_s=_LINK_BYTES_PER_S if options.link is None else options.link,
-        blobs=_blobs(options),
         on_demand=None
         if options.models is None
         else OnDemand(
@@ -274,19 +246,6 @@ def _experiment(options: argparse.Namespace) -> Experiment:
     )
 
 
-def _blobs(options: argparse.Namespace) -> SplitSettings | None:
-    """Return the settings of blobs. None: snapshots are whole files."""
-    if options.whole_files is None:
-        return None
-    return SplitSettings(
-        _limit(options.whole_files), options.write_after, _limit(options.max_written_per_day)
-    )
-
-
-def _limit(size_bytes: int) -> float:
-    return inf if size_bytes == NO_LIMIT else size_bytes
-
-
 def _source(options: argparse.Namespace, setup: Setup) -> Callable[[], RequestSource]:
     if options.trace is not None:
         lines = read_trace(options.trace, options.limit)
@@ -297,7 +256,7 @@ def _source(options: argparse.Namespace, setup: Setup) -> Callable[[], RequestSo
         Workload,
         WORKLOADS[options.workload],
         options.requests or 2000,
-        options.conversations or 2 * setup.hosts * setup.servers * options.slots,
+        options.conversations or 2 * setup.servers * options.slots,
         options.ctx,
         options.seed,
         setup.models,

@@ -1,6 +1,6 @@
 """One run for each policy and budget over the same workload, and the results as data."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -8,7 +8,6 @@ from msgspec import structs
 
 from router.core.model.policy import PolicyName
 from router.tools.simulate.accounting import Losses, Result, percentiles
-from router.tools.simulate.machines.hosts import SimulatedHost
 from router.tools.simulate.requests import RequestSource
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.simulator import Simulator
@@ -42,14 +41,15 @@ def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> R
     start, scale = perf_counter(), setup.scale
     losses = Losses() if explain else None
     simulator = Simulator(
-        setup.hosts_of(),
+        setup.scheduler_of(),
+        setup.servers_of(),
         source,
         losses=losses,
         on_demand=setup.on_demand,
         progress=told,
     )
     meter = simulator.run()
-    stores = [host.view.store for host in simulator.hosts]
+    store = simulator.view.store
     servers = simulator.servers.values()
     reused = meter.reused_tokens
     on_servers = sum(server.computed_tokens for server in servers)
@@ -79,24 +79,16 @@ def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> R
         saved_bytes=meter.saved_bytes,
         restored_bytes=meter.restored_bytes,
         cut_bytes=meter.cut_bytes,
-        evictions=sum(store.evicted for store in stores),
-        snapshots=sum(store.n_snapshots for store in stores),
-        snapshot_bytes=sum(store.total_bytes for store in stores),
+        evictions=store.evicted,
+        snapshots=store.n_snapshots,
+        snapshot_bytes=store.total_bytes,
         peak_bytes=meter.peak_bytes,
         losses=_named(losses.tokens, scale) if losses else {},
         displaced=_named(losses.displaced, scale) if losses else {},
-        forwarded=meter.forwarded,
-        fetches=meter.fetches,
-        fetched_bytes=meter.fetched_bytes,
-        written_bytes=None if setup.blobs is None else _written(simulator.hosts),
-        swaps=sum(host.view.server_swaps for host in simulator.hosts),
+        swaps=simulator.view.server_swaps,
         simulated_s=simulator.now,
         wall_s=perf_counter() - start,
     )
-
-
-def _written(hosts: Iterable[SimulatedHost]) -> int:
-    return sum(host.blobs.written_bytes for host in hosts if host.blobs is not None)
 
 
 def _named(counts: Mapping[str, int], scale: int = 1) -> dict[str, int]:

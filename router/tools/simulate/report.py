@@ -1,8 +1,7 @@
-"""Results as tables, as a plot of reuse against budget, and as JSON."""
+"""Results as tables, as a text chart of reuse against budget, and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from router.config.values import NO_LIMIT, format_size
+from router.config.values import format_size
 from router.tools.simulate.accounting import Result
 
 GIB = 1024**3
@@ -26,8 +25,6 @@ def show(console: Console, results: Sequence[Result]) -> None:
     console.print(_tokens_table(results))
     console.print(_seconds_table(results))
     console.print(_bytes_table(results))
-    if any(_is_stored_or_sent(result) for result in results):
-        console.print(_blobs_and_hosts_table(results))
     for result in results:
         if result.losses:
             console.print(_loss_table(result))
@@ -70,51 +67,9 @@ def bars(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def plot(results: Sequence[Result], stem: Path) -> list[Path]:
-    """Plot reuse against budget as PNG and SVG. Returns their paths; none without matplotlib."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        return []
-    mpl.use("Agg")
-    # Equal results give equal files: no random ids and no dates.
-    mpl.rcParams["svg.hashsalt"] = "kvferry"
-    mpl.rcParams["svg.fonttype"] = "none"  # text stays text
-    from matplotlib import pyplot
-
-    budgets = sorted({r.budget_bytes for r in results if not _plain(r)}, key=_order)
-    places = {budget: place for place, budget in enumerate(budgets)}
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for policy in dict.fromkeys(r.policy for r in results):
-        rows = [r for r in results if r.policy == policy]
-        if _plain(rows[0]):
-            axes.axhline(100 * rows[0].reused_share, linestyle=":", label=policy, color="gray")
-            continue
-        points = sorted((places[r.budget_bytes], 100 * r.reused_share) for r in rows)
-        axes.plot(*zip(*points, strict=True), marker="o", label=policy)
-    limit = max(r.oracle_share for r in results)
-    axes.axhline(100 * limit, color="black", label="unlimited cache")
-    axes.set_xticks(range(len(budgets)), [format_size(b) for b in budgets])
-    axes.set_xlabel("snapshot budget")
-    axes.set_ylabel("reused, % of prompt tokens")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    files = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-    for file in files:
-        dated = {"Date": None} if file.suffix == ".svg" else None
-        figure.savefig(file, bbox_inches="tight", dpi=120, metadata=dated)
-    pyplot.close(figure)
-    return files
-
-
 def _plain(result: Result) -> bool:
     """Return True if the policy never moves KV and so has no budget."""
     return result.policy in _UNBUDGETED
-
-
-def _order(budget_bytes: int) -> float:
-    return float("inf") if budget_bytes == NO_LIMIT else budget_bytes
 
 
 def _budget(result: Result) -> str:
@@ -192,25 +147,6 @@ def _bytes_table(results: Sequence[Result]) -> Table:
             f"{r.evictions:,}",
             f"{r.stall_transfer_s:,.1f}",
         )
-    return table
-
-
-def _is_stored_or_sent(result: Result) -> bool:
-    return result.written_bytes is not None or result.forwarded > 0 or result.fetches > 0
-
-
-def _blobs_and_hosts_table(results: Sequence[Result]) -> Table:
-    table = _table(
-        "Blobs, and between hosts",
-        *("policy", "budget", "written GiB", "% of files", "forwarded", "fetches", "fetched GiB"),
-    )
-    for r in results:
-        written = "-", "-"
-        if r.written_bytes is not None:
-            made_bytes = r.saved_bytes + r.cut_bytes + r.fetched_bytes
-            written = f"{r.written_bytes / GIB:,.1f}", _percent(r.written_bytes, made_bytes)
-        fetched = f"{r.fetched_bytes / GIB:,.1f}"
-        table.add_row(r.policy, _budget(r), *written, f"{r.forwarded:,}", f"{r.fetches:,}", fetched)
     return table
 
 

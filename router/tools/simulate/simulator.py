@@ -1,8 +1,7 @@
 """The production scheduler over simulated servers and a workload, in simulated time.
 
 `Simulator` replaces `router.engine.engine`: it carries out each effect, and feeds the resulting
-event to the scheduler at its simulated time. All pending actions are in one heap. There may be
-several hosts, each with a scheduler and servers of its own.
+event to the scheduler at its simulated time. All pending actions are in one heap.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +29,9 @@ from router.base.types import (
 from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.reporting.request_records import record_of
+from router.core.scheduler import Scheduler
+from router.engine.scheduler_view import SchedulerView
 from router.tools.simulate.accounting import Losses, Meter, Oracle
-from router.tools.simulate.machines.blobs import SimulatedBlobs
-from router.tools.simulate.machines.fetches import Fetches
-from router.tools.simulate.machines.hosts import ChosenHost, Doors, SimulatedHost
 from router.tools.simulate.machines.on_demand import OnDemand
 from router.tools.simulate.machines.server import Run, SimulatedServer, TransferRun
 from router.tools.simulate.requests import RequestSource, SimulatedRequest
@@ -55,8 +53,6 @@ class _Client:
 
     ask: SimulatedRequest
     oracle: int  # prompt tokens that an unlimited cache would reuse
-    host: SimulatedHost | None = None  # that serves it
-    sent: bool = False  # it has reached that host
     dispatch: ef.Dispatch | None = None
     ttft_s: float | None = None
 
@@ -66,17 +62,18 @@ class Simulator:
 
     def __init__(
         self,
-        hosts: Sequence[SimulatedHost],
+        scheduler: Scheduler,
+        servers: Sequence[SimulatedServer],
         source: RequestSource,
         *,
         losses: Losses | None = None,
         on_demand: OnDemand | None = None,
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self.hosts = list(hosts)
-        self.servers = {one.info.id: one for host in hosts for one in host.servers}
-        self._host_of = {one.info.id: host for host in hosts for one in host.servers}
-        self._doors = Doors(self.hosts)
+        self.scheduler = scheduler
+        self.view = SchedulerView(scheduler.state)
+        self.servers = {server.info.id: server for server in servers}
+        self._hardware = servers[0].hardware
         self.source = source
         self.meter = Meter()
         self.now = 0.0
@@ -92,25 +89,23 @@ class Simulator:
         self._prefills: dict[RequestId, Run] = {}
         self._given_up: set[RequestId] = set()  # cancelled prefills of `_prefills`
         self._watching: dict[SlotId, RequestId] = {}
-        self._told: dict[str, SimulatedHost] = {}  # hosts that got an event at this moment
+        self._tick: float | None = None  # when the scheduler's next tick is due
         self._arrivals = source.arrivals()
         self._to_come = 0  # scheduled requests that have not arrived
         self._files = 0
-        self._fetches = Fetches(self.meter, lambda: self.now, self._at, self._feed, self._copy)
 
     # -- time ----------------------------------------------------------------------------------
 
     def run(self) -> Meter:
         """Run until no request and no work is left. Returns the counters."""
-        for host in self.hosts:
-            if self._on_demand is not None:
-                self._feed(host, self._on_demand.configured([one.info.id for one in host.servers]))
-            else:
-                for server in host.servers:
-                    self._feed(host, ev.BackendUp(server.info))
+        if self._on_demand is not None:
+            self._feed(self._on_demand.configured([*self.servers]))
+        else:
+            for server in self.servers.values():
+                self._feed(ev.BackendUp(server.info))
         self._next_arrival()
         told = perf_counter()
-        while self._heap and (self._to_come or self._clients or self._busy()):
+        while self._heap and (self._to_come or self._clients or self.view.has_jobs):
             self.now, _, action = heappop(self._heap)
             action()
             self._settle()
@@ -119,9 +114,6 @@ class Simulator:
                 self._progress(self.meter.arrived)
         assert not self._clients, "a request was never answered"
         return self.meter
-
-    def _busy(self) -> bool:
-        return any(host.view.has_jobs for host in self.hosts)
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
         self._moments += 1  # FIFO at equal times
@@ -136,28 +128,16 @@ class Simulator:
             if at is not None:
                 self._at(at, partial(self._due, server, self._versions[name]))
         self._changed.clear()
-        for host in self._told.values():
-            wakeup = host.scheduler.next_wakeup(self.now)
-            # After an earlier tick, `next_wakeup` is called again anyway.
-            if wakeup is not None and (host.tick is None or wakeup + _TICK_S < host.tick):
-                host.tick = wakeup + _TICK_S
-                self._at(host.tick, partial(self._ticks, host, host.tick))
-            blobs = host.blobs
-            if blobs is not None and blobs.wakeup < blobs.due:
-                blobs.due = blobs.wakeup
-                self._at(blobs.due, partial(self._writes, host, blobs))
-        self._told.clear()
+        wakeup = self.scheduler.next_wakeup(self.now)
+        # After an earlier tick, `next_wakeup` is called again anyway.
+        if wakeup is not None and (self._tick is None or wakeup + _TICK_S < self._tick):
+            self._tick = wakeup + _TICK_S
+            self._at(self._tick, partial(self._ticks, self._tick))
 
-    def _ticks(self, host: SimulatedHost, at: float) -> None:
-        if host.tick == at:
-            host.tick = None
-            self._feed(host, ev.Tick())
-
-    def _writes(self, host: SimulatedHost, blobs: SimulatedBlobs) -> None:
-        """Write blobs that are due, beside all other work: that takes no time here."""
-        for event in blobs.changes(self.now):
-            self._feed(host, event)
-        self._peak()
+    def _ticks(self, at: float) -> None:
+        if self._tick == at:
+            self._tick = None
+            self._feed(ev.Tick())
 
     def _server(self, name: BackendId) -> SimulatedServer:
         """Return a server with progress up to now, and mark it as changed."""
@@ -197,47 +177,23 @@ class Simulator:
             self._at(self.now + ask.leaves_after_s, partial(self._leaves, ask.id))
         session = None if ask.session is None else Session(ask.session, "trace")
         request = Request(ask.id, ask.prompt, ask.model, session=session)
-        way = self._doors.choose(request, self.now)
-        client = self._clients[ask.id]
-        client.host, client.sent = way.host, not way.way_s
-        self.meter.forwarded += way.is_forwarded
-        if way.way_s:
-            self._at(self.now + way.way_s, partial(self._comes, way, request))
-        else:
-            self._feed(way.host, ev.Arrived(request))
+        self._feed(ev.Arrived(request))
         if by_itself:
             self._next_arrival()
-
-    def _comes(self, way: ChosenHost, request: Request) -> None:
-        """Fetch a state for a request, if that is its way, and let it arrive."""
-        arrive = partial(self._reaches, way.host, request)
-        if way.fetch is not None and request.id in self._clients:
-            self._fetches.begin(way.host, way.fetch, request, arrive)
-        else:
-            arrive()
-
-    def _reaches(self, host: SimulatedHost, request: Request) -> None:
-        """Let a request arrive at its host, unless its client has left."""
-        if request.id in self._clients:
-            self._clients[request.id].sent = True
-            self._feed(host, ev.Arrived(request))
 
     def _leaves(self, name: RequestId) -> None:
         client = self._clients.get(name)
         if client is None:
             return  # already answered or refused
         self.meter.abandoned += 1
-        host = client.host
-        assert host is not None
         if client.dispatch is None:
             self._over(client, answered=False)
-            if client.sent:
-                self._feed(host, ev.Cancelled(name))
+            self._feed(ev.Cancelled(name))
             return
         slot = client.dispatch.lease.slot
         run = self.servers[slot.backend].runs[slot.index]
         self._at(self.now + _NOTICE_S, partial(self._notices, slot, run))
-        self._feed(host, ev.Finished(name, Outcome.CLIENT_GONE, Reported()))
+        self._feed(ev.Finished(name, Outcome.CLIENT_GONE, Reported()))
         self._over(client, answered=False)
 
     def _notices(self, slot: SlotId, run: Run) -> None:
@@ -257,13 +213,13 @@ class Simulator:
     # -- finished work of servers --------------------------------------------------------------
 
     def _ran(self, server: SimulatedServer, run: Run) -> None:
-        slot, host = SlotId(server.info.id, run.index), self._host_of[server.info.id]
+        slot = SlotId(server.info.id, run.index)
         if self._prefills.get(run.request) is run:
             del self._prefills[run.request]
             if run.request in self._given_up:
-                self._at(self.now + _QUIET_S, partial(self._prefill_failed, host, run.request))
+                self._at(self.now + _QUIET_S, partial(self._prefill_failed, run.request))
             else:
-                self._feed(host, ev.Prefilled(run.request, _reported(run, answer=False)))
+                self._feed(ev.Prefilled(run.request, _reported(run, answer=False)))
             return
         client = self._clients.get(run.request)
         if client is None:  # abandoned, and the server had not noticed
@@ -271,7 +227,7 @@ class Simulator:
             return
         assert run.first_at is not None
         client.ttft_s = run.first_at - client.ask.at
-        self._feed(host, ev.Finished(run.request, Outcome.OK, _reported(run, answer=True)))
+        self._feed(ev.Finished(run.request, Outcome.OK, _reported(run, answer=True)))
         self._over(client, answered=True)
 
     def _begins(self, server: SimulatedServer) -> None:
@@ -279,7 +235,7 @@ class Simulator:
             client = self._clients.get(run.request)
             sent = client.dispatch if client is not None else None
             if run.first_at == self.now and sent is not None and sent.plan.prefill_first:
-                self._feed(self._host_of[server.info.id], ev.Begun(run.request))
+                self._feed(ev.Begun(run.request))
 
     def _quiet(self, slot: SlotId) -> None:
         """Report a slot idle after an abandoned request, if the scheduler watches the slot."""
@@ -289,20 +245,19 @@ class Simulator:
 
     def _tells_quiet(self, slot: SlotId, request: RequestId) -> None:
         n_tokens = count(self.servers[slot.backend].slots[slot.index].tokens)
-        self._feed(self._host_of[slot.backend], ev.Quiet(request, n_tokens))
+        self._feed(ev.Quiet(request, n_tokens))
 
     # -- effects of the scheduler --------------------------------------------------------------
 
-    def _feed(self, host: SimulatedHost, event: ev.Event) -> None:
-        self._told[host.name] = host
-        for effect in host.scheduler.handle(event, self.now):
-            self._carry_out(host, effect)
+    def _feed(self, event: ev.Event) -> None:
+        for effect in self.scheduler.handle(event, self.now):
+            self._carry_out(effect)
 
     def _carry_out(  # noqa: C901 - an arm for each effect
-        self, host: SimulatedHost, effect: ef.Effect
+        self, effect: ef.Effect
     ) -> None:
         if self._losses is not None:
-            self._losses.saw(effect, host.scheduler.state)
+            self._losses.saw(effect, self.scheduler.state)
         match effect:
             case ef.Dispatch():
                 self._dispatch(effect)
@@ -313,11 +268,11 @@ class Simulator:
             case ef.Account():
                 self._account(effect)
             case ef.Save():
-                self._save(host, effect)
+                self._save(effect)
             case ef.Cut():
-                self._cut(host, effect)
+                self._cut(effect)
             case ef.Restore():
-                self._restore(host, effect)
+                self._restore(effect)
             case ef.Prefill():
                 # The server samples one token even if none is wanted (llama-server.md section 2.3).
                 self._prefills[effect.request] = self._server(effect.slot.backend).start(
@@ -326,20 +281,19 @@ class Simulator:
             case ef.StopWork():
                 if effect.request in self._prefills:
                     self._given_up.add(effect.request)
-                    self._at(self.now + _NOTICE_S, partial(self._gives_up, host, effect.request))
+                    self._at(self.now + _NOTICE_S, partial(self._gives_up, effect.request))
             case ef.WatchSlot():
                 self._watching[effect.slot] = effect.request
                 if effect.slot.index not in self.servers[effect.slot.backend].runs:
                     self._quiet(effect.slot)
             case ef.Delete() | ef.Quarantine():  # no file exists: Python frees the tokens
-                if host.blobs is not None:
-                    host.blobs.gone(effect.snapshot.id)
+                pass
             case ef.StartServer(server=name):
                 assert self._on_demand is not None
                 self._at(self.now + self._on_demand.load_s, partial(self._loaded, name))
             case ef.StopServer(server=name):
                 assert self._on_demand is not None
-                ended = partial(self._feed, host, ev.ServerEnded(name))
+                ended = partial(self._feed, ev.ServerEnded(name))
                 self._at(self.now + self._on_demand.stop_s, ended)
             case ef.Detach():
                 pass  # the server is idle; `StopServer` follows
@@ -352,7 +306,7 @@ class Simulator:
 
     def _loaded(self, name: BackendId) -> None:
         self._server(name).restart(self.now)
-        self._feed(self._host_of[name], ev.BackendUp(self.servers[name].info))
+        self._feed(ev.BackendUp(self.servers[name].info))
 
     def _dispatch(self, effect: ef.Dispatch) -> None:
         assert effect.pin, "simulated clients use routes that keep id_slot"
@@ -373,89 +327,70 @@ class Simulator:
 
     # -- state files ---------------------------------------------------------------------------
 
-    def _save(self, host: SimulatedHost, effect: ef.Save) -> None:
+    def _save(self, effect: ef.Save) -> None:
         server = self._server(effect.slot.backend)
         n = count(server.slots[effect.slot.index].tokens)
         seconds = server.hardware.save_of(n * server.hardware.bytes_per_token)
         self.meter.saves[effect.reason] += 1
-        told = partial(self._saved, host, effect, seconds)
+        told = partial(self._saved, effect, seconds)
         server.transfer(TransferRun(effect.slot.index, seconds, None, told))
 
-    def _saved(self, host: SimulatedHost, effect: ef.Save, seconds: float) -> None:
+    def _saved(self, effect: ef.Save, seconds: float) -> None:
         server = self.servers[effect.slot.backend]
         held = server.slots[effect.slot.index].tokens
         if not held:
-            self._feed(host, ev.SaveFailed(effect.request, effect.slot, "the slot is empty"))
-            self._fetches.saved(effect.slot)
+            self._feed(ev.SaveFailed(effect.request, effect.slot, "the slot is empty"))
             return
-        made = self._file(host, effect.namespace, held)
+        made = self._file(effect.namespace, held)
         self.meter.saved_bytes += made.size_bytes
-        self._feed(host, ev.Saved(effect.request, effect.slot, made, seconds))
-        self._fetches.saved(effect.slot)
+        self._feed(ev.Saved(effect.request, effect.slot, made, seconds))
         self._peak()
 
-    def _restore(self, host: SimulatedHost, effect: ef.Restore) -> None:
-        """Restore a snapshot; its file is assembled before if there is none."""
-        hardware, snapshot = self.servers[effect.slot.backend].hardware, effect.snapshot
+    def _restore(self, effect: ef.Restore) -> None:
+        server, snapshot = self._server(effect.slot.backend), effect.snapshot
         self.meter.restores += 1
         self.meter.restored_bytes += snapshot.size_bytes
-        if host.blobs is not None:
-            host.blobs.used(snapshot.id)
-        rewrite_s = 0.0 if snapshot.whole else hardware.rewrite_of(snapshot.size_bytes)
-        if snapshot.whole:
-            self._read(host, effect, rewrite_s)
-        else:
-            self._at(self.now + rewrite_s, partial(self._read, host, effect, rewrite_s))
-
-    def _read(self, host: SimulatedHost, effect: ef.Restore, rewrite_s: float) -> None:
-        server, snapshot = self._server(effect.slot.backend), effect.snapshot
         seconds = server.hardware.restore_of(snapshot.size_bytes)
-        restored = ev.Restored(effect.request, snapshot.id, len(snapshot), seconds, rewrite_s)
-        told = partial(self._feed, host, restored)
+        restored = ev.Restored(effect.request, snapshot.id, len(snapshot), seconds)
+        told = partial(self._feed, restored)
         assert len(snapshot) <= server.info.n_ctx, "a snapshot that the slot cannot hold"
         server.transfer(TransferRun(effect.slot.index, seconds, snapshot.tokens, told))
 
-    def _cut(self, host: SimulatedHost, effect: ef.Cut) -> None:
+    def _cut(self, effect: ef.Cut) -> None:
         """Cut a prefix out of a snapshot: takes time, but stops no server."""
-        made = self._copy(host, effect.snapshot, effect.n_tokens)
-        seconds = host.servers[0].hardware.rewrite_of(made.size_bytes)
+        held = head(effect.snapshot.tokens, effect.n_tokens)
+        made = self._file(effect.snapshot.namespace, held)
+        seconds = self._hardware.rewrite_of(made.size_bytes)
         self.meter.cuts += 1
         self.meter.cut_bytes += made.size_bytes
-        self._at(self.now + seconds, partial(self._was_cut, host, effect, made, seconds))
+        self._at(self.now + seconds, partial(self._was_cut, effect, made, seconds))
 
-    def _was_cut(self, host: SimulatedHost, effect: ef.Cut, made: Snapshot, seconds: float) -> None:
-        self._feed(host, ev.WasCut(effect.request, made, seconds))
+    def _was_cut(self, effect: ef.Cut, made: Snapshot, seconds: float) -> None:
+        self._feed(ev.WasCut(effect.request, made, seconds))
         self._peak()
 
-    def _copy(self, host: SimulatedHost, snapshot: Snapshot, n_tokens: int) -> Snapshot:
-        """Return a new file with the first tokens of a snapshot, which another host may have."""
-        return self._file(host, snapshot.namespace, head(snapshot.tokens, n_tokens))
-
-    def _file(self, host: SimulatedHost, namespace: Namespace, tokens: Tokens) -> Snapshot:
+    def _file(self, namespace: Namespace, tokens: Tokens) -> Snapshot:
         self._files += 1
-        size_bytes = count(tokens) * host.servers[0].hardware.bytes_per_token
+        size_bytes = count(tokens) * self._hardware.bytes_per_token
         made = Snapshot(SnapshotId(f"s{self._files}"), namespace, KV_DIR, tokens, size_bytes)
-        if host.blobs is not None:
-            host.blobs.add(made, self.now)
         self._peak()
         return made
 
     def _peak(self) -> None:
-        total_bytes = sum(host.view.store.total_bytes for host in self.hosts)
-        self.meter.peak_bytes = max(self.meter.peak_bytes, total_bytes)
+        self.meter.peak_bytes = max(self.meter.peak_bytes, self.view.store.total_bytes)
 
-    def _gives_up(self, host: SimulatedHost, request: RequestId) -> None:
+    def _gives_up(self, request: RequestId) -> None:
         """Stop a cancelled prefill: the server notices the closed connection."""
         run = self._prefills.get(request)
         if run is None:
             return  # the prefill ended before
-        self._server(host.view.slot_of(request).backend).stop(run)
+        self._server(self.view.slot_of(request).backend).stop(run)
         del self._prefills[request]
-        self._at(self.now + _QUIET_S, partial(self._prefill_failed, host, request))
+        self._at(self.now + _QUIET_S, partial(self._prefill_failed, request))
 
-    def _prefill_failed(self, host: SimulatedHost, request: RequestId) -> None:
+    def _prefill_failed(self, request: RequestId) -> None:
         self._given_up.discard(request)
-        self._feed(host, ev.PrefillFailed(request, "the client disconnected"))
+        self._feed(ev.PrefillFailed(request, "the client disconnected"))
 
 
 def _reported(run: Run, *, answer: bool) -> Reported:

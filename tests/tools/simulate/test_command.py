@@ -79,19 +79,7 @@ def test_defaults_are_those_of_the_configuration() -> None:
     command = argparse.ArgumentParser()
     add_options(command)
     options, store = command.parse_args(["--workload", "chat"]), StoreConfig()
-    assert options.write_after == store.write_after_s
-    assert options.max_written_per_day == store.max_written_per_day
     assert options.min_tokens == store.min_tokens
-    assert options.whole_files is None
-
-
-def test_blobs_and_links(tmp_path: Path, capsys: Capture) -> None:
-    options = ["--hosts", "2", "--link", "1.25GB", "--whole-files", "-1", "--policy", "cheapest"]
-    assert run(*SMALL, *options, "--write-after", "1s", "--output", str(tmp_path)) == 0
-    assert "Blobs, and between hosts" in capsys.readouterr().out
-    (found,) = orjson.loads((tmp_path / "simulate.json").read_bytes())["results"]
-    assert 0 < found["written_bytes"] < found["saved_bytes"]
-    assert found["forwarded"] > 0
 
 
 @pytest.mark.parametrize(
@@ -108,8 +96,6 @@ def test_blobs_and_links(tmp_path: Path, capsys: Capture) -> None:
         (["--workload", "chat", "--prefill", "fast"], "--prefill"),
         (["--workload", "chat", "--reuse-probability", "2"], "--reuse-probability"),
         (["--workload", "chat", "--max-wait", "5"], "--max-wait"),
-        (["--workload", "chat", "--whole-files", "some"], "--whole-files"),
-        (["--workload", "chat", "--link", "1GB"], "--link: needs --hosts"),
         (["--workload", "chat", "--scale", "8"], "--scale: not together with --workload"),
         (["--workload", "agent", "--ctx", "2000"], "--ctx: agent needs more than"),
         (["--trace", "t", "--requests", "8"], "--requests: not together with --trace"),

@@ -2,15 +2,12 @@
 
 import dataclasses
 from functools import partial
-from math import inf
 
 import pytest
 
-from router.base.types import SnapshotId
 from router.core.model.policy import UNLIMITED, PolicyName
 from router.tools.simulate.accounting import percentiles
 from router.tools.simulate.experiment import Experiment
-from router.tools.simulate.machines.blobs import SimulatedBlobs, SplitSettings
 from router.tools.simulate.machines.hardware import PRESETS
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.trace import TraceRow, TraceWorkload
@@ -86,26 +83,3 @@ def test_explains() -> None:
 def test_percentiles_by_nearest_rank() -> None:
     assert percentiles([3.0, 1.0, 2.0, 4.0]) == {"mean": 2.5, "p50": 2.0, "p90": 4.0, "p99": 4.0}
     assert percentiles([]) == {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}
-
-
-def test_what_has_no_whole_file_is_restored_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is assembled from its blobs first; nothing else is different."""
-    used, real = list[SnapshotId](), SimulatedBlobs.used
-
-    def note(self: SimulatedBlobs, snapshot: SnapshotId) -> None:
-        used.append(snapshot)
-        real(self, snapshot)
-
-    monkeypatch.setattr(SimulatedBlobs, "used", note)
-    found = []
-    for whole_bytes in (inf, 0.0):
-        blobs = SplitSettings(whole_bytes, 1.0, inf)
-        setup = dataclasses.replace(experiment().setup, blobs=blobs)
-        made = experiment(setup=setup, policies=(PolicyName.PREFER_IDLE,), budgets=(UNLIMITED,))
-        found.append(made.run(next(made.runs())))
-    whole, assembled = found
-    assert whole.restores == assembled.restores > 3
-    assert len(used) == whole.restores + assembled.restores
-    rewrite_s = assembled.restored_bytes / PRESETS["gpu-8b"].rewrite_bytes_per_s
-    later_s = (assembled.ttft_s["mean"] - whole.ttft_s["mean"]) * assembled.answered
-    assert later_s == pytest.approx(rewrite_s, rel=0.2)

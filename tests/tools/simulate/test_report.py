@@ -1,8 +1,5 @@
 """Results of a simulation as tables, plots and JSON."""
 
-from dataclasses import replace
-from pathlib import Path
-
 import orjson
 import pytest
 from rich.console import Console
@@ -36,29 +33,6 @@ def test_tables(results: list[Result], capsys: pytest.CaptureFixture[str]) -> No
     assert "…" not in out.replace("in …", "")
 
 
-def test_blobs_and_hosts_have_a_table_of_their_own(
-    results: list[Result], capsys: pytest.CaptureFixture[str]
-) -> None:
-    title = "Blobs, and between hosts"
-    report.show(Console(), results)
-    assert title not in capsys.readouterr().out
-    gib = 1024**3
-    stored = replace(
-        results[1],
-        saved_bytes=8 * gib,
-        cut_bytes=2 * gib,
-        written_bytes=gib,
-        forwarded=1234,
-        fetches=7,
-        fetched_bytes=3 * gib,
-    )
-    report.show(Console(), [results[0], stored])
-    _, _, table = capsys.readouterr().out.partition(title)
-    first, second = table.splitlines()[2:4]
-    assert first.split()[2:] == ["-", "-", "0", "0", "0.0"]
-    assert second.split()[-5:] == ["1.0", "7.7", "1,234", "7", "3.0"]
-
-
 def test_bars(results: list[Result]) -> None:
     title, *rows = report.bars(results).splitlines()
     assert "limit" in title
@@ -79,12 +53,3 @@ def test_refusals_are_told(results: list[Result], capsys: pytest.CaptureFixture[
     object.__setattr__(refused, "rejected", {"QueueFullError": 3})
     report.show(Console(), [refused])
     assert "refused 3 x QueueFullError" in capsys.readouterr().out
-
-
-def test_plot(results: list[Result], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    files = report.plot(results, tmp_path / "simulate")
-    assert [f.suffix for f in files] == [".png", ".svg"]
-    assert all(f.stat().st_size > 1000 for f in files)
-    again = report.plot(results, tmp_path / "again")
-    assert [f.read_bytes() for f in again] == [f.read_bytes() for f in files]

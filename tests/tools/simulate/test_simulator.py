@@ -71,7 +71,9 @@ def setup(policy: PolicyName = PolicyName.LEAST_BUSY, **more: object) -> Setup:
 def play(
     of: Setup, source: Script | TraceWorkload | Workload, losses: Losses | None = None
 ) -> Simulator:
-    made = Simulator(of.hosts_of(), source, losses=losses, on_demand=of.on_demand)
+    made = Simulator(
+        of.scheduler_of(), of.servers_of(), source, losses=losses, on_demand=of.on_demand
+    )
     made.run()
     return made
 
@@ -221,13 +223,12 @@ def conserved(made: Simulator, requests: int) -> None:
     on_servers = sum(server.computed_tokens for server in made.servers.values())
     assert on_servers >= meter.computed_tokens
     assert all(not server.runs and not server.transfers for server in made.servers.values())
-    for host in made.hosts:
-        state = host.scheduler.state
-        assert state.inventory.jobs == {}
-        assert len(state.queue) == 0
-        catalog = state.inventory.catalog
-        if catalog.limits.max_bytes != UNLIMITED:
-            assert catalog.total_bytes <= catalog.limits.max_bytes
+    state = made.scheduler.state
+    assert state.inventory.jobs == {}
+    assert len(state.queue) == 0
+    catalog = state.inventory.catalog
+    if catalog.limits.max_bytes != UNLIMITED:
+        assert catalog.total_bytes <= catalog.limits.max_bytes
 
 
 prompts = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=5)
@@ -290,7 +291,7 @@ def test_two_models_in_turn_by_hand() -> None:
     sim = play(setup(PolicyName.PREFER_IDLE, servers=2, on_demand=on_demand), source)
     took = [source.times[one.id] - one.at for one in asks]
     assert took == pytest.approx([15.12, 16.12, 11.1, 11.1], abs=0.1)
-    assert (sim.hosts[0].view.server_swaps, sim.meter.reused_tokens["snapshot"]) == (3, 2 * 512)
+    assert (sim.view.server_swaps, sim.meter.reused_tokens["snapshot"]) == (3, 2 * 512)
 
 
 @pytest.mark.parametrize("kind", list(MemoryKind)[:2])
