@@ -21,7 +21,7 @@ from router.assembly.backends import StartError, read, timeouts_of
 from router.base.clock import MonotonicClock, wall_now
 from router.base.errors import KvError
 from router.base.tasks import Tasks
-from router.base.types import TENANT_SALT, Namespace, Snapshot, Tenant
+from router.base.types import TENANT_SALT, Snapshot, Tenant
 from router.base.urls import authority
 from router.config.cold import ColdConfig
 from router.config.schema import Config
@@ -30,12 +30,8 @@ from router.core.model.tenancy import facts_of, model_of, tenant_of
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.credentials import Credentials, CredentialsError, load_credentials
-from router.hosts.measuring import Measuring
 from router.hosts.messages import Hello, Served
-from router.hosts.peer import Peer
 from router.hosts.peers import KnownHosts, Peers
-from router.hosts.twins import compare, processes_of
-from router.llama.attach.drivers import Drivers
 from router.llama.attach.namespace import is_same
 from router.llama.server_client import Connections
 from router.store.cold.bucket import Bucket
@@ -128,7 +124,6 @@ async def hosts_of(
     keys: Keys,
     registry: CollectorRegistry,
     clock: MonotonicClock,
-    drivers: Drivers,
 ) -> AsyncIterator[Hosts | None]:
     """Yield the connection to the fleet; None without one. Raises StartError."""
     fleet = config.fleet
@@ -168,7 +163,6 @@ async def hosts_of(
             waiting=len(view.queue()) + selection.waiting,
             stopping=view.is_stopping,
             keeps_apart=keys.known.keeps_apart,
-            processes=processes_of(drivers),
             snapshots=view.store.n_snapshots,
             told=next(told),
         )
@@ -195,7 +189,6 @@ async def hosts_of(
             clock=clock,
             directory=directory,
             own_url=lambda: address.url,
-            on_news=lambda: compare(drivers, incarnation, peers.all()),
             scheme=address.scheme,
             keeps_apart=lambda: keys.known.keeps_apart,
         )
@@ -213,8 +206,6 @@ async def hosts_of(
         tasks.supervise(partial(_refresh, held, period_s), name="held prefixes")
         if directory is not None:
             tasks.supervise(directory.run, name="directory")
-        measuring = Measuring(peers, credentials.client, partial(_may_fetch, engine))
-        tasks.supervise(measuring.run, name="links")
         try:
             yield Hosts(
                 name,
@@ -230,18 +221,6 @@ async def hosts_of(
             await tasks.aclose()
             if directory is not None:
                 await directory.aclose()
-
-
-def _may_fetch(engine: Engine, peer: Peer) -> bool:
-    """Return whether a backend could read a state that a peer has, as far as it tells."""
-    readers = [info for info in engine.infos.values() if info.kv_dir is not None]
-    if not peer.models:  # it is drained
-        return bool(readers and peer.hello and peer.hello.snapshots)
-    return any(
-        is_same(Namespace(served.namespace), info.namespace)
-        for served in peer.models
-        for info in readers
-    )
 
 
 @dataclass(frozen=True, slots=True)

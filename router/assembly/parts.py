@@ -29,9 +29,9 @@ from router.core.model.tenancy import is_of, tenant_of
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
 from router.engine.loop_throttle import LoopThrottle
-from router.llama.attach.drivers import Drivers
 from router.llama.attach.monitor import Monitor
 from router.llama.client import LlamaClient
+from router.llama.replies import Process
 from router.llama.server_client import Connections
 from router.store.store import KvStore
 from router.telemetry.blob_metrics import BlobCollector
@@ -64,7 +64,7 @@ class Parts:
     engine: Engine
     tokenizers: TokenizerRegistry
     tasks: Tasks
-    drivers: Drivers
+    drivers: dict[Process, BackendId]
 
 
 async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExitStack) -> Parts:
@@ -114,7 +114,7 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         engine,
         TokenizerRegistry(config.tokenizer, tasks, lambda: engine.view.is_serving),
         tasks,
-        Drivers(clock.now),
+        {},
     )
 
 

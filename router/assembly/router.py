@@ -138,7 +138,6 @@ async def build(
             in_force.keys,
             parts.registry,
             parts.clock,
-            parts.drivers,
         )
         hosts = await stack.enter_async_context(joined)
         if hosts is not None:

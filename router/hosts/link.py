@@ -1,4 +1,4 @@
-"""The link to another host: how fast states come over it, measured and learned."""
+"""The link to another host: how fast states come over it, guessed at first, then learned."""
 
 from collections.abc import Callable
 from math import inf
@@ -6,12 +6,12 @@ from math import inf
 from router.hosts.breaker import Breaker
 from router.hosts.choice import Trust
 
-# Until the link was measured. Chosen: the questions, and what 1 Gbit/s carries.
-_ASKING_S, _S_PER_BYTE = 0.005, 1 / 110e6
+# Until a state was fetched. Chosen: the questions, and what 10 Gbit/s carries. A guess that is too
+# slow would let no fetch pay, and never be corrected; one that is too fast costs one late fetch.
+_ASKING_S, _S_PER_BYTE = 0.005, 1 / 1.1e9
 _LEAST_BYTES = 1 << 20  # fewer say nothing of the rate
 _WEIGHT = 0.4  # of one fetch
-_AGAIN_S = 5.0  # until a measurement is tried again
-_GOOD_S = 600.0  # a rate is measured anew where nothing was fetched for so long
+_GOOD_S = 600.0  # a rate is guessed anew where nothing was fetched for so long
 _LATE = 3.0  # a fetch may take so many times what it was to take,
 _LEAST_LIMIT_S = 2.0  # and this long
 
@@ -21,8 +21,6 @@ class Link:
 
     The rate is learned from the time in which bytes came, and all else as a fixed time. A failure
     says nothing of the rate unless bytes came: it makes the link dearer for a minute or two.
-
-    A link that seems too slow for any fetch would never be learned of. So it is measured, too.
     """
 
     def __init__(
@@ -31,24 +29,23 @@ class Link:
         now: Callable[[], float],
         asking_s: float = _ASKING_S,
         on_failure: Callable[[], None] = lambda: None,
-        good_s: float = _GOOD_S,
     ) -> None:
         """`asking_s`: what a fetch takes besides its bytes, until that is learned.
 
-        `on_failure`: called when a fetch has failed. `good_s`: how long a rate is good.
+        `on_failure`: called when a fetch has failed.
         """
-        self._good_s = good_s
         self.breaker = breaker
         self._on_failure = on_failure
         self._asking_s = asking_s
         self._s_per_byte = _S_PER_BYTE
         self._trust = Trust(now)
         self._now = now
-        self._looked_at = -inf  # when the rate was measured or learned
-        self._again_at = -inf  # no measurement before
+        self._learned_at = -inf  # when the rate was learned
 
     def seconds(self, size_bytes: int) -> float:
         """Return what a fetch of so many bytes is expected to take."""
+        if self._now() - self._learned_at > _GOOD_S:
+            self._s_per_byte = _S_PER_BYTE
         return self._trust.price_s(self._asking_s + size_bytes * self._s_per_byte)
 
     def limit_s(self, expected_s: float) -> float:
@@ -61,21 +58,6 @@ class Link:
         self._asking_s += _WEIGHT * (max(else_s, 0.0) - self._asking_s)
         self._learn(size_bytes, reading_s)
 
-    def is_to_be_measured(self) -> bool:
-        """Return whether nothing is known of the rate, or nothing new for long."""
-        now = self._now()
-        return now >= self._again_at and now - self._looked_at >= self._good_s
-
-    def not_measured(self) -> None:
-        """Note that the rate could not be measured: it is tried again some seconds later."""
-        self._again_at = self._now() + _AGAIN_S
-
-    def measured(self, size_bytes: int, seconds: float) -> None:
-        """Take the rate from bytes that were read for this alone."""
-        if size_bytes >= _LEAST_BYTES:
-            self._looked_at = self._now()
-            self._s_per_byte = seconds / size_bytes
-
     def gave_up(self, size_bytes: int, reading_s: float, took_s: float) -> None:
         """Learn from a fetch that broke after `size_bytes`."""
         self.breaker.failure()
@@ -85,5 +67,5 @@ class Link:
 
     def _learn(self, size_bytes: int, reading_s: float) -> None:
         if size_bytes >= _LEAST_BYTES:
-            self._looked_at = self._now()
+            self._learned_at = self._now()
             self._s_per_byte += _WEIGHT * (reading_s / size_bytes - self._s_per_byte)

@@ -13,9 +13,7 @@ QUOTE = "/peer/quote"
 READ = "/peer/read"
 EXPORT = "/peer/export"
 PART = "/peer/part"
-MEASURE = "/peer/measure"  # MEASURED bytes, to see how fast they come
 PURGE = "/peer/purge"
-MEASURED = 8 << 20  # 70 ms at 1 Gbit/s
 # Headers of a forwarded request: the host that forwards it, the request's id there, the caller as
 # that host knows it, and the price that was quoted.
 HOP = "x-kvferry-hop"
@@ -71,7 +69,6 @@ class Hello(Struct, frozen=True):
     """A host as it describes itself, in an answer or in the directory.
 
     `incarnation` differs after each start. `proof` proves the fleet secret without telling it.
-    `processes`: the llama-servers that it drives, each with the seconds since it took them.
     """
 
     name: str
@@ -87,7 +84,6 @@ class Hello(Struct, frozen=True):
     stopping: bool = False
     keeps_apart: bool = False  # tenants
     snapshots: int = 0  # that it could hand out
-    processes: dict[str, float] = {}
     told: int = 0  # how often this incarnation has described itself: an older word counts no more
 
 

@@ -1,4 +1,4 @@
-"""Read the parts of a snapshot from another host, and measure the link to it, in threads.
+"""Read the parts of a snapshot from another host, in threads.
 
 A thread with `readinto` reads twice as fast as the event loop would, and five times with TLS
 (measured: docs/adr/0030). Each thread has a connection of its own.
@@ -8,16 +8,13 @@ import ssl
 import threading
 from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from time import perf_counter
 from urllib.parse import SplitResult, urlsplit
 
 from router.base.errors import KvError
-from router.hosts.messages import MEASURE, MEASURED, PART
+from router.hosts.messages import PART
 
 _AT_ONCE = 1 << 20  # bytes; then it looks whether it is to stop
 _SILENT_S = 10.0
-_SILENT_MEASURING_S = 2.0
-_MEASURING_S = 1.0  # then what came is enough
 _PIECE = 64 * 1024
 
 
@@ -108,35 +105,8 @@ class PeerParts:
         return made
 
 
-def measure(url: str, tls: ssl.SSLContext | None) -> float:
-    """Return the seconds in which `MEASURED` bytes come from a host, without the wait for them.
-
-    Blocks, at most some seconds. Raises OSError or KvError, also if it is busy.
-    """
-    connection = _connection(urlsplit(url), tls, _SILENT_MEASURING_S)
-    try:
-        connection.request("GET", MEASURE)
-        answer = connection.getresponse()
-        if answer.status != 200 or answer.length != MEASURED:
-            raise KvError(f"it is busy, or of another version: status {answer.status}")
-        begun, done, took_s = perf_counter(), 0, 0.0
-        while done < MEASURED and took_s < _MEASURING_S:
-            n = len(answer.read1(_PIECE))
-            took_s = perf_counter() - begun
-            if not n:
-                raise KvError("it broke off")
-            done += n
-        return took_s * MEASURED / done
-    except HTTPException as error:
-        raise KvError(f"it does not answer as a kvferry does: {error!r}") from error
-    finally:
-        connection.close()
-
-
-def _connection(
-    url: SplitResult, tls: ssl.SSLContext | None, silent_s: float = _SILENT_S
-) -> HTTPConnection:
+def _connection(url: SplitResult, tls: ssl.SSLContext | None) -> HTTPConnection:
     host, port = url.hostname or "", url.port
     if tls is None:
-        return HTTPConnection(host, port, timeout=silent_s)
-    return HTTPSConnection(host, port, timeout=silent_s, context=tls)
+        return HTTPConnection(host, port, timeout=_SILENT_S)
+    return HTTPSConnection(host, port, timeout=_SILENT_S, context=tls)

@@ -7,7 +7,7 @@ is found under several addresses counts once.
 import asyncio
 import errno
 import socket
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
@@ -47,9 +47,6 @@ class KnownHosts(Protocol):
         """Return how many tokens of a prompt hosts hold, by incarnation."""
 
 
-async def _nothing() -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Usable:
     """The peers that a request may go to, by `Peer.key`, with their load; good `until` then."""
@@ -86,12 +83,10 @@ class Peers:
         own_url: Callable[[], str] = lambda: "",
         scheme: str = "http",
         keeps_apart: Callable[[], bool] = lambda: False,
-        on_news: Callable[[], Awaitable[None]] = _nothing,
     ) -> None:
         """Set up without peers. `incarnation`, `proof` and `own_url` are this host's own.
 
         `scheme`: of all hosts. `keeps_apart`: whether this host keeps tenants apart.
-        `on_news` is called after each round of checks.
         """
         self._own_url = own_url
         self._scheme = scheme
@@ -101,7 +96,6 @@ class Peers:
         self.incarnation, self._proof = incarnation, proof
         self._clock = clock
         self._directory = directory
-        self._on_news = on_news
         self._peers: dict[str, Peer] = {}  # by URL
         self._misses: dict[str, int] = {}  # checks in a row without an answer, by URL
         self._own_urls: set[str] = set()
@@ -187,7 +181,6 @@ class Peers:
         while True:
             await self._round()
             self._rounds += 1
-            await self._on_news()
             self._news.set()
             self._news = asyncio.Event()
             await asyncio.sleep(INTERVAL_S)

@@ -28,8 +28,8 @@ def link(clock: Clock) -> Link:
     return Link(Breaker(30.0, clock.now), clock.now)
 
 
-def test_it_begins_as_a_link_of_one_gigabit(link: Link) -> None:
-    assert 0.9 < link.seconds(110 * MB) < 1.1
+def test_it_begins_as_a_link_of_ten_gigabits(link: Link) -> None:
+    assert 0.9 < link.seconds(1100 * MB) < 1.1
 
 
 def test_it_learns_what_asking_takes_and_what_bytes_take(link: Link) -> None:
@@ -58,7 +58,7 @@ def test_a_failure_without_bytes_is_forgotten(link: Link, clock: Clock) -> None:
     assert link.breaker.is_open
     assert before < link.seconds(100 * MB) < before + 12
     clock.at += 600
-    assert link.seconds(100 * MB) == pytest.approx(before, rel=0.02)
+    assert link.seconds(100 * MB) == pytest.approx(before, abs=0.05)
 
 
 def test_a_fetch_is_given_time(link: Link) -> None:
@@ -66,26 +66,13 @@ def test_a_fetch_is_given_time(link: Link) -> None:
     assert link.limit_s(4.0) == 12.0
 
 
-def test_a_fast_link_is_measured_before_anything_is_fetched(link: Link, clock: Clock) -> None:
-    """At 1 Gbit/s no fetch pays for a GPU, so nothing would ever be learned of a faster link."""
-    assert link.is_to_be_measured()
-    link.not_measured()
-    assert not link.is_to_be_measured(), "not at once again"
-    clock.at += 6
-    assert link.is_to_be_measured()
-    link.measured(8 * MB, 0.008)
-    assert link.seconds(1000 * MB) == pytest.approx(1.0, abs=0.02)
+def test_a_slow_rate_is_forgotten_after_ten_minutes(link: Link, clock: Clock) -> None:
+    """Else one slow hour of a network would keep every later fetch from being tried."""
+    before = link.seconds(1000 * MB)
+    for _ in range(9):
+        link.fetched(10 * MB, 1.0, 0.005)
+    assert link.seconds(1000 * MB) > 80
     clock.at += 599
-    assert not link.is_to_be_measured()
-    link.fetched(2 * MB, 0.002, 0.005)
-    clock.at += 599
-    assert not link.is_to_be_measured(), "the fetch has told"
+    assert link.seconds(1000 * MB) > 80
     clock.at += 2
-    assert link.is_to_be_measured()
-
-
-def test_few_bytes_measure_nothing(link: Link) -> None:
-    before = link.seconds(100 * MB)
-    link.measured(1000, 0.5)
-    assert link.seconds(100 * MB) == before
-    assert link.is_to_be_measured()
+    assert link.seconds(1000 * MB) == pytest.approx(before, rel=0.05)

@@ -20,15 +20,14 @@ from router.base.errors import (
     TwinError,
 )
 from router.base.ports import SnapshotStore
-from router.base.types import KvDir
+from router.base.types import BackendId, KvDir
 from router.llama.attach.attached import Attached, BackendListener
 from router.llama.attach.diagnosis import NO_LLAMA_SERVER, Trouble, unusable
-from router.llama.attach.drivers import Drivers
 from router.llama.attach.learning import attach, has_adapters, nothing_known, slots_of
 from router.llama.attach.media_sample import media_sample
 from router.llama.attach.probe import Probe
 from router.llama.client import LlamaClient
-from router.llama.replies import Props
+from router.llama.replies import Process, Props
 
 log = structlog.get_logger(__name__)
 
@@ -88,9 +87,9 @@ class Monitor:
         max_running: int | None = None,
         watch: MonitorSettings,
         listener: BackendListener,
-        drivers: Drivers,
+        drivers: dict[Process, BackendId],
     ) -> None:
-        """Set up the monitor. `drivers` is shared by all monitors."""
+        """Set up the monitor. `drivers` is shared by all: the backend that drives each process."""
         self._listener = listener
         self._probe: Probe | None = None  # of this process; it may have been put off
         self._put_offs = 0  # the probe gave way to requests, and goes on at the next check
@@ -169,7 +168,7 @@ class Monitor:
 
     def detach(self) -> None:
         """Give up a drained backend; its `run` is cancelled."""
-        self._drivers.release(self.client.id)
+        self._release()
         self.attached, self.detached, self.problem = None, True, "drained"
         self.is_ready = False
         self._tell()
@@ -263,9 +262,13 @@ class Monitor:
         the restart at its own next check.
         """
         if not props.told_by_nothing:
-            holder = self._drivers.take(props.process, self.client.id)
+            holder = self._drivers.setdefault(props.process, self.client.id)
             if holder != self.client.id:
                 raise TwinError(holder)
+
+    def _release(self) -> None:
+        for process in [p for p, holder in self._drivers.items() if holder == self.client.id]:
+            del self._drivers[process]
 
     def _maybe_poll_for_strangers(self) -> None:
         self._polls_for_strangers += 1
@@ -278,7 +281,7 @@ class Monitor:
         found = unusable(error, answered=self._answered)
         self.problem = f"{found.reason}; {found.do}"
         if self.attached is None:
-            self._drivers.release(self.client.id)
+            self._release()
         elif sure:
             self._lose()
         self.is_ready = self.attached is not None
@@ -291,7 +294,7 @@ class Monitor:
 
     def _lose(self) -> None:
         self.attached, self._probe, self.is_ready = None, None, False
-        self._drivers.release(self.client.id)
+        self._release()
         self._listener.down(self.client.id)
         self.client.give_up()
 

@@ -1,4 +1,4 @@
-"""What the cold tier needs of the rest: the snapshots of this host, and who fetches from it."""
+"""What the cold tier needs of the rest: the snapshots of this host."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
@@ -30,16 +30,3 @@ class KeptSnapshots(Protocol):
 
     async def purge(self, tenant: Tenant, note: str) -> None:
         """Delete all that is here of a tenant, and note that the purge was obeyed."""
-
-
-class MeasuredLink(Protocol):
-    """The link to the tier, which wants to know how fast bytes come."""
-
-    def is_to_be_measured(self) -> bool:
-        """Return whether nothing is known of it, or nothing new for long."""
-
-    def not_measured(self) -> None:
-        """Note that it could not be measured."""
-
-    def measured(self, size_bytes: int, seconds: float) -> None:
-        """Take the rate from bytes that were read."""

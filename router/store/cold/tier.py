@@ -33,7 +33,7 @@ from router.store.cold.names import (
     is_ours,
 )
 from router.store.cold.objects import MissingError, Objects
-from router.store.cold.ports import KeptSnapshots, MeasuredLink, Owned
+from router.store.cold.ports import KeptSnapshots, Owned
 from router.store.cold.seals import Seal
 from router.store.io_pool import Threads
 
@@ -51,7 +51,6 @@ _SEEN = 100_000  # blobs of which is known that they are there
 _MOST_STATES = 30_000  # in the index, the newest: 3 KiB of memory each
 _FAILED_S = 600.0  # until a snapshot is tried again that could not be copied
 _FAILURES = 3  # of copies in a row: then the tier cannot be written
-_MEASURED_BYTES = 64 << 20
 _ROUNDS = 3  # of a deletion, and the last one has to find nothing: a listing may be late
 _UNSEEN = "not looked at yet"
 
@@ -104,7 +103,6 @@ class ColdTier:
         self._obeyed: set[str] = set()  # names of purges
         self._doubted = asyncio.Event()
         self._putting = asyncio.Lock()  # of one object: a purge waits for its end
-        self.link: MeasuredLink | None = None  # of those that fetch from here
         self._store_now = 0.0
         self._listed_at: float | None = None
         self._swept_at: float | None = None
@@ -206,35 +204,6 @@ class ColdTier:
             raise
         self._counts[counts_as] += len(into)
 
-    async def measure(self) -> None:
-        """Let the link learn how fast a blob of the newest state comes, if it is due."""
-        link = self.link
-        if link is None or not link.is_to_be_measured() or not len(self._index):
-            return
-        state, clock = self._index.states()[-1], asyncio.get_running_loop()
-        try:
-            sealed = await self._reads.bulk(partial(self._objects.get, state.path))
-            blob = await self._reads.bulk(partial(self._largest, state, sealed))
-        except KvError as error:
-            link.not_measured()
-            if isinstance(error, KvFileError):
-                await self._give_up(state, error)
-            return
-        with suppress(KvError):  # if it is damaged, the state was given up
-            begun, into = clock.time(), Buffer().of(blob.size_bytes)
-            await self.read_part(state, blob, into, lambda: False, "measured")
-            link.measured(blob.size_bytes, clock.time() - begun)
-            return
-        link.not_measured()
-
-    def _largest(self, state: StateName, sealed: bytes) -> Blob:
-        """Return the largest blob of a state that is not too large to be read for this alone."""
-        found = manifests.decode(self._raw(state, sealed), state.path).sized
-        fitting = [blob for blob in found if blob.size_bytes <= _MEASURED_BYTES]
-        if not fitting:
-            raise KvError(f"{state.path} has no blob of at most {_MEASURED_BYTES} bytes")
-        return max(fitting, key=lambda blob: blob.size_bytes)
-
     async def _give_up(self, state: StateName, error: KvFileError, blob: str = "") -> None:
         """Forget a state that cannot be read, and delete it with its blob that is at fault.
 
@@ -278,7 +247,6 @@ class ColdTier:
                 self.problem = str(error)
                 await asyncio.sleep(_AGAIN_S)
                 continue
-            await self.measure()
             await self.copy_due()
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):

@@ -12,14 +12,14 @@ import structlog
 from aiohttp import web
 from msgspec.structs import replace
 
-from router.base.errors import KvError, NoBackendError, NotFoundError
+from router.base.errors import KvError, NotFoundError
 from router.base.prefix_hash import split
 from router.base.tokens import Tokens
 from router.base.types import Namespace, SlotId, SnapshotId, Tenant
 from router.core.model.plan import Handout, Offered
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
-from router.hosts.messages import MEASURED, ExportAsk
+from router.hosts.messages import ExportAsk
 from router.store.blobs import manifests
 from router.store.store import KvStore
 from router.telemetry.fetch_metrics import FetchMetrics
@@ -51,7 +51,6 @@ class HandingOut:
         self._now = now
         self._room = asyncio.Semaphore(_PARTS_AT_ONCE)
         self._cutting = asyncio.Lock()
-        self._measuring = asyncio.Lock()
         self._n_asked = self._n_parts = 0
 
     async def _manifest_of(self, snapshot: SnapshotId) -> bytes:
@@ -154,21 +153,6 @@ class HandingOut:
                 await self._write(request, response, bytes(raw[at : at + _WRITTEN_AT_ONCE]))
             await response.write_eof()
         self._metrics.handed_out(len(raw))
-        return response
-
-    async def measured(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer with bytes that are good for nothing but to see how fast they come.
-
-        Raises NoBackendError while another host measures: both would see half of the rate.
-        """
-        if self._measuring.locked():
-            raise NoBackendError("another host measures")
-        zeros = bytes(_WRITTEN_AT_ONCE)
-        async with self._measuring:
-            response = await _begun(request, MEASURED)
-            for _ in range(MEASURED // _WRITTEN_AT_ONCE):
-                await self._write(request, response, zeros)
-            await response.write_eof()
         return response
 
     async def _write(

@@ -34,7 +34,6 @@ from router.hosts.messages import (
     EXPORT,
     HELLO,
     HOP_MODEL,
-    MEASURE,
     PART,
     PURGE,
     QUOTE,
@@ -101,7 +100,6 @@ class PeerRoutes:
             EXPORT: "POST",
             PURGE: "POST",
             PART: "GET",
-            MEASURE: "GET",
         }.get(path)
         if wanted is None:
             raise NotFoundError("there is nothing at this path")
@@ -117,8 +115,6 @@ class PeerRoutes:
             return _packed(await self._purge(raw))
         if path == PART:
             return await self._handing_out.part(call.http)
-        if path == MEASURE:
-            return await self._handing_out.measured(call.http)
         return _packed(msgspec.json.encode(await self._read(call.http, raw)))
 
     async def _export(self, raw: bytes) -> bytes:

@@ -6,11 +6,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
-import msgspec
 import pytest
-from msgspec.structs import replace
 
-from router.hosts.directory import signed
 from router.servers.program import free_port
 from router.web.api.elsewhere import Nowhere
 from router.web.fleet.forwarding import Forwarding
@@ -351,56 +348,3 @@ async def test_host_without_the_directory_is_found_by_its_peers(
     ):
         await redis_server.empty()
         assert (await front.post("/completion", HELD)).headers[HOST] == "h0"
-
-
-async def test_one_llama_server_is_driven_by_one_host(tmp_path: Path) -> None:
-    """Both are configured with the same server; the host that took it later gives it up."""
-    async with FakeLlama(kv_dir=tmp_path) as fake:
-        ports = [free_port(), free_port()]
-        sections = [fleet_yaml(at, ports) for at in range(2)]
-        fake.marker = "one"
-        async with (
-            host(0, [fake], sections[0]) as a,
-            host(1, [Addressed(fake.url)], sections[1]) as b,
-        ):
-            # On a busy machine the first may lose the server for a moment, and be the later then.
-            backends: list[Json] = []
-            while [one["up"] for one in backends] not in ([True, False], [False, True]):
-                backends = [(await each.state())["backends"][0] for each in (a, b)]
-            up = 0 if backends[0]["up"] else 1
-
-            assert "same llama-server" in backends[1 - up]["problem"]
-            answer = await (b, a)[up].post("/completion", HELD)
-            assert answer.headers[HOST] == f"h{up}"
-
-
-async def test_a_host_that_starts_again_does_not_yield_to_its_own_past(
-    tmp_path: Path, redis_server: RedisServer
-) -> None:
-    """Its last run is in the directory for six seconds, and had the server for longer."""
-    async with FakeLlama(kv_dir=tmp_path) as fake:
-        fake.marker = "one"
-        ports = [free_port(), free_port()]
-        sections = [fleet_yaml(at, ports, redis_server.url) for at in range(2)]
-        async with host(0, [fake], sections[0]) as first:
-            await first.until(lambda s: bool(s["hosts"]["directory"]["up"]))
-            hosts_of_first = first.router.hosts
-            assert hosts_of_first is not None
-            said = hosts_of_first.hello()
-            longer = dict.fromkeys(said.processes, 1e6)
-            assert longer
-            past = f"past{said.incarnation}"
-            told = msgspec.json.encode(replace(said, processes=longer, incarnation=past))
-        async with redis_server.client() as client:  # as after kill -9
-            await client.set("kvf:i:past", signed(told, b"no secret"))
-            await client.sadd("kvf:hosts", "past")
-        async with host(0, [fake], sections[0]) as again:
-            hosts_of_again = again.router.hosts
-            assert hosts_of_again is not None
-            await again.until(lambda s: bool(s["hosts"]["directory"]["up"]))
-            await hosts_of_again.peers.until_checked()
-            await hosts_of_again.peers.until_checked()
-            state = await again.state()
-
-            assert state["backends"][0]["up"]
-            assert state["hosts"]["peers"] == []

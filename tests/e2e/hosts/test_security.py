@@ -15,7 +15,6 @@ from router.hosts.messages import (
     HOP,
     HOP_ID,
     HOP_TENANT,
-    MEASURE,
     QUOTE,
     READ,
     READ_PATH,
@@ -152,9 +151,7 @@ async def test_a_forged_hop_header_means_nothing(tmp_path: Path) -> None:
         assert {slot["tenant"] for slot in state["slots"]} <= {"bob", "", None}
 
 
-@pytest.mark.parametrize(
-    "path", [HELLO, QUOTE, READ, MEASURE, "//peer/hello", "/x/../peer/read", "/peer"]
-)
+@pytest.mark.parametrize("path", [HELLO, QUOTE, READ, "//peer/hello", "/x/../peer/read", "/peer"])
 async def test_clients_do_not_reach_what_is_for_peers(path: str, tmp_path: Path) -> None:
     """Neither on a host nor through one: a front forwards all that it cannot serve."""
     async with FakeLlama(kv_dir=tmp_path) as fake, hosts([fake], []) as (a, front):

@@ -11,9 +11,9 @@ from structlog.testing import capture_logs
 from router.base.errors import BackendTimeoutError
 from router.base.types import BackendId, KvDir, KvSettings, MemoryKind, Namespace
 from router.llama.attach.attached import Attached
-from router.llama.attach.drivers import Drivers
 from router.llama.attach.monitor import Monitor, MonitorSettings
 from router.llama.client import LlamaClient
+from router.llama.replies import Process
 from router.llama.server_client import Connections, Timeouts
 from router.store.store import KvStore
 from tests.support.servers.fake_llama import FakeLlama
@@ -38,7 +38,7 @@ class Watched:
         connections: Connections,
         folder: Path | None,
         name: str = "a",
-        drivers: Drivers | None = None,
+        drivers: dict[Process, BackendId] | None = None,
     ) -> None:
         kv_dir = None if folder is None else KvDir(str(folder))
         self.store = None
@@ -50,7 +50,7 @@ class Watched:
         self.kept: frozenset[int] = frozenset()
         self.waited_for = False
         self.changed = asyncio.Event()
-        self.drivers = Drivers(lambda: 0.0) if drivers is None else drivers
+        self.drivers: dict[Process, BackendId] = {} if drivers is None else drivers
         client = LlamaClient(
             BackendId(name), fake.url, connections, Timeouts(connect_s=1.0, health_s=0.3)
         )
@@ -481,14 +481,14 @@ async def test_after_a_restart_each_has_its_own(fake: FakeLlama, watched: Watche
     """The first monitor to see the new process takes it; the other one releases the old."""
     await watched.until("prepare", "prepare", "up")
     fake.marker = "<__media_another__>"
-    ((_, path, build),) = watched.drivers.held_s()
+    ((_, path, build),) = watched.drivers
     another = (fake.marker, path, build)
-    watched.drivers.take(another, BackendId("b"))
+    watched.drivers[another] = BackendId("b")
     await watched.monitor.check_again()
     assert watched.said == ["prepare", "prepare", "up", "down"]
-    assert list(watched.drivers.held_s()) == [another]
+    assert list(watched.drivers) == [another]
 
-    watched.drivers.release(BackendId("b"))
+    del watched.drivers[another]
     await watched.monitor.check_again()
     assert watched.said == ["prepare", "prepare", "up", "down", "prepare", "prepare", "up"]
 
@@ -497,8 +497,8 @@ async def test_servers_that_do_not_tell_which_they_are(fake: FakeLlama, watched:
     """Older servers all report the same marker, and are different servers all the same."""
     await watched.until("prepare", "prepare", "up")
     fake.marker = "<__media__>"
-    ((_, path, build),) = watched.drivers.held_s()
-    watched.drivers.take((fake.marker, path, build), BackendId("b"))
+    ((_, path, build),) = watched.drivers
+    watched.drivers[(fake.marker, path, build)] = BackendId("b")
     await watched.monitor.check_again()
     assert watched.said == ["prepare", "prepare", "up", "down", "prepare", "prepare", "up"]
 
@@ -508,9 +508,9 @@ async def test_servers_of_two_models_with_one_marker_are_two(
 ) -> None:
     """An operator may set one LLAMA_MEDIA_MARKER for all servers."""
     await watched.until("prepare", "prepare", "up")
-    ((_, _, build),) = watched.drivers.held_s()
+    ((_, _, build),) = watched.drivers
     fake.marker = "<__theirs__>"
-    watched.drivers.take((fake.marker, "another.gguf", build), BackendId("b"))
+    watched.drivers[(fake.marker, "another.gguf", build)] = BackendId("b")
     await watched.monitor.check_again()
     assert watched.said == ["prepare", "prepare", "up", "down", "prepare", "prepare", "up"]
 
