@@ -188,7 +188,6 @@ async def _own_routes(
             wall_now,
             purging,
             bodies,
-            parts.store.verify_all,
         ),
         Requests(parts.decision_log, selection, show_content=shows),
         SumRoutes(parts.sessions, parts.usage),

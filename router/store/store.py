@@ -41,7 +41,6 @@ from router.store.io_pool import Threads
 from router.store.listener import Deaf, StoreListener
 from router.store.purges import Purges
 from router.store.records import KvDirectory, StateFile, StoredSnapshot
-from router.store.verify import Verified, Verifier
 from router.store.withdrawal import Withdrawal
 
 log = structlog.get_logger(__name__)
@@ -465,13 +464,6 @@ class KvStore:
             await self._unlink(kv_dir, name)
         elif snapshot.id in self._reading:
             self._read(snapshot.id)
-
-    async def verify_all(self, after: str) -> Verified:
-        """Check the next part of all files against what was written; see `verify.py`.
-
-        Damaged files are put aside, and snapshots that need them are given up.
-        """
-        return await Verifier(self._held, self._split, self._give_up).next_part(after)
 
     async def _give_up(self, held: StoredSnapshot, reason: str) -> None:
         """Give up a whole file that is damaged; its blobs make up for it."""

@@ -5,7 +5,7 @@ import asyncio
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from router import __version__
 from router.assembly.backends import StartError
@@ -41,6 +41,19 @@ from router.tools.simulate.command import add_options, simulate
 
 OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
 
+_GONE = {
+    "verify": "a damaged file is found when it is read, and put aside",
+    "--namespace": "use --tenant, --older-than or --id",
+    "--min-tokens": "use --tenant, --older-than or --id",
+    "--larger-than": "use --tenant, --older-than or --id",
+    "--unused": "store.max_bytes evicts what is not used; or use --older-than",
+    "--hosts": "one host is simulated; docs/benchmarks/hosts.md has measured fleets",
+    "--link": "one host is simulated; docs/benchmarks/hosts.md has measured fleets",
+    "--whole-files": "blobs are not simulated",
+    "--write-after": "blobs are not simulated",
+    "--max-written-per-day": "blobs are not simulated",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `kvferry` command. Returns the exit code: 0 fine, 1 cannot work, 2 bad input."""
@@ -61,8 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Refuse what was typed; of what an earlier version took, say what to do instead."""
+        typed = message.replace("'", " ").replace("=", " ").split()
+        told = [f"{name} is gone: {why}" for name, why in _GONE.items() if name in typed]
+        super().error("; ".join(told) or message)
+
+
 def command_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kvferry",
         description="A reverse proxy that moves the KV of llama-servers to where it is needed.",
     )

@@ -355,7 +355,7 @@ async def test_key_that_is_not_there(tmp_path: Path) -> None:
     [
         (["ser"], {"serve", "servers"}),
         (["serve", "--pol"], {"--policy"}),
-        (["snapshots", ""], {"list", "show", "purge", "verify"}),
+        (["snapshots", ""], {"list", "show", "purge"}),
         (["check", "kvferry.exam"], {"kvferry.example.yaml"}),
     ],
 )
@@ -372,3 +372,20 @@ def test_bash_completes_commands_options_and_files(
     )
 
     assert set(done.stdout.split()) == expected
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["snapshots", "verify"],
+        ["snapshots", "list", "--unused"],
+        ["simulate", "--workload", "chat", "--hosts=2"],
+    ],
+)
+def test_what_is_gone_is_refused_with_what_to_do(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert " is gone: " in capsys.readouterr().err

@@ -160,16 +160,6 @@ class BlobTier:
             log.warning("blob_quarantined", blob=blob.id.hex())
             return self.shared.items_with(blob)
 
-    async def verify(self, folder: int) -> tuple[list[Blob], list[Blob]]:
-        """Compute the names of the blobs in one of 256 directories anew.
-
-        Return all of them, and those that are damaged or missing.
-        """
-        blobs = self.shared.blobs(lambda blob: blob.id[0] == folder)
-        work = partial(blob_files.damaged, self._root, blobs)
-        damaged = await self._threads.unhurried(work)
-        return blobs, [blob for blob in damaged if self.shared.has(blob)]  # not removed meanwhile
-
     async def note(self, budget: WriteBudget) -> None:
         """Write down for the next run what was written. Raises KvError."""
         await self._threads.quick(self._check)

@@ -1,4 +1,4 @@
-"""`kvferry snapshots list | show ID | purge | verify`: the options, the calls and the output.
+"""`kvferry snapshots list | show ID | purge`: the options, the calls and the output.
 
 The router checks and applies filters: their values are sent as they were typed.
 """
@@ -20,9 +20,8 @@ from router.tools.terminal import output
 Json = dict[str, Any]
 
 PATH = "/kvferry/snapshots"
-_PAGE = 1000  # the router's limit for one answer
 _WIDE = 110  # columns from which the table shows the file
-_LONG_S = 700.0  # for a part of a verification, or a purge of all hosts: each has its limit
+_LONG_S = 700.0  # for a purge of all hosts: each has its limit
 _SHORT = 12  # digits that identify an id or a namespace
 
 
@@ -46,10 +45,7 @@ def add_options(
     )
     purging.add_argument("--yes", action="store_true", help="do not ask")
     purging.add_argument("--dry-run", action="store_true", help="print the totals, purge nothing")
-    checking = actions.add_parser(
-        "verify", help="read all files and compare them with what was written"
-    )
-    runs = ((listing, _list), (showing, _show), (purging, _purge), (checking, _verify))
+    runs = ((listing, _list), (showing, _show), (purging, _purge))
     for action, run in runs:
         action.add_argument("--json", action="store_true", help="print the JSON of the router")
         where(action)
@@ -58,22 +54,9 @@ def add_options(
 
 def _filter_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add(
-        "--namespace",
-        metavar="NAME",
-        help="in namespaces that begin with NAME; NAME@TENANT: in this one only",
-    )
     add("--tenant", metavar="NAME", help="of this tenant, in all namespaces")
     add("--older-than", metavar="TIME", help="saved longer ago than this: 30m, 12h, 48h")
-    add("--min-tokens", type=int, metavar="N", help="with at least N tokens")
-    add("--larger-than", type=_size, metavar="SIZE", help="larger than this: 500MB, 2GiB")
-    add("--unused", action="store_true", help="not restored since it was saved or found")
     add("--id", action="append", metavar="ID", help="with this id; repeatable")
-
-
-def _size(text: str) -> int | str:
-    """Return a plain number as bytes, any other text unchanged for the router to parse."""
-    return int(text) if text.isdecimal() else text
 
 
 def snapshots(options: argparse.Namespace) -> int:
@@ -97,25 +80,15 @@ def _asked(ask: _Ask, options: argparse.Namespace) -> Json:
 
 def _wanted(options: argparse.Namespace) -> Json:
     """Return the given conditions as JSON."""
-    named = ("namespace", "tenant", "older_than", "min_tokens", "larger_than", "unused", "id")
-    given = {name: getattr(options, name) for name in named}
-    return {name: value for name, value in given.items() if value not in (None, False)}
+    given = {name: getattr(options, name) for name in ("tenant", "older_than", "id")}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 async def _find(client: RouterClient, options: argparse.Namespace) -> Json:
-    """Return as many snapshots as `--limit` allows, fetched page by page."""
-    query = {name: str(value).lower() for name, value in _wanted(options).items() if name != "id"}
-    query |= {name: _wanted(options)[name] for name in ("namespace", "tenant") if name in query}
+    query = _wanted(options) | {"limit": str(options.limit)}
     if options.id:
         query["id"] = ",".join(options.id)
-    found: Json = {}
-    rows: list[Json] = []
-    while not found or (found["next"] and len(rows) < options.limit):
-        after = {"after": found["next"]} if found else {}
-        limit = {"limit": str(min(options.limit - len(rows), _PAGE))}
-        found = await client.call("GET", PATH, query | limit | after)
-        rows += found["snapshots"]
-    return found | {"snapshots": rows}
+    return await client.call("GET", PATH, query)
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -237,34 +210,6 @@ def _agreed(would: Json, options: argparse.Namespace) -> bool:
     except KeyboardInterrupt:
         sys.stderr.write("\n")  # else the shell's prompt follows the question on its line
         raise
-
-
-def _verify(options: argparse.Namespace) -> int:
-    """Check all files, part by part; return 1 if some are damaged."""
-    sums: Json = {"checked": 0, "size_bytes": 0, "damaged": []}
-
-    async def verify(client: RouterClient, _: argparse.Namespace) -> Json:
-        after: str | None = ""
-        while after is not None:
-            part = await client.call(
-                "POST", f"{PATH}/verify", body={"after": after}, timeout_s=_LONG_S
-            )
-            for name in sums:
-                sums[name] += part[name]
-            after = part["next"]
-        return sums
-
-    _asked(verify, options)
-    console = output()
-    if options.json:
-        _print_json(console, sums)
-    else:
-        amount = f"{number_of(sums['checked'], 'file')}, {size(sums['size_bytes'])}"
-        for name in sums["damaged"]:
-            console.print(Text.assemble((name, "red"), " is damaged, and was put aside"))
-        good = "as they were written" if not sums["damaged"] else "checked"
-        console.print(f"{amount}: {good}", soft_wrap=True)
-    return 1 if sums["damaged"] else 0
 
 
 def _report(options: argparse.Namespace, sums: Json, done: str) -> None:

@@ -7,10 +7,10 @@ engine purges them, like everything that changes core state.
 import asyncio
 import heapq
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Annotated, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import structlog
 from aiohttp import web
@@ -19,8 +19,6 @@ from pydantic import Field, ValidationError
 
 from router.base.errors import (
     BadRequestError,
-    ConflictError,
-    KvError,
     NotFoundError,
     UnsupportedMediaTypeError,
 )
@@ -33,7 +31,6 @@ from router.engine.engine import Engine
 from router.llama.wire import parse_body
 from router.store.blobs import manifests
 from router.store.files import final_name
-from router.store.verify import Verified
 from router.web.admin.guard import Guard
 from router.web.admin.state_json import snapshot_row
 from router.web.fleet.purging import Purging, Reached
@@ -55,35 +52,23 @@ _LEAST_OF_AN_ID = 6
 class Filter(ConfigSection):
     """A selection of snapshots; all given conditions must hold.
 
-    `namespace` is a prefix of the snapshot's namespace, or with a tenant (`NAME@TENANT`) all of it.
     `tenant`: all namespaces of this one, those of prompts with a `cache_salt` too.
     """
 
-    namespace: values.Text = ""
     tenant: values.Text = ""
     older_than_s: values.PositiveSeconds | None = Field(default=None, alias="older_than")
-    min_tokens: values.Count = 0
-    larger_than_bytes: values.Size | None = Field(default=None, alias="larger_than")
-    unused: bool = False
     id: tuple[values.Text, ...] = Field(default=(), strict=False)
 
     @property
-    def is_of_one_tenant(self) -> bool:
-        """Return True if all of a tenant is selected."""
-        return bool(self.tenant) and self.model_copy(update={"tenant": ""}).takes_all
-
-    @property
     def takes_all(self) -> bool:
-        """Return True if no condition excludes any: each is missing, null, 0, false or empty."""
-        conditions = Filter.model_fields.items()
-        return all(getattr(self, name) == field.default for name, field in conditions)
+        """Return True if no condition excludes any: each is missing, null or empty."""
+        return not (self.tenant or self.older_than_s or self.id)
 
 
 class Listing(Filter):
-    """A page of a list. `after` is the `next` of the page before."""
+    """A list of the newest."""
 
     limit: values.PositiveCount = 100
-    after: values.Text | None = None
 
 
 class Purge(Filter):
@@ -95,12 +80,6 @@ class Purge(Filter):
     all: bool = False
     everywhere: bool = False
     dry_run: bool = False
-
-
-class Verify(ConfigSection):
-    """A part of all files; `after` is the `next` of the part before."""
-
-    after: Annotated[str, Field(pattern="^(|blobs/[0-9a-f]{2}|files/[0-9a-f]{32})$")] = ""
 
 
 _F = TypeVar("_F", bound=ConfigSection)
@@ -121,12 +100,8 @@ class Item:
         snapshot = self.snapshot
         return (
             (not ids or snapshot.id in ids)
-            and _in_namespace(snapshot.namespace, wanted.namespace)
             and (not wanted.tenant or is_of(tenant_of(snapshot.namespace), wanted.tenant))
             and (wanted.older_than_s is None or self.age_s > wanted.older_than_s)
-            and len(snapshot) >= wanted.min_tokens
-            and (wanted.larger_than_bytes is None or snapshot.size_bytes > wanted.larger_than_bytes)
-            and not (wanted.unused and self.uses > 1)
         )
 
     def row(self) -> dict[str, object]:
@@ -170,32 +145,22 @@ class Snapshots:
         wall_now: Callable[[], float],
         purging: Purging,
         bodies: Bodies,
-        verify: Callable[[str], Awaitable[Verified]],
     ) -> None:
-        """`verify` checks the part of all files after another one, as `KvStore.verify_all` does."""
         self._engine = engine
         self._guard = guard
         self._now = now
         self._wall_now = wall_now
         self._purging = purging
         self._bodies = bodies
-        self._verify = verify
 
     async def all(self, call: Call) -> web.Response:
-        """List one page of the snapshots that match, the newest first, with the totals of all."""
+        """List the newest snapshots that match, with the totals of all that do."""
         query = _parsed(Listing, _of_query(call.http.query))
-        after = _read_cursor(query.after) if query.after else None
-        limit = min(query.limit, MOST_AT_ONCE)
-        sums, page, n_rest = Sums(), list[Item](), 0
+        sums, newest = Sums(), list[Item]()
         async for found in self._fitting(query):
             sums.add(found)
-            rest = found if after is None else [item for item in found if _rank(item) > after]
-            page = heapq.nsmallest(limit, page + rest, key=_rank)
-            n_rest += len(rest)
-        cursor = "{}:{}".format(*_rank(page[-1])) if n_rest > len(page) else None
-        return json_response(
-            asdict(sums) | {"snapshots": [item.row() for item in page], "next": cursor}
-        )
+            newest = heapq.nsmallest(min(query.limit, MOST_AT_ONCE), newest + found, key=_rank)
+        return json_response(asdict(sums) | {"snapshots": [item.row() for item in newest]})
 
     async def one(self, call: Call, number: str) -> web.Response:
         """Show (GET) or purge (DELETE) one snapshot. Raises NotFoundError, ForbiddenError."""
@@ -220,7 +185,8 @@ class Snapshots:
         wanted = _parsed(Purge, await self._body(call))
         if wanted.all != wanted.takes_all:
             raise BadRequestError("give at least one filter, or `all` and no filter")
-        if wanted.everywhere and (not wanted.tenant or not wanted.is_of_one_tenant):
+        is_of_one_tenant = wanted.tenant and not (wanted.older_than_s or wanted.id)
+        if wanted.everywhere and not is_of_one_tenant:
             raise BadRequestError("everywhere: needs `tenant`, and no other filter")
         sums, doomed = Sums(), list[Snapshot]()
         async for found in self._fitting(wanted):
@@ -229,7 +195,7 @@ class Snapshots:
         reached: list[Reached] = []
         if not wanted.dry_run:
             log.info("purged", by=call.http.remote, **asdict(sums))
-            if wanted.is_of_one_tenant:
+            if is_of_one_tenant:
                 here = await self._purging.here(Tenant(wanted.tenant))
                 reached += [here] if here.problem else []
             else:
@@ -241,20 +207,6 @@ class Snapshots:
         return json_response(
             asdict(sums) | {"dry_run": wanted.dry_run, "elsewhere": to_builtins(reached)}
         )
-
-    async def verify(self, call: Call) -> web.Response:
-        """Check the next part of all files against what was written.
-
-        Raises ForbiddenError, BadRequestError, UnsupportedMediaTypeError, ConflictError.
-        """
-        wanted = _parsed(Verify, await self._body(call))
-        try:
-            found = await self._verify(wanted.after)
-        except KvError as error:
-            raise ConflictError(str(error)) from error
-        if found.damaged:
-            log.warning("files_damaged", by=call.http.remote, files=found.damaged)
-        return json_response(to_builtins(found))
 
     async def _body(self, call: Call) -> dict[str, Any]:
         """Return the JSON of a call that changes something."""
@@ -299,23 +251,13 @@ class Snapshots:
         return named
 
 
-def _in_namespace(namespace: str, wanted: str) -> bool:
-    """Compare in full with a tenant: one tenant's name may begin with another's."""
-    return is_of(namespace, wanted) if "@" in wanted else namespace.startswith(wanted)
-
-
 def _of_query(query: Mapping[str, str]) -> dict[str, object]:
-    """Return a query string as JSON values: numbers and booleans are converted."""
-    made: dict[str, object] = {}
-    for key, text in query.items():
-        if key == "id":
-            made["id"] = text.split(",")
-        elif key not in ("namespace", "tenant", "after") and text.isascii() and text.isdigit():
-            made[key] = int(text[:20])
-        elif key == "unused" and text in ("true", "false"):
-            made[key] = text == "true"
-        else:
-            made[key] = text
+    """Return a query string as JSON values."""
+    made: dict[str, object] = dict(query)
+    if "id" in query:
+        made["id"] = query["id"].split(",")
+    if query.get("limit", "").isdecimal():
+        made["limit"] = int(query["limit"][:20])
     return made
 
 
@@ -326,14 +268,6 @@ def _parsed(kind: type[_F], value: dict[str, Any]) -> _F:
     except ValidationError as error:
         problems = problems_of(error, kind, {})
     raise BadRequestError("; ".join(f"{path_text(path)}: {text}" for path, text in problems))
-
-
-def _read_cursor(text: str) -> tuple[float, str]:
-    rank, _, number = text.partition(":")
-    try:
-        return float(rank), number
-    except ValueError:
-        raise BadRequestError("after: must be the `next` of a previous page") from None
 
 
 def _rank(item: Item) -> tuple[float, str]:

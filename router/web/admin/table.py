@@ -50,7 +50,6 @@ def own_routes(
             AdminRoute("GET", "/logs/stream", llama_swap.stream),
             AdminRoute("GET", SNAPSHOTS, snapshots.all),
             AdminRoute("POST", f"{SNAPSHOTS}/purge", snapshots.purge),
-            AdminRoute("POST", f"{SNAPSHOTS}/verify", snapshots.verify),
             AdminRoute("GET", f"{SNAPSHOTS}/{{id}}", snapshots.one),
             AdminRoute("DELETE", f"{SNAPSHOTS}/{{id}}", snapshots.one),
             AdminRoute("GET", REQUESTS, requests.recent),
