@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from router.base.decoding import json_bytes
 from router.base.errors import BackendError, BackendRefusedError
-from router.base.tokens import EMPTY, Tokens, count, head, join, pack, tail
-from router.base.types import NO_TENANT, BackendId, Nearest, Prompt, Tenant
+from router.base.tokens import EMPTY, Tokens, count, join, pack
+from router.base.types import NO_TENANT, BackendId, Prompt, Tenant
 from router.llama.client import LlamaClient
 from router.llama.wire import (
     ChatPrompt,
@@ -29,7 +29,6 @@ from router.llama.wire import (
 )
 from router.prompts.boundaries import BoundaryFinder
 from router.prompts.chat_template import LocalTemplate
-from router.prompts.divergence import Part, part_at
 from router.prompts.infill import InfillRule, corrected, infill_tokens
 from router.prompts.tokenizer import SegmentTokenizer
 
@@ -180,21 +179,6 @@ class PromptReader:
     async def answer(self, text: str) -> Tokens:
         """Return the ids of an answer, tokenized by itself. Raises BackendError."""
         return await self._tokenize(text, add_special=False)
-
-    async def part(self, chat: dict[str, Any], nearest: Nearest) -> Part | None:
-        """Return the part of a chat without media in which it diverged from `nearest`.
-
-        None if the chat is not rendered as it was then. Raises BackendError.
-        """
-
-        async def tokens_of(body: dict[str, Any]) -> Tokens:
-            return await self._tokenize(await self._render(body), add_special=True)
-
-        known = join([nearest.before, nearest.ours])
-        start = nearest.common - count(nearest.before)
-        if head(tail(await tokens_of(chat), start), count(known)) != known:
-            return None
-        return await part_at(chat, nearest.common, tokens_of)
 
     async def compare(
         self,

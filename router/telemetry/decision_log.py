@@ -1,11 +1,9 @@
 """Decision log: the last decisions and their reasons, in memory and bounded.
 
-Of a prompt, the log keeps only the few tokens around its point of divergence from held content.
-For the latest chats the log also keeps the body, to find the message that diverged. Prompt text
-is kept for nothing else; `web/admin/requests` decides how much of the text is shown.
+Of a prompt, the log keeps only the few tokens around its point of divergence from held content;
+`web/admin/requests` decides whether they are shown as text.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,10 +16,6 @@ from router.base.types import Caller, RequestId, RequestRecord
 from router.core.model.plan import Plan, Quote
 
 Json = dict[str, Any]
-
-# Limit on all kept chat bodies together, by their size as received. As Python objects the bodies
-# take two to three times as much.
-_CHATS_BYTES = 16 * 1024 * 1024
 
 
 class HostOffer(Struct, frozen=True):
@@ -77,8 +71,7 @@ class HostsAsked(Struct, frozen=True):
 class LoggedDecision:
     """A finished request that reached a backend (`record`, `plan`) or that the router answered.
 
-    `at` is wall time in seconds. `chat` is the body of a chat, to find its point of divergence; it
-    is kept as long as there is room for it.
+    `at` is wall time in seconds.
     """
 
     id: RequestId
@@ -87,7 +80,6 @@ class LoggedDecision:
     reason: str
     record: RequestRecord | None = None
     plan: Plan | None = None
-    chat: Json | None = None
     caller: Caller | None = None
     hosts: HostsAsked | None = None  # None: no peer was asked
     ttft_s: float | None = None  # of a forwarded request
@@ -129,8 +121,6 @@ class DecisionLog:
         self.limit = limit
         self._wall_now = wall_now
         self._entries: dict[RequestId, LoggedDecision] = {}  # in the order in which requests ended
-        self._chats: deque[tuple[LoggedDecision, int]] = deque()
-        self._chats_bytes = 0
         self._hosts: dict[RequestId, HostsAsked] = {}  # of requests that are served here
 
     def note_hosts(self, request: RequestId, hosts: HostsAsked) -> None:
@@ -173,22 +163,6 @@ class DecisionLog:
         if self.limit and request not in self._entries:
             self._add(LoggedDecision(request, self._wall_now(), outcome, reason, caller=caller))
 
-    def keep_chat(self, request: RequestId, chat: Json, size_bytes: int) -> None:
-        """Keep the body of a finished chat if the chat diverged from held content.
-
-        Called right after `over`. `size_bytes` is the size of the body as text. The oldest bodies
-        are dropped when all together are too large.
-        """
-        entry = self._entries.get(request)
-        nearest = entry.record.nearest if entry is not None and entry.record is not None else None
-        if entry is None or nearest is None or not nearest.diverges or size_bytes > _CHATS_BYTES:
-            return
-        entry.chat = chat
-        self._chats.append((entry, size_bytes))
-        self._chats_bytes += size_bytes
-        while self._chats_bytes > _CHATS_BYTES:
-            self._drop_chat()
-
     def recent(self, n: int) -> list[LoggedDecision]:
         """Return the last `n` entries, the newest first."""
         newest_first = reversed(self._entries.values())
@@ -210,25 +184,16 @@ class DecisionLog:
         return list(found.values())
 
     def forget(self, tenant: str) -> None:
-        """Drop the entries of a tenant, chats and plans with them."""
+        """Drop the entries of a tenant, plans with them."""
         mine = {e.id for e in self._entries.values() if e.caller and e.caller.tenant == tenant}
         for name in mine:
             del self._entries[name]
             self._hosts.pop(name, None)
-        self._chats_bytes -= sum(size for entry, size in self._chats if entry.id in mine)
-        self._chats = deque(one for one in self._chats if one[0].id not in mine)
 
     def _add(self, entry: LoggedDecision) -> None:
         self._entries[entry.id] = entry
         if len(self._entries) > self.limit:
-            oldest = self._entries.pop(next(iter(self._entries)))
-            if oldest.chat is not None:
-                self._drop_chat()  # chats are in the same order, so it is the first chat
-
-    def _drop_chat(self) -> None:
-        entry, size_bytes = self._chats.popleft()
-        entry.chat = None
-        self._chats_bytes -= size_bytes
+            del self._entries[next(iter(self._entries))]
 
 
 def _quote_json(quote: Quote | None) -> Json | None:

@@ -43,7 +43,6 @@ async def test_a_divergence_in_the_second_of_four_messages(
         code = await asyncio.to_thread(main, ["explain", name, "--url", f.url])
 
     nearest = told["nearest"]
-    assert nearest["part"] == {"what": "message", "index": 1, "n_messages": 4, "role": "user"}
     assert nearest["slot"] == {"backend": "a", "index": 0}
     assert nearest["before"]["text"].endswith("about")
     assert "red boats" in nearest["prompt"]["text"]
@@ -51,7 +50,6 @@ async def test_a_divergence_in_the_second_of_four_messages(
     assert told["missed"] == {"diverged": told["prompt_tokens"] - nearest["common_tokens"]}
     printed = capsys.readouterr().out
     assert code == 0
-    assert "in message 2 of 4 (user)" in printed
     assert "red boats" in printed
 
 
@@ -101,7 +99,6 @@ async def test_a_memory_that_cannot_go_back(llama_server: StartServer, kind: str
     reused = told["prompt_tokens"] - told["computed_tokens"]
     assert told["missed"] == {"kind": 300 - reused, "diverged": 100}
     assert told["nearest"]["common_tokens"] == 300
-    assert told["nearest"]["part_unknown"] is not None
 
 
 async def test_the_reasons_add_up_over_a_mixed_run(llama_server: StartServer) -> None:

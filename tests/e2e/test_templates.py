@@ -121,23 +121,8 @@ async def test_six_turns(llama_server: StartServer, kind: Kind, memory: str) -> 
                 assert told["nearest"]["common_tokens"] == max(shared)
                 if kind.close:
                     assert shared[-1] > 0.5 * len(held[-1]), "nothing is shared"
-                    check_part(told, turn, len(messages))
             held.append([*prompt, *generated_ids(found.answer)[:-1]])
             await kvferry.until_quiet()
-
-
-def check_part(told: Json, turn: int, n_messages: int) -> None:
-    """Assert that the prompt diverges in the last answer or in the one before.
-
-    The template drops the earlier answer's reasoning. Nothing diverges if the held tokens end
-    there.
-    """
-    part = told["nearest"]["part"]
-    if part is None:
-        assert "diverged" not in told["missed"]
-    else:
-        assert part["index"] in (2 * turn, 2 * turn - 2), told
-        assert part == part | {"what": "message", "n_messages": n_messages, "role": "assistant"}
 
 
 async def test_the_date_changes_between_two_turns(
@@ -169,7 +154,6 @@ async def test_the_date_changes_between_two_turns(
             else:
                 nearest = (await explained(kvferry, found.answer))["nearest"]
                 assert nearest["common_tokens"] == shared > 50
-                assert nearest["part"]["what"] == "template"
                 parted = [bytes(nearest[side]["ids"][:1]) for side in ("held", "prompt")]
                 assert parted == [b"1", b"2"]
             held = [*prompt, *generated_ids(found.answer)[:-1]]

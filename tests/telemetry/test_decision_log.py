@@ -1,7 +1,5 @@
 """Decision log: the last decisions up to a limit, and of a prompt only its point of divergence."""
 
-import pytest
-
 from router.base.tokens import pack
 from router.base.types import (
     BackendId,
@@ -15,7 +13,6 @@ from router.base.types import (
     Source,
 )
 from router.core.model.plan import Candidate, Plan, Price
-from router.telemetry import decision_log as module
 from router.telemetry.decision_log import DecisionLog
 
 SLOT = SlotId(BackendId("a"), 1)
@@ -121,41 +118,5 @@ def test_failed_attempts_are_logged_beside_the_last_error() -> None:
 def test_off_keeps_nothing() -> None:
     made = journal_of("a", limit=0)
     made.rejected(RequestId("b"), "queue_full", "too many")
-    made.keep_chat(RequestId("a"), {}, 1)
 
     assert made.recent(9) == []
-
-
-def chats(made: DecisionLog) -> list[str]:
-    return [entry.id for entry in made.recent(9) if entry.chat is not None]
-
-
-@pytest.mark.parametrize(("nearest", "kept"), [(PARTED, ["a"]), (SAME, []), (None, [])])
-def test_a_chat_is_kept_where_it_parted(nearest: Nearest | None, kept: list[str]) -> None:
-    made = journal_of()
-    made.over(record("a", nearest), PLAN)
-    made.keep_chat(RequestId("a"), {"messages": []}, 1)
-
-    assert chats(made) == kept
-
-
-def test_of_too_much_text_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHATS_BYTES", 100)
-    made = journal_of(limit=9)
-    for name, size in (("a", 40), ("b", 40), ("c", 40), ("d", 101)):
-        made.over(record(name), PLAN)
-        made.keep_chat(RequestId(name), {}, size)
-
-    assert chats(made) == ["c", "b"]
-
-
-def test_a_chat_goes_with_its_entry() -> None:
-    """Chats that cannot be requested any more would otherwise be kept, if small."""
-    made = journal_of(limit=2)
-    for name in "abcd":
-        made.over(record(name), PLAN)
-        if name != "b":
-            made.keep_chat(RequestId(name), {}, 30)
-
-    assert chats(made) == ["d", "c"]
-    assert (len(made._chats), made._chats_bytes) == (2, 60)

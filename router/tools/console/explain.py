@@ -17,8 +17,6 @@ from router.tools.terminal import output
 
 Json = dict[str, Any]
 
-_TIMEOUT_S = 60.0  # rendering a long chat a few times takes a backend seconds
-
 # Each reason, for an operator; docs/metrics.md says more.
 _MEANING = {
     Miss.NEW: "new: never held before (the last token is always computed)",
@@ -37,13 +35,6 @@ _MEANING = {
 }
 
 
-_POSITIONS = {
-    "tools": "in the tools",
-    "template": "in what the template puts before the first message",
-    "answer": "where the answer begins",
-}
-
-
 def explain(url: str, request: str) -> int:
     """Print all that a router knows of a request. Returns 0. Raises CallError."""
     show(asyncio.run(fetch(url, request)), output())
@@ -54,7 +45,7 @@ async def fetch(url: str, request: str) -> Json:
     """Return the router's answer. Raises CallError."""
     async with connected(url) as router:
         path = f"/kvferry/requests/{quote(request, safe='')}"
-        return await router.call("GET", path, timeout_s=_TIMEOUT_S)
+        return await router.call("GET", path)
 
 
 def show(told: Json, console: Console) -> None:
@@ -152,21 +143,12 @@ def _nearest(nearest: Json, console: Console) -> None:
     if not nearest["diverges"]:
         _line(console, "  One is a prefix of the other: they do not diverge.")
         return
-    _line(console, f"  They diverge at token {common:,}{_position(nearest)}")
+    _line(console, f"  They diverge at token {common:,}:")
     for label, key in (("both", "before"), ("the prompt", "prompt"), ("held", "held")):
         shown = nearest[key]
         ids = " ".join(map(str, shown["ids"]))
         text = "" if shown["text"] is None else f"  {shown['text']!r}"
         _line(console, f"  {label:>10}  {ids}{text}")
-
-
-def _position(nearest: Json) -> str:
-    part = nearest["part"]
-    if part is None:
-        return f" (in which message is not known: {nearest['part_unknown']})"
-    if part["what"] == "message":
-        return f", in message {part['index'] + 1} of {part['n_messages']} ({part['role']})"
-    return f", {_POSITIONS[part['what']]}"
 
 
 def _ways(plan: Json, console: Console) -> None:

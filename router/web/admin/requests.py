@@ -4,7 +4,6 @@ The decision log keeps the requests. Facts that need a backend are looked up whe
 """
 
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -13,8 +12,6 @@ from aiohttp import web
 from router.base.errors import BackendError, BadRequestError, NotFoundError
 from router.base.tokens import Tokens, unpack
 from router.base.types import BackendId, Nearest, RequestId
-from router.prompts.divergence import Part
-from router.prompts.reader import without_prompt
 from router.telemetry.decision_log import DecisionLog
 from router.telemetry.sessions import Sessions
 from router.telemetry.usage import UsageBook
@@ -91,43 +88,21 @@ class Requests:
             "hosts": entry.hosts.as_json() if entry.hosts is not None else None,
         }
         if record is not None and record.nearest is not None:
-            shown["nearest"] = await self._nearest(record.slot.backend, record.nearest, entry.chat)
+            shown["nearest"] = await self._nearest(record.slot.backend, record.nearest)
         return json_response(shown)
 
-    async def _nearest(
-        self, backend: BackendId, nearest: Nearest, chat: Json | None
-    ) -> dict[str, object]:
+    async def _nearest(self, backend: BackendId, nearest: Nearest) -> dict[str, object]:
         slot = nearest.slot
-        part, unknown = await self._part(backend, nearest, chat)
         return {
             "slot": {"backend": slot.backend, "index": slot.index} if slot else None,
             "snapshot": nearest.snapshot,
             "common_tokens": nearest.common,
             "held_tokens": nearest.length,
             "diverges": nearest.diverges,
-            "part": asdict(part) if part else None,
-            "part_unknown": unknown,
             "before": await self._shown(backend, nearest.before),
             "prompt": await self._shown(backend, nearest.ours),
             "held": await self._shown(backend, nearest.theirs),
         }
-
-    async def _part(
-        self, backend: BackendId, nearest: Nearest, chat: Json | None
-    ) -> tuple[Part | None, str | None]:
-        """Return the part of the chat where the prompts diverge, or why it is unknown."""
-        if not nearest.diverges:
-            return None, None
-        if chat is None:
-            return None, "the request is not a chat, contains media, or its body is no longer kept"
-        reader = self._selection.reader_of(backend)
-        if reader is None:
-            return None, "no backend can render the chat"
-        try:
-            part = await reader.part(chat, nearest)
-        except BackendError as error:
-            return None, f"the backend does not render the chat: {without_prompt(error)}"
-        return part, None if part else "the chat template now gives another text"
 
     async def _shown(self, backend: BackendId, tokens: Tokens) -> dict[str, object]:
         """Return token ids, and their text if it may be shown and the backend answers."""

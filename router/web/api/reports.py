@@ -21,7 +21,7 @@ from router.llama.replies import (
     with_counts,
 )
 from router.llama.several_replies import asked_in, read_totals
-from router.llama.wire import ChatPrompt, ParsedRequest
+from router.llama.wire import ParsedRequest
 from router.prompts.reader import PromptReader
 from router.telemetry.decision_log import DecisionLog
 from router.web.server.call import Call
@@ -99,9 +99,6 @@ class Reports:
         parsed, request = call.parsed, end.request
         if parsed is None:
             return
-        source = parsed.prompt_source
-        if isinstance(source, ChatPrompt) and not source.media:
-            self._decision_log.keep_chat(request.id, source.body, len(call.raw))
         if end.outcome is Outcome.OK and call.reader is not None:
             self._spawn(
                 self._learn(parsed, call.reader, request.prompt, end.grant, reported, rest),

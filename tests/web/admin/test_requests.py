@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.servers import fake_llama
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import Answer, RunningRouter, running
 
@@ -75,8 +74,6 @@ async def test_one_that_was_served(kvferry: RunningRouter) -> None:
     assert nearest["before"] == {"ids": [ord("p")] * 10, "text": None}
     assert nearest["prompt"] == {"ids": [ord("x")] * 10, "text": None}
     assert nearest["held"] == {"ids": [ord("p")] * 10, "text": None}
-    assert nearest["part"] is None
-    assert "not a chat" in nearest["part_unknown"]
 
 
 async def test_one_that_was_rejected(kvferry: RunningRouter) -> None:
@@ -123,36 +120,6 @@ async def test_no_text_unless_it_is_allowed(fake: FakeLlama, tmp_path: Path) -> 
 
     assert "secret" in await shown("diagnostics: {show_content: true}")
     assert "secret" not in await shown("")
-
-
-async def test_the_message_of_a_chat(kvferry: RunningRouter) -> None:
-    system, red, blue = (
-        {"role": "system", "content": LONG},
-        {"role": "user", "content": "red"},
-        {"role": "user", "content": "blue"},
-    )
-    await kvferry.chat([system, blue])
-    answer = await kvferry.chat([system, red])
-    await kvferry.until_quiet()
-    told = (await kvferry.get(f"/kvferry/requests/{name_of(answer)}")).json
-
-    expected = {"what": "message", "n_messages": 2, "index": 1, "role": "user"}
-    assert told["nearest"]["part"] == expected
-    assert LONG[:20] not in str(told)
-
-
-async def test_a_chat_that_is_rendered_differently_by_now(
-    kvferry: RunningRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A changed template says nothing about a prompt that was rendered before."""
-    await kvferry.chat([{"role": "user", "content": "blue"}])
-    answer = await kvferry.chat([{"role": "user", "content": "red"}])
-    await kvferry.until_quiet()
-    monkeypatch.setattr(fake_llama, "render_chat", lambda messages: f"new {messages}")
-    told = (await kvferry.get(f"/kvferry/requests/{name_of(answer)}")).json
-
-    assert told["nearest"]["part"] is None
-    assert "another text" in told["nearest"]["part_unknown"]
 
 
 async def test_the_backend_is_gone_by_then(fake: FakeLlama, tmp_path: Path) -> None:

@@ -67,17 +67,12 @@ function nearest(found) {
     list([
       ["in", where],
       ["shared", shared],
-      found.part && ["diverged in", partName(found.part)],
-      found.part_unknown && ["diverged in", found.part_unknown],
       found.diverges && ["tokens before", pieces(found.before)],
       found.diverges && ["held after it", pieces(found.held)],
       found.diverges && ["prompt after it", pieces(found.prompt)],
     ]),
   ];
 }
-
-const partName = ({ what, index, role, n_messages }) =>
-  what === "message" ? `message ${index + 1} of ${n_messages} (${role})` : what;
 
 // The server sends text only if the operator allows it.
 const pieces = ({ ids, text }) => h("code", {}, text ?? ids.join(" "));
