@@ -56,7 +56,7 @@ async def measure(options: argparse.Namespace) -> Report:
     for point in found.points:
         size = point.size_bytes or 0
         report.add(
-            *(found.file_system, point.tokens, point.prefill_tokens_per_s, point.cold_s),
+            *(found.folder, point.tokens, point.prefill_tokens_per_s, point.cold_s),
             *(point.here_s, point.cold_s / point.here_s if point.here_s else None),
             *(point.elsewhere_s, point.save_s, point.restore_s, size / 1e6),
             *(size / 1e9 / s if s else None for s in (point.save_s, point.restore_s)),

@@ -63,7 +63,6 @@ class Measured(Struct, frozen=True):
     cache_types: tuple[str, str] | None = None  # of K and V
     flash_attention: bool | None = None
     folder: str | None = None
-    file_system: str | None = None  # of the folder
 
 
 class BusyError(BackendError):
@@ -125,7 +124,6 @@ class ServerBench:
             cache_types=shapes.cache_types(layout) if layout is not None and attention else None,
             flash_attention=not attention[0].v_trans if attention else None,
             folder=kv_dir,
-            file_system=None if self._folder is None else file_system_of(self._folder),
         )
 
     async def _points(self, slot: int, props: Props) -> tuple[Point, ...]:
@@ -252,19 +250,3 @@ async def _some_tokens(client: LlamaClient, n: int) -> Tokens:
     text = " ".join(chance.choices(_WORDS.split(), k=400))
     ids = await client.tokenize(text, add_special=False, parse_special=False)
     return pack(chance.choices(ids, k=n))
-
-
-def file_system_of(folder: Path) -> str | None:
-    """Return the type of the file system that a folder is on, from /proc; None: not known."""
-    try:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return None
-    mounts = [line.split() for line in lines]
-    real = str(folder.resolve())
-    inside = [
-        (len(mount[1]), mount[2])
-        for mount in mounts
-        if real == mount[1] or real.startswith(mount[1].rstrip("/") + "/")
-    ]
-    return max(inside)[1] if inside else None

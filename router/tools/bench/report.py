@@ -1,4 +1,4 @@
-"""The result of `kvferry bench`: a table to paste, advice, and JSON."""
+"""The result of `kvferry bench`: a table to paste, what it means, and JSON."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,11 +6,6 @@ from typing import Any
 import msgspec
 
 from router.tools.bench.measure import Measured, Point
-
-# Below this a disk, not memory, sets the pace: an NVMe drive reads 2 to 7 GB/s.
-_SLOW_BYTES_PER_S = 1e9
-_DISKLESS = ("tmpfs", "ramfs", "hugetlbfs")
-
 
 _TITLES = (
     *("prompt", "prefill tok/s", "cold s", "restored s", "sooner", "elsewhere s"),
@@ -50,18 +45,6 @@ def lines(measured: Measured) -> Iterator[str]:
     """Yield what the table means, one sentence each."""
     moved = [point for point in measured.points if point.save_s and point.size_bytes]
     if moved:
-        last = moved[-1]
-        assert last.save_s is not None
-        assert last.size_bytes is not None
-        yield (
-            f"A token takes {last.size_bytes / last.tokens / 1024:,.1f} KiB; saves"
-            f" {_rate(last.size_bytes, last.save_s)}, restores"
-            f" {_rate(last.size_bytes, last.restore_s)}."
-        )
-        yield (
-            f"A save of {last.tokens:,} tokens stops all streams of its server for"
-            f" {_seconds(last.save_s)} s, a restore for {_seconds(last.restore_s)} s."
-        )
         at = pays_from(moved)
         if at is None:
             yield "Moving a prompt does not pay: computing the longest one is sooner."
@@ -69,7 +52,6 @@ def lines(measured: Measured) -> Iterator[str]:
             yield f"Moving a prompt pays at every length in the table (from {at:,} tokens)."
         else:
             yield f"Moving a prompt pays from about {at:,} tokens."
-    yield from advice(measured)
     yield from (f"Note: {note}." for note in measured.notes)
 
 
@@ -95,28 +77,6 @@ def pays_from(points: Sequence[Point]) -> int | None:
     return found
 
 
-def advice(measured: Measured) -> Iterator[str]:
-    """Yield flags of llama-server to look at, by what was seen."""
-    moved = [point for point in measured.points if point.size_bytes and point.restore_s]
-    slow = any(
-        (one.size_bytes or 0) / (one.restore_s or 1.0) < _SLOW_BYTES_PER_S for one in moved[-1:]
-    )
-    if slow and measured.file_system not in (None, *_DISKLESS):
-        yield (
-            f"Look at --slot-save-path: {measured.folder} is on {measured.file_system};"
-            " a tmpfs such as /dev/shm is quicker, and kvferry can copy from it."
-        )
-    if measured.flash_attention is False:
-        yield "Look at -fa on: without flash attention V is stored transposed and read slowly."
-    if measured.cache_types is not None and {"f16", "f32", "bf16"} & set(measured.cache_types):
-        kinds = " and ".join(dict.fromkeys(measured.cache_types))
-        yield f"Look at -ctk q8_0 -ctv q8_0: K and V are {kinds}; q8_0 is half of f16 to move."
-    if len(measured.points) > 1:
-        first, last = measured.points[0], measured.points[-1]
-        if last.prefill_tokens_per_s > 1000 and first.prefill_tokens_per_s > 1000:
-            yield "Look at -ub 1024 or 2048: larger batches compute long prompts sooner on a GPU."
-
-
 def as_json(results: Sequence[Measured]) -> str:
     """Return all results for machines: seconds, bytes and tokens."""
     told: list[dict[str, Any]] = []
@@ -129,7 +89,3 @@ def as_json(results: Sequence[Measured]) -> str:
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
-
-
-def _rate(n_bytes: int, seconds: float | None) -> str:
-    return "at an unknown rate" if not seconds else f"run at {n_bytes / seconds / 1e9:.2g} GB/s"

@@ -163,6 +163,5 @@ def test_the_length_from_which_moving_pays(points: list[Point], pays: int | None
     measured = Measured("a", "m", "b1", 1, 4096, tuple(points), ("a note",), ("f16", "f16"), False)
     said = " ".join(lines(measured))
     assert ("does not pay" in said) is (pays is None)
-    for words in ("KiB", "stops all streams", "-fa on", "-ctk q8_0", "Note: a note."):
-        assert words in said
+    assert "Note: a note." in said
     assert table(measured).count("\n") == len(points) + 1
