@@ -215,6 +215,7 @@ class Request(Struct, frozen=True):
     session: Session | None = None  # a hint: tokens decide, where they are known
     keep_s: float = 0.0  # its client says that it asks for the prompt again within this time
     background: bool = False  # served after all that are not
+    fills: bool = False  # of an editor: if it is left, what follows was typed over, and not saved
     warms: bool = False  # only to compute and save the prompt: nothing is sent
     avoid: frozenset[BackendId] = frozenset()  # failed for it already, or not to be used for it
     clients_id: str | None = None  # the client's own id for it; for the log

@@ -477,6 +477,8 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
     state.dirty = state.dirty or bool(state.scanned)  # a slot comes free, perhaps on a Tick
     request = job.request if isinstance(job, RequestJob | SlotWatch) else None
     in_background = isinstance(job, SaveJob | ProbeLoan)
+    was_left = isinstance(job, SlotWatch) or (isinstance(job, RequestJob) and job.cancelled)
+    is_left_fill = was_left and request is not None and request.fills
     was_sent = isinstance(job, RequestJob) and job.is_sent
     if isinstance(job, RequestJob) and not was_sent:
         charge_unsent(state, job)
@@ -491,7 +493,8 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
             held = UNKNOWN  # the server chose the slots
         uncached = request is not None and resident is not None and not request.reuse
         savable = slot.content.savable and not uncached
-        left = replace(slot.content, resident=held, savable=savable, saved=in_background)
+        ruled_out = in_background or is_left_fill
+        left = replace(slot.content, resident=held, savable=savable, saved=ruled_out)
         slot.release(lease, left, slot.last_used if in_background else now)
         if lease == job.lease and len(held) > 0 and _has_used_slot(job):
             state.inventory.note_use(slot)

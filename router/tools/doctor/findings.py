@@ -165,7 +165,7 @@ def _moving(facts: Facts, attached: Attached) -> Iterator[Finding]:
         yield Finding(
             Level.ERROR,
             "no KV can be saved or restored: llama-server was started without --slot-save-path",
-            f"restart it with --slot-save-path {folder}{also}",
+            f"restart it with --slot-save-path {folder}{also}; no environment variable sets it",
         )
     elif facts.folder is None:  # (2)
         yield Finding(

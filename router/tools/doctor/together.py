@@ -43,12 +43,13 @@ def verdict(all_facts: Sequence[Facts], config: Config) -> tuple[int, str]:
     """Return the exit code and the last line of output.
 
     The code is 1 in three cases: a backend cannot be used; `kvferry serve` would not start; the
-    policy moves KV and no backend can restore.
+    policy moves KV and no backend can restore, although that was tried.
     """
     unusable = [facts.name for facts in all_facts if facts.attached is None]
     refused = [path_text(lack.path) for lack in _lacks(config)]
     refused += [f"kv_dir of {facts.name}" for facts in all_facts if _shut_out(facts, config)]
     able = [facts.name for facts in all_facts if restores(facts)]
+    untried = [facts.name for facts in all_facts if facts.untried]
     moves_kv = Policy(name=config.policy.name).moves_kv
     if unusable:
         return 1, f"Not ready: {', '.join(unusable)} cannot be used; see above."
@@ -56,6 +57,8 @@ def verdict(all_facts: Sequence[Facts], config: Config) -> tuple[int, str]:
         return 1, f"Not ready: `kvferry serve` refuses {_listed(refused)}; see above."
     if not moves_kv:
         return 0, f"Ready. Policy {config.policy.name} never moves KV."
+    if untried and not able:
+        return 0, f"Ready; saving and restoring were not tried on {_listed(untried)}; see above."
     if not able:
         return 1, "Not ready: no backend can restore KV; see above."
     if len(able) < len(all_facts):

@@ -32,7 +32,7 @@ from router.llama.bodies.filters import NO_FILTERS, Filters
 from router.llama.bodies.session import session_of
 from router.llama.multipart import is_form
 from router.llama.routes import Shape
-from router.llama.wire import ParsedRequest, parse_completion
+from router.llama.wire import InfillPrompt, ParsedRequest, parse_completion
 from router.prompts.reader import is_left_to_server
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
@@ -228,6 +228,7 @@ class Completions:
             **origin,
             session=session_of(call.http.headers, parsed.body, origin["tenant"]),
             keep_s=parsed.hints.keep_s,
+            fills=isinstance(parsed.prompt_source, InfillPrompt),
             background=parsed.background or self._keys.is_background(call.caller),
         )
 

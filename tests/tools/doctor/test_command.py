@@ -43,6 +43,15 @@ async def test_good_fleet(llama_server: StartServer, tmp_path: Path, said: Said)
     assert list((tmp_path / "kv").iterdir()) == []
 
 
+async def test_a_server_that_hides_its_slots_is_ready(
+    llama_server: StartServer, tmp_path: Path, said: Said
+) -> None:
+    """Regression: service and reuse work there, and the doctor said *Not ready*."""
+    server = await llama_server(extra_args=["--no-slots"])
+    assert await doctor(from_flags([server.url], str(tmp_path / "kv"))) == 0
+    assert "Ready; saving and restoring were not tried on" in said()
+
+
 async def test_output_fits_and_has_no_colours(
     llama_server: StartServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
