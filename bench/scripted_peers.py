@@ -1,7 +1,7 @@
 """Scripted peers: hosts without a server that quote, and answer at once. A process of its own.
 
-`python -m bench.scripted_peers REDIS_URL N ENTRIES`: N hosts that register in the directory and
-hold ENTRIES prefixes there; every prompt is read as the same tokens, which host 0 holds.
+`python -m bench.scripted_peers REDIS_URL N`: N hosts that register in Redis; every prompt is
+read as the same tokens, which host 0 holds.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import redis.asyncio
 from aiohttp import web
 from redis.exceptions import RedisError
 
-from router.base.prefix_hash import BLOCK, STEP, PrefixHasher
+from router.base.prefix_hash import PrefixHasher
 from router.base.tokens import pack
 from router.hosts.credentials import load_credentials
 from router.hosts.directory import signed
@@ -33,11 +33,10 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 _FACTS = "facts"
 _N_TOKENS = 8_000
-_AT_ONCE = 20_000
 _ANSWER = b'{"content":"x","tokens_predicted":1,"stop":true}'
 
 
-async def main(url: str, n: int, entries: int) -> None:
+async def main(url: str, n: int) -> None:
     """Serve for ever."""
     proof = load_credentials(None).proof
     hashes = PrefixHasher(b"no secret", _FACTS, "").hashes(pack(range(_N_TOKENS)))
@@ -59,7 +58,6 @@ async def main(url: str, n: int, entries: int) -> None:
         where = f"http://127.0.0.1:{runner.addresses[0][1]}"
         hosts.append(Hello(name, name, "bench", proof, where, models=served, slots=4, busy=at % 4))
     async with redis.asyncio.Redis.from_url(url) as client:
-        await _fill(client, hosts, hashes, entries)
         sys.stdout.write("ready\n")
         sys.stdout.flush()
         while True:
@@ -69,24 +67,6 @@ async def main(url: str, n: int, entries: int) -> None:
                     await client.set(f"kvf:i:{hello.incarnation}", told, px=60_000)
                     await client.sadd("kvf:hosts", hello.incarnation)
             await asyncio.sleep(2.0)
-
-
-async def _fill(
-    client: redis.asyncio.Redis, hosts: list[Hello], hashes: list[bytes], entries: int
-) -> None:
-    """Write what hosts hold: host 0 the prompt, all its first block, and others' prompts."""
-    async with client.pipeline(transaction=False) as pipe:
-        for at in range(BLOCK // STEP - 1, len(hashes), BLOCK // STEP):
-            _ = pipe.hset(b"kvf:p:" + hashes[at], hosts[0].incarnation, "")
-        for hello in hosts:
-            _ = pipe.hset(b"kvf:p:" + hashes[BLOCK // STEP - 1], hello.incarnation, "")
-        await pipe.execute()
-    for start in range(0, entries, _AT_ONCE):
-        async with client.pipeline(transaction=False) as pipe:
-            for number in range(start, min(start + _AT_ONCE, entries)):
-                key = b"kvf:p:" + number.to_bytes(8, "big")
-                _ = pipe.hset(key, hosts[number % len(hosts)].incarnation, "")
-            await pipe.execute()
 
 
 def _answering(hosts: list[Hello], at: int) -> Handler:
@@ -115,4 +95,4 @@ def _saying(body: bytes, headers: dict[str, str] | None = None) -> Handler:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2])))

@@ -162,12 +162,8 @@ BACKENDS = Dashboard(
             ),
             Panel(
                 "Directory",
-                "Redis or Valkey: whether it answers, look-ups, and hashes still to be written.",
-                [
-                    ("kvferry_directory_up", "up"),
-                    (rate("kvferry_directory_lookups_total", "result"), "look-ups {{result}}"),
-                    ("kvferry_directory_behind", "behind"),
-                ],
+                "Redis or Valkey: whether it answers.",
+                [("kvferry_directory_up", "up")],
             ),
         ],
         "Work": [

@@ -42,7 +42,7 @@ from router.store.cold.ports import Owned
 from router.store.cold.seals import Seal, Sealed, Unsealed
 from router.store.cold.tier import ColdSettings, ColdTier
 from router.store.store import KvStore
-from router.telemetry.hosts_metrics import DirectoryStats, HostsCollector, HostsMetrics, PeerStats
+from router.telemetry.hosts_metrics import HostsCollector, HostsMetrics, PeerStats
 from router.web.admin.hosts import HostsView
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
@@ -50,8 +50,8 @@ from router.web.api.client_keys import Keys
 log = structlog.get_logger(__name__)
 
 # What is held is hashed in the background, for the first quote after a start; a quote takes in the
-# rest by itself, and the directory is told ten times a second.
-_REFRESH_S, _REFRESH_FOR_DIRECTORY_S = 1.0, 0.1
+# rest by itself.
+_REFRESH_S = 1.0
 
 
 _NO_KEY = b"kvferry cold tier"  # of names where nothing is encrypted
@@ -142,7 +142,6 @@ async def hosts_of(
             credentials.secret,
             facts_of,
             is_same,
-            keeps_news=fleet.redis is not None,
         )
     )
 
@@ -175,9 +174,7 @@ async def hosts_of(
             raise StartError(
                 "fleet.redis (--redis) needs `pip install 'kvferry[fleet]'`"
             ) from error
-        directory = Directory(
-            fleet.redis, incarnation, hello, held, clock, credentials.secret, address.seen
-        )
+        directory = Directory(fleet.redis, incarnation, hello, credentials.secret, address.seen)
     tasks = Tasks()
     async with Connections(credentials.client, keeps_streams=True) as connections:
         peers = Peers(
@@ -198,12 +195,11 @@ async def hosts_of(
                     PeerStats(peer.name, peer.is_usable, peer.busy, peer.trust.late_s)
                     for peer in peers.all()
                 ],
-                lambda: None if directory is None else _directory_stats(directory),
+                lambda: None if directory is None else not directory.problem,
             )
         )
         tasks.supervise(peers.run, name="peers")
-        period_s = _REFRESH_S if directory is None else _REFRESH_FOR_DIRECTORY_S
-        tasks.supervise(partial(_refresh, held, period_s), name="held prefixes")
+        tasks.supervise(partial(_refresh, held), name="held prefixes")
         if directory is not None:
             tasks.supervise(directory.run, name="directory")
         try:
@@ -314,11 +310,11 @@ def _key(path: Path) -> bytes:
     return key
 
 
-async def _refresh(held: HeldPrefixes, period_s: float) -> None:
+async def _refresh(held: HeldPrefixes) -> None:
     """Follow what this host holds, a little at a time."""
     while True:
         more = held.refresh()
-        await asyncio.sleep(0 if more else period_s)
+        await asyncio.sleep(0 if more else _REFRESH_S)
 
 
 def _served(engine: Engine) -> tuple[Served, ...]:
@@ -336,12 +332,6 @@ def _served(engine: Engine) -> tuple[Served, ...]:
         if not any(names & those for those in known)
     ]
     return tuple(served)
-
-
-def _directory_stats(directory: KnownHosts) -> DirectoryStats:
-    return DirectoryStats(
-        not directory.problem, directory.answered, directory.late, directory.behind
-    )
 
 
 def _own_name() -> str:

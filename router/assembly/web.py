@@ -111,9 +111,7 @@ async def app_of(made: Stages, live: Live) -> App:
             elsewhere = Forwarding(
                 hosts.name,
                 hosts.peers,
-                Asking(
-                    hosts.peers, hosts.directory, hosts.held, fetching, handing_out, hosts.metrics
-                ),
+                Asking(hosts.peers, hosts.held, fetching, handing_out, hosts.metrics),
                 fetching,
                 hosts.held,
                 engine,

@@ -57,17 +57,13 @@ class HeldPrefixes:
         secret: bytes,
         facts_of: Callable[[Namespace], str],
         is_same: Callable[[Namespace, Namespace], bool],
-        *,
-        keeps_news: bool = True,
     ) -> None:
         """Start empty. `facts_of`: the part of a namespace that is equal on all hosts.
 
-        `is_same`: whether two namespaces have the same KV. `keeps_news`: whether `take_news` is
-        called.
+        `is_same`: whether two namespaces have the same KV.
         """
         self._is_same = is_same
         self._models: tuple[int, list[Namespace]] = 0, []  # of snapshots, by number of namespaces
-        self._keeps_news = keeps_news
         self._inventory = inventory
         self._secret = secret
         self._facts_of = facts_of
@@ -76,18 +72,12 @@ class HeldPrefixes:
         self._slots: set[SlotId] = set()  # of `_held`
         self._hashers: dict[tuple[str, Tenant], PrefixHasher] = {}
         self._due: deque[Snapshot] = deque()
-        self.added: dict[bytes, None] = {}
-        self.removed: dict[bytes, None] = {}
         inventory.catalog.watch = self._changed
         for snapshot, _, _ in inventory.catalog.snapshots():
             self._due.append(snapshot)
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def all(self) -> list[bytes]:
-        """Return the hashes of everything that is held."""
-        return list(self._entries)
 
     def hashes(self, namespace: Namespace, tenant: Tenant, tokens: Tokens) -> list[bytes]:
         """Return the hashes of a prompt of a namespace and tenant."""
@@ -187,12 +177,6 @@ class HeldPrefixes:
                 done += len(snapshot)
         return bool(self._due)
 
-    def take_news(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes that came and those that went since the last call."""
-        news = list(self.added), list(self.removed)
-        self.added, self.removed = {}, {}
-        return news
-
     def _changed(self, snapshot: Snapshot, added: bool) -> None:
         if added:
             self._due.append(snapshot)
@@ -244,9 +228,6 @@ class HeldPrefixes:
             entry.contents.add(content)
             return
         self._entries[name] = _Entry({content})
-        if self._keeps_news:
-            self.added[name] = None
-            self.removed.pop(name, None)
 
     def _leave(self, name: bytes, content: Content) -> None:
         entry = self._entries[name]
@@ -254,9 +235,6 @@ class HeldPrefixes:
         if entry.contents:
             return
         del self._entries[name]
-        if self._keeps_news:
-            self.added.pop(name, None)
-            self.removed[name] = None
 
     def _ends_no_more(self, held: _Held, content: Content) -> None:
         """Note that a content is no longer what it was: another one may end at the same hash."""

@@ -36,15 +36,9 @@ class KnownHosts(Protocol):
     """The directory, as far as hosts need it. It is never sure, and no call raises."""
 
     problem: str  # why it does not answer; empty if it does
-    answered: int  # look-ups
-    late: int
-    behind: int  # hashes that are still to be written
 
     async def members(self) -> Sequence[Hello] | None:
         """Return all hosts that registered; None while the directory does not answer."""
-
-    async def holders(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Return how many tokens of a prompt hosts hold, by incarnation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.base.types import Outcome
@@ -19,15 +19,6 @@ class PeerStats(Struct, frozen=True):
     up: bool
     busy: float
     late_s: float
-
-
-class DirectoryStats(Struct, frozen=True):
-    """The directory at the time of a scrape; counts since the start."""
-
-    up: bool
-    answered: int
-    late: int
-    behind: int
 
 
 class HostsMetrics:
@@ -76,10 +67,10 @@ class HostsCollector(Collector):
     def __init__(
         self,
         peers: Callable[[], Iterable[PeerStats]],
-        directory: Callable[[], DirectoryStats | None],
+        directory_up: Callable[[], bool | None],
     ) -> None:
         self._peers = peers
-        self._directory = directory
+        self._directory_up = directory_up  # None: there is none
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics."""
@@ -95,20 +86,8 @@ class HostsCollector(Collector):
             busy.add_metric([peer.peer], peer.busy)
             late.add_metric([peer.peer], peer.late_s)
         yield from (up, busy, late)
-        directory = self._directory()
-        if directory is None:
-            return
-        yield GaugeMetricFamily(
-            "kvferry_directory_up", "1 if the directory answers", value=float(directory.up)
-        )
-        yield GaugeMetricFamily(
-            "kvferry_directory_behind",
-            "Hashes that are still to be written to the directory",
-            value=directory.behind,
-        )
-        lookups = CounterMetricFamily(
-            "kvferry_directory_lookups", "Look-ups by result: answered, or late", labels=["result"]
-        )
-        lookups.add_metric(["answered"], directory.answered)
-        lookups.add_metric(["late"], directory.late)
-        yield lookups
+        up_now = self._directory_up()
+        if up_now is not None:
+            yield GaugeMetricFamily(
+                "kvferry_directory_up", "1 if the directory answers", value=float(up_now)
+            )

@@ -65,19 +65,15 @@ def test_nothing_of_another_tenant_or_model_is_found() -> None:
     assert index.longest(index.hashes(Namespace("other"), NO_TENANT, PROMPT)) == b""
 
 
-def test_a_slot_with_other_content_is_news() -> None:
+def test_a_slot_with_other_content_is_followed() -> None:
     inventory = with_slot(PROMPT)
     index = drained(held_by(inventory))
-    added, removed = index.take_news()
-    assert len(added) == len(index) == 10 + 100 // STEP
-    assert removed == []
+    assert len(index) == 10 + 100 // STEP
 
     inventory.slots.of(BackendId("a"))[0].hold(Content(Resident(head(PROMPT, 2 * BLOCK))))
     drained(index)
-    added, removed = index.take_news()
 
-    assert added == []
-    assert len(removed) == 8 + 100 // STEP
+    assert len(index) == 2
     assert longest(index, PROMPT) == head(PROMPT, 2 * BLOCK)
 
 
@@ -132,18 +128,6 @@ def test_a_long_conversation_is_kept_in_memory_once() -> None:
     assert count(longest(index, pack(range(100_000)))) == 100_000
 
 
-def test_without_a_directory_there_is_no_news() -> None:
-    inventory = with_slot(PROMPT)
-    index = HeldPrefixes(
-        inventory, b"secret", lambda namespace: namespace, operator.eq, keeps_news=False
-    )
-    drained(index)
-    inventory.slots.of(BackendId("a"))[0].hold(Content(Resident(head(PROMPT, BLOCK))))
-    drained(index)
-
-    assert index.take_news() == ([], [])
-
-
 def test_a_content_that_goes_on_does_not_end_where_it_did() -> None:
     """Of what ends before the next hash, all is returned; of what goes on, whole hashes."""
     inventory = with_slot(head(PROMPT, 2 * BLOCK + 10))
@@ -173,7 +157,7 @@ def test_the_index_agrees_with_one_made_anew() -> None:
             chance.choice(inventory.slots.of(BackendId("a"))).hold(Content(Resident(tokens)))
         drained(index)
         anew = made_anew(inventory)
-        assert set(index.all()) == set(anew.all())
+        assert set(index._entries) == set(anew._entries)
         found, expected = longest(index, PROMPT), longest(anew, PROMPT)
         assert abs(count(found) - count(expected)) < STEP
         assert PROMPT.startswith(head(found, count(found) // STEP * STEP))

@@ -35,22 +35,23 @@ def test_prompt_nearly_all_here_asks_only_if_it_waits() -> None:
 
 
 def test_few_peers_are_all_asked() -> None:
-    assert sorted(to_ask(["a", "b", "c"], {}, {}, FIRST)) == ["a", "b", "c"]
+    assert sorted(to_ask(["a", "b", "c"], {}, FIRST)) == ["a", "b", "c"]
 
 
-def test_holders_are_asked_first_and_the_least_busy_last() -> None:
+def test_the_least_busy_is_asked_too() -> None:
     peers = [f"p{n}" for n in range(20)]
-    holders = {"p3": 500, "p7": 900}
-    busy = dict.fromkeys(peers, 1.0) | {"p11": 0.0}
+    asked = to_ask(peers, {}, FIRST, 3)
+    idle = next(peer for peer in peers if peer not in asked)
+    busy = dict.fromkeys(peers, 1.0) | {idle: 0.0}
 
-    assert to_ask(peers, holders, busy, FIRST) == ["p7", "p3", "p11"]
+    assert to_ask(peers, busy, FIRST, 3) == [*asked[:2], idle]
 
 
 def test_every_host_asks_the_same_peers_for_a_beginning() -> None:
     peers = [f"p{n}" for n in range(20)]
-    asked = to_ask(peers, {}, {}, FIRST)
+    asked = to_ask(peers, {}, FIRST)
 
-    assert to_ask(peers[::-1], {}, {}, FIRST)[:2] == asked[:2]
+    assert to_ask(peers[::-1], {}, FIRST)[:-1] == asked[:-1]
     assert favourite(peers, FIRST) == asked[0]
     assert {favourite(peers, bytes([n])) for n in range(100)} > {favourite(peers, FIRST)}
 

@@ -297,15 +297,9 @@ class Told:
 
     hosts: list[Hello]
     problem: str = ""
-    answered: int = 0
-    late: int = 0
-    behind: int = 0
 
     async def members(self) -> list[Hello]:
         return self.hosts
-
-    async def holders(self, hashes: object) -> dict[str, int]:
-        return {}
 
 
 async def test_directory_is_not_believed_without_the_host() -> None:

@@ -9,22 +9,22 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_346,
-    "router/assembly": 2_353,
-    "router/base": 1_842,
+    "router": 53_113,
+    "router/assembly": 2_341,
+    "router/base": 1_843,
     "router/config": 1_939,
-    "router/core": 9_954,
-    "router/engine": 2_107,
-    "router/hosts": 1_656,
+    "router/core": 9_957,
+    "router/engine": 2_085,
+    "router/hosts": 1_483,
     "router/llama": 5_922,
     "router/prompts": 2_350,
     "router/servers": 1_166,
     "router/store": 6_446,
-    "router/telemetry": 1_950,
-    "router/tools": 7_755,
-    "router/web": 7_890,
-    "tests": 70_555,
-    "bench": 9_093,
+    "router/telemetry": 1_929,
+    "router/tools": 7_757,
+    "router/web": 7_879,
+    "tests": 70_444,
+    "bench": 9_024,
 }
 # A part may shrink so far before its ceiling has to follow.
 SLACK = 100

@@ -47,7 +47,6 @@ from router.telemetry.cold_metrics import ColdCollector
 from router.telemetry.engine_collector import EngineCollector, UsageCollector
 from router.telemetry.fetch_metrics import FetchMetrics
 from router.telemetry.hosts_metrics import (
-    DirectoryStats,
     HostsCollector,
     HostsMetrics,
     PeerStats,
@@ -171,7 +170,7 @@ def exercise_hosts(registry: CollectorRegistry) -> None:
     hosts.forwarded("b", Outcome.OK)
     hosts.received("b")
     peers = [PeerStats("b", True, 0.5, 0.1)]
-    registry.register(HostsCollector(lambda: peers, lambda: DirectoryStats(True, 1, 2, 3)))
+    registry.register(HostsCollector(lambda: peers, lambda: True))
 
 
 async def test_every_metric_is_described(

@@ -57,11 +57,10 @@ def hosts_table(hosts: Json) -> Table:
 def directory_line(directory: Json | None) -> str:
     """Return what is said of the directory."""
     if directory is None:
-        return "directory: none (--redis); every peer is asked, three at most"
+        return "directory: none (--redis)"
     if not directory["up"]:
         return f"directory: not used: {directory['problem']}; requests are served without it"
-    behind = f", {directory['behind']:,} hashes to write" if directory["behind"] else ""
-    return f"directory: up, {directory['lookups']:,} look-ups, {directory['late']:,} late{behind}"
+    return "directory: up"
 
 
 async def drain_host(url: str, *, undo: bool) -> int:

@@ -28,9 +28,6 @@ def hosts_row(view: HostsView) -> Row:
         else {
             "up": not directory.problem,
             "problem": directory.problem or None,
-            "lookups": directory.answered,
-            "late": directory.late,
-            "behind": directory.behind,
         },
     }
 

@@ -15,7 +15,6 @@ from router.base.types import Namespace, Request
 from router.core.model.plan import Offered, Quote
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.choice import (
-    MAX_ASKED,
     Offer,
     best_held,
     in_order,
@@ -25,7 +24,7 @@ from router.hosts.choice import (
 )
 from router.hosts.messages import QuoteAsk
 from router.hosts.peer import Answered, Peer
-from router.hosts.peers import KnownHosts, Peers, Usable
+from router.hosts.peers import Peers, Usable
 from router.telemetry.decision_log import HostOffer, HostsAsked
 from router.telemetry.hosts_metrics import HostsMetrics
 from router.web.fleet.fetching import COLD, Fetching, Way
@@ -83,14 +82,12 @@ class Asking:
     def __init__(
         self,
         peers: Peers,
-        directory: KnownHosts | None,
         held: HeldPrefixes,
         fetching: Fetching,
         handing_out: HandingOut,
         metrics: HostsMetrics,
     ) -> None:
         self._peers = peers
-        self._directory = directory
         self._held = held
         self._fetching = fetching
         self._handing_out = handing_out
@@ -102,7 +99,8 @@ class Asking:
 
     async def ways(self, sought: Sought, usable: Usable) -> Ways:
         """Ask peers, and return what to do."""
-        asked = {key: usable.peers[key] for key in await self._to_ask(sought, usable)}
+        keys = to_ask(list(usable.peers), usable.busy, sought.first)
+        asked = {key: usable.peers[key] for key in keys}
         others = {peer.key: peer for peer in self._peers.holders()[:_HOLDERS]}
         mine = self._mine(sought)
         answers = await self._ask(sought, asked | others, self._peers.incarnation, mine)
@@ -199,13 +197,6 @@ class Asking:
             return True
         tokens = request.prompt.tokens
         return self._held.is_of_use(offered, namespace, request.tenant, tokens)
-
-    async def _to_ask(self, sought: Sought, usable: Usable) -> list[str]:
-        holders: dict[str, int] = {}
-        if len(usable.peers) > MAX_ASKED and self._directory is not None and sought.hashes:
-            found = await self._directory.holders(sought.hashes)
-            holders = {key: held for key, held in found.items() if key in usable.peers}
-        return to_ask(list(usable.peers), holders, usable.busy, sought.first)
 
     async def _ask(
         self, sought: Sought, peers: Mapping[str, Peer], holder: str, offered: Offered | None

@@ -332,7 +332,7 @@ class Forwarding:
         """Let a peer read the prompt: the same one for each turn of a conversation."""
         call = sought.call
         path = call.http.path.rstrip("/")
-        for key in to_ask(list(usable.peers), {}, {}, _beginning(call.raw), 2):
+        for key in to_ask(list(usable.peers), {}, _beginning(call.raw), 2):
             peer = usable.peers[key]
             try:
                 told = await peer.read(path, call.raw, sought.request.tenant, sought.model, limit_s)
