@@ -37,7 +37,6 @@ from router.store.store import KvStore
 from router.telemetry.blob_metrics import BlobCollector
 from router.telemetry.decision_log import DecisionLog
 from router.telemetry.metrics import PrometheusTelemetry
-from router.telemetry.sessions import Sessions
 from router.telemetry.usage import UsageBook
 from router.web.admin.guard import Guard
 from router.web.api.backend_selection import BackendSelection
@@ -52,7 +51,6 @@ class Parts:
     throttle: LoopThrottle
     telemetry: PrometheusTelemetry
     decision_log: DecisionLog
-    sessions: Sessions
     budget: Budget
     usage: UsageBook
     guard: Guard
@@ -102,7 +100,6 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         throttle,
         telemetry,
         DecisionLog(config.diagnostics.requests, wall_now),
-        Sessions(config.diagnostics.requests, wall_now),
         budget,
         await _usage_of(config, budget, stack),
         guard,
@@ -163,7 +160,6 @@ def watched_backends(config: Config, parts: Parts, stack: AsyncExitStack) -> Wat
     engine.listener = EngineReactions(
         parts.telemetry,
         parts.decision_log,
-        parts.sessions,
         parts.usage,
         backends,
         parts.tokenizers,

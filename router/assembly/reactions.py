@@ -31,7 +31,6 @@ from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
 from router.llama.replies import InfillAnswer, ModelsInfo, Props
 from router.telemetry.decision_log import DecisionLog
-from router.telemetry.sessions import Sessions
 from router.telemetry.usage import UsageBook
 from router.web.api.backend_selection import BackendSelection
 
@@ -150,7 +149,6 @@ class EngineReactions:
 
     telemetry: Telemetry
     decision_log: DecisionLog
-    sessions: Sessions
     usage: UsageBook
     backends: Backends
     tokenizers: TokenizerRegistry
@@ -159,7 +157,6 @@ class EngineReactions:
     def over(self, record: RequestRecord, plan: Plan) -> None:
         """Keep what is known of a request that reached a backend."""
         self.decision_log.over(record, plan)
-        self.sessions.over(record)
         self.usage.over(record)
 
     def spent(self, request: Request, backend: BackendId, cost: Cost) -> None:

@@ -19,7 +19,7 @@ from router.web.admin.actions import OperatorActions
 from router.web.admin.live import Live, Subject
 from router.web.admin.page import load_page
 from router.web.admin.prompts import PromptRoutes
-from router.web.admin.requests import Requests, SumRoutes
+from router.web.admin.requests import Requests, UsageRoutes
 from router.web.admin.routes import OwnRoutes
 from router.web.admin.servers import LlamaSwapRoutes, ServerRoutes
 from router.web.admin.snapshots import Snapshots
@@ -188,7 +188,7 @@ async def _own_routes(
             bodies,
         ),
         Requests(parts.decision_log, selection, show_content=shows),
-        SumRoutes(parts.sessions, parts.usage),
+        UsageRoutes(parts.usage),
         PromptRoutes(engine, selection, completions, bodies, guard, settings, made.in_force.keys),
         live,
         await asyncio.to_thread(load_page),

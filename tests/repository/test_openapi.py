@@ -189,7 +189,6 @@ async def test_the_good_answers_too(kvferry: RunningRouter) -> None:
         ),
         "GET /kvferry/requests": ("/kvferry/requests", None),
         "GET /kvferry/requests/{id}": (f"/kvferry/requests/{request}", None),
-        "GET /kvferry/sessions": ("/kvferry/sessions?limit=1", None),
         "GET /kvferry/usage": ("/kvferry/usage?days=2", None),
         "GET /kvferry/warm": ("/kvferry/warm", None),
         "POST /kvferry/warm": ("/kvferry/warm?path=/completion", {"prompt": "x" * 600}),

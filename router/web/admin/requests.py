@@ -13,7 +13,6 @@ from router.base.errors import BackendError, BadRequestError, NotFoundError
 from router.base.tokens import Tokens, unpack
 from router.base.types import BackendId, Nearest, RequestId
 from router.telemetry.decision_log import DecisionLog
-from router.telemetry.sessions import Sessions
 from router.telemetry.usage import UsageBook
 from router.web.admin.plan_json import plan_json
 from router.web.api.backend_selection import BackendSelection
@@ -23,7 +22,6 @@ from router.web.server.error_responses import error_response, json_response
 Json = dict[str, Any]
 
 PATH = "/kvferry/requests"
-SESSIONS = "/kvferry/sessions"
 USAGE = "/kvferry/usage"
 
 _LIMIT = 100
@@ -116,11 +114,10 @@ class Requests:
         return {"ids": ids, "text": text}
 
 
-class SumRoutes:
-    """The routes of sums over requests. Sessions are hashed: none tells who its client is."""
+class UsageRoutes:
+    """The route of what tenants used."""
 
-    def __init__(self, sessions: Sessions, usage: UsageBook) -> None:
-        self._sessions = sessions
+    def __init__(self, usage: UsageBook) -> None:
         self._usage = usage
 
     async def usage(self, call: Call) -> web.Response:
@@ -128,10 +125,3 @@ class SumRoutes:
         days = _number(call, "days", 30)
         told = {"usage": self._usage.rows(max(days, 1)), "problem": self._usage.problem or None}
         return json_response(told)
-
-    async def recent_sessions(self, call: Call) -> web.Response:
-        """List the sessions with the latest request first; at most `?limit=`."""
-        limit = limit_of(call)
-        return json_response(
-            {"sessions": [one.as_json() for one in self._sessions.recent()[:limit]]}
-        )

@@ -21,6 +21,10 @@ HEALTH = "/kvferry/health"
 # Of llama-swap, for its front ends.
 UNLOAD = "/api/models/unload"
 _EXACT = {METRICS, "/kvferry", "/running", "/unload", UNLOAD, "/logs", "/logs/stream"}
+# What an earlier version had, and what to ask instead.
+_GONE = {
+    "/kvferry/sessions": "sessions are no longer listed; ask /kvferry/requests?session=",
+}
 _BEGIN = (*_EXACT, "//", "/.")
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
@@ -85,7 +89,7 @@ class OwnRoutes:
             raise NotFoundError("there is nothing at this path")
         fitting = self._fitting(path)
         if not fitting:
-            raise NotFoundError("there is nothing at this path")
+            raise NotFoundError(_GONE.get(path, "there is nothing at this path"))
         looks = request.method == "HEAD" and path not in ("/unload", "/logs/stream")
         handler = fitting.get("GET" if looks else request.method)
         if handler is None:

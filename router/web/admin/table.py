@@ -8,7 +8,7 @@ from router.web.admin.live import Live
 from router.web.admin.page import PREFIX, StaticFile, to_page
 from router.web.admin.prompts import WARM, PromptRoutes
 from router.web.admin.requests import PATH as REQUESTS
-from router.web.admin.requests import SESSIONS, USAGE, Requests, SumRoutes
+from router.web.admin.requests import USAGE, Requests, UsageRoutes
 from router.web.admin.routes import HEALTH, METRICS, AdminRoute, OwnRoutes
 from router.web.admin.servers import PATH as SERVERS
 from router.web.admin.servers import LlamaSwapRoutes, ServerRoutes
@@ -25,7 +25,7 @@ def own_routes(
     llama_swap: LlamaSwapRoutes,
     snapshots: Snapshots,
     requests: Requests,
-    sums: SumRoutes,
+    usage: UsageRoutes,
     prompts: PromptRoutes,
     live: Live,
     page: Mapping[str, StaticFile],
@@ -54,8 +54,7 @@ def own_routes(
             AdminRoute("DELETE", f"{SNAPSHOTS}/{{id}}", snapshots.one),
             AdminRoute("GET", REQUESTS, requests.recent),
             AdminRoute("GET", f"{REQUESTS}/{{id}}", requests.one),
-            AdminRoute("GET", SESSIONS, sums.recent_sessions),
-            AdminRoute("GET", USAGE, sums.usage),
+            AdminRoute("GET", USAGE, usage.usage),
             AdminRoute("GET", WARM, prompts.kept),
             AdminRoute("POST", WARM, prompts.warm),
             AdminRoute("GET", "/kvferry/events", live.events),

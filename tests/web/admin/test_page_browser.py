@@ -366,18 +366,3 @@ def a_picture(chance: random.Random) -> Picture:
         section: {key: {"x": chance.randrange(2)} for key in "abcd" if chance.random() < 0.7}
         for section in ("host", "backends", "slots")
     }
-
-
-async def test_conversations_are_shown_when_opened(
-    browser: Browser, kvferry: RunningRouter
-) -> None:
-    async with opened(browser, kvferry) as found:
-        box = found.page.locator("#sessions")
-        await box.locator("summary").click()
-        await expect(box).to_contain_text("None yet.")
-        headers = {"x-session-id": MARKUP}
-        await kvferry.post("/completion", {"prompt": "x" * 200}, headers=headers)
-        await box.locator("summary").click()
-        await box.locator("summary").click()
-        await expect(box.locator("tbody tr")).to_have_count(1)
-        await expect(box).to_contain_text("x-session-id")

@@ -160,3 +160,10 @@ async def test_from_a_terminal(
         assert "none waiting" in capsys.readouterr().out
         with pytest.raises(Exception, match="no finished request has the id 'x'"):
             await fetch(url, "x")
+
+
+async def test_a_route_that_is_gone_says_what_to_ask(backend: Recorder) -> None:
+    async with running([("a", backend.url)], None, yaml=QUIET, wait_for=[]) as kvferry:
+        answer = await kvferry.get("/kvferry/sessions")
+    assert answer.status == 404
+    assert "no longer" in answer.json["error"]["message"]

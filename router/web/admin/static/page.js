@@ -7,7 +7,6 @@ import { Backends } from "./backends.js";
 import { apply, pictureOf } from "./picture.js";
 import { h, percent, seconds, setText, short, whole } from "./show.js";
 import { showLogs } from "./logs.js";
-import { showSessions } from "./sessions.js";
 import { fullness, showSnapshots } from "./snapshots.js";
 
 const REDRAW_MS = 5000; // charts move with time, also without events
@@ -169,6 +168,5 @@ find("pause").addEventListener("click", () => {
 });
 new ResizeObserver(() => picture && !paused && charts()).observe(find("ttft"));
 setInterval(render, REDRAW_MS);
-showSessions(find("sessions"));
 showLogs(find("logs"), () => (picture?.host.get("servers").items ?? []).map(({ name }) => name));
 connect();
