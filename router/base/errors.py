@@ -4,9 +4,20 @@ from collections.abc import Mapping, Sequence
 
 from router.base.types import BackendId
 
+_KINDS = {  # the OpenAI-style `type` of a status
+    **dict.fromkeys((400, 405, 408, 413, 414, 415, 417, 426, 431), "invalid_request_error"),
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+
 
 class RouterError(Exception):
-    """Base of all client errors. `status`: HTTP status; `kind`: the OpenAI-style `type`.
+    """Base of all client errors: an HTTP status, its `kind`, and the label of metrics (`outcome`).
 
     The message goes to the client: it never holds a backend URL, a file path or prompt text.
     """
@@ -16,56 +27,50 @@ class RouterError(Exception):
     outcome = "internal_error"
     retry_after_s: float | None = None
 
+    def __init_subclass__(
+        cls,
+        status: int | None = None,
+        outcome: str = "",
+        kind: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
+        """Set what is given; all else is the parent's, but for the kind, which is the status's."""
+        if status is not None:
+            cls.status, cls.kind = status, _KINDS.get(status, "server_error")
+        cls.kind, cls.outcome = kind or cls.kind, outcome or cls.outcome
+        cls.retry_after_s = retry_after_s or cls.retry_after_s
 
-class BadRequestError(RouterError):
+
+class BadRequestError(RouterError, status=400, outcome="bad_request"):
     """The request itself is wrong; sending it again will not help."""
 
-    status = 400
-    kind = "invalid_request_error"
-    outcome = "bad_request"
 
-
-class UpgradeError(BadRequestError):
+class UpgradeError(BadRequestError, status=426):
     """Another protocol is asked for; a client that gets this goes on with HTTP/1.1."""
 
-    status = 426
 
-
-class NotFoundError(BadRequestError):
+class NotFoundError(BadRequestError, status=404):
     """The router has no object or route of that name."""
 
-    status = 404
-    kind = "not_found_error"
 
-
-class UnauthorizedError(RouterError):
+class UnauthorizedError(RouterError, status=401, outcome="unauthorized"):
     """The key is missing or wrong; the wording is llama-server's own."""
 
-    status = 401
-    kind = "authentication_error"
-    outcome = "unauthorized"
 
-
-class TenantLimitError(RouterError):
+class TenantLimitError(RouterError, status=429, retry_after_s=1.0):
     """A limit of the tenant is reached. `limit_name`: its key in the configuration."""
 
-    status = 429
-    kind = "rate_limit_error"
-    retry_after_s = 1.0
     limit_name: str
 
 
-class TenantBusyError(TenantLimitError):
+class TenantBusyError(TenantLimitError, outcome="tenant_busy"):
     """The tenant's `max_requests` requests are already running or waiting."""
 
-    outcome = "tenant_busy"
     limit_name = "max_requests"
 
 
-class TenantQuotaError(TenantLimitError):
+class TenantQuotaError(TenantLimitError, outcome="tenant_quota"):
     """The tenant has used its tokens of a window, "minute" or "day", of which `left_s` are left."""
-
-    outcome = "tenant_quota"
 
     def __init__(self, message: str, *, limit: int, window: str, left_s: float) -> None:
         super().__init__(message)
@@ -78,123 +83,74 @@ class FramingError(BadRequestError):
     """The end of the request is in doubt: its connection is closed after the answer."""
 
 
-class UnknownMethodError(FramingError):
+class UnknownMethodError(FramingError, status=405):
     """A method that the router does not know, nor what follows its headers."""
 
-    status = 405
 
-
-class MethodError(BadRequestError):
+class MethodError(BadRequestError, status=405):
     """The route exists, but not for this method. `allowed`: its methods."""
-
-    status = 405
 
     def __init__(self, message: str, allowed: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.allowed = tuple(allowed)
 
 
-class NeedsTokenError(RouterError):
+class NeedsTokenError(RouterError, status=401, outcome="forbidden"):
     """A read that only operators may do, without the token. A browser asks for the token."""
 
-    status = 401
-    kind = "authentication_error"
-    outcome = "forbidden"
 
-
-class ForbiddenError(RouterError):
+class ForbiddenError(RouterError, status=403, outcome="forbidden"):
     """A route that only the router may use on a backend, or an operator on the router."""
-
-    status = 403
-    kind = "permission_error"
-    outcome = "forbidden"
 
 
 class OriginError(ForbiddenError):
     """A request of a web page, or to a host name, that is not allowed where there are no keys."""
 
-    outcome = "forbidden"
 
-
-class ModelNotFoundError(RouterError):
+class ModelNotFoundError(
+    RouterError, status=404, kind="model_not_found", outcome="model_not_found"
+):
     """No backend serves the model that the request names."""
 
-    status = 404
-    kind = "model_not_found"
-    outcome = "model_not_found"
 
-
-class BodyTooLargeError(RouterError):
+class BodyTooLargeError(RouterError, status=413, outcome="body_too_large"):
     """The body is over `limits.max_body`."""
 
-    status = 413
-    kind = "invalid_request_error"
-    outcome = "body_too_large"
 
-
-class BodiesFullError(RouterError):
+class BodiesFullError(RouterError, status=503, outcome="bodies_full", retry_after_s=1.0):
     """The bodies of requests in progress are over `limits.body_memory`."""
 
-    status = 503
-    kind = "unavailable_error"
-    outcome = "bodies_full"
-    retry_after_s = 1.0
 
-
-class HeaderTooLargeError(RouterError):
+class HeaderTooLargeError(RouterError, status=431, outcome="header_too_large"):
     """A header is over `limits.max_header`, or there are more than `limits.max_headers`."""
 
-    status = 431
-    kind = "invalid_request_error"
-    outcome = "header_too_large"
 
-
-class TargetTooLongError(HeaderTooLargeError):
+class TargetTooLongError(HeaderTooLargeError, status=414):
     """The request line is over `limits.max_request_line`."""
 
-    status = 414
 
-
-class TooManyConnectionsError(RouterError):
+class TooManyConnectionsError(
+    RouterError, status=503, outcome="too_many_connections", retry_after_s=1.0
+):
     """`limits.connections` or `limits.connections_per_client` connections are open."""
 
-    status = 503
-    kind = "unavailable_error"
-    outcome = "too_many_connections"
-    retry_after_s = 1.0
+
+class ClientTooSlowError(RouterError, status=408, outcome="client_too_slow"):
+    """The client's headers or body did not come within `limits.header_timeout`, `body_timeout`."""
 
 
-class ClientTooSlowError(RouterError):
-    """The client did not send its headers within `limits.header_timeout`, or its body within
-    `limits.body_timeout`."""
-
-    status = 408
-    kind = "invalid_request_error"
-    outcome = "client_too_slow"
-
-
-class UnsupportedMediaTypeError(RouterError):
+class UnsupportedMediaTypeError(BadRequestError, status=415):
     """A body that must be declared as JSON, and is not."""
 
-    status = 415
-    kind = "invalid_request_error"
-    outcome = "bad_request"
 
-
-class ExpectationError(RouterError):
+class ExpectationError(BadRequestError, status=417):
     """The `Expect` header asks for something other than 100-continue."""
 
-    status = 417
-    kind = "invalid_request_error"
-    outcome = "bad_request"
 
-
-class ContextTooLongError(RouterError):
+class ContextTooLongError(
+    RouterError, status=400, kind="exceed_context_size_error", outcome="context_too_long"
+):
     """The prompt fits into no backend; the wording and fields are llama-server's own."""
-
-    status = 400
-    kind = "exceed_context_size_error"
-    outcome = "context_too_long"
 
     def __init__(self, n_prompt_tokens: int, n_ctx: int) -> None:
         super().__init__(
@@ -205,113 +161,66 @@ class ContextTooLongError(RouterError):
         self.n_ctx = n_ctx
 
 
-class InvalidConfigError(RouterError):
+class InvalidConfigError(
+    RouterError, status=422, kind="invalid_config_error", outcome="bad_request"
+):
     """A configuration that cannot be used. For an operator: the message names files and keys.
 
     `problems`: key, line and message of each problem, if the file is wrong.
     """
-
-    status = 422
-    kind = "invalid_config_error"
-    outcome = "bad_request"
 
     def __init__(self, message: str, problems: Sequence[Mapping[str, object]] = ()) -> None:
         super().__init__(message)
         self.problems = tuple(problems)
 
 
-class ConflictError(RouterError):
+class ConflictError(RouterError, status=409, outcome="bad_request"):
     """The operation is not possible in the present state; the message says why."""
 
-    status = 409
-    kind = "conflict_error"
-    outcome = "bad_request"
 
-
-class StaleQuoteError(ConflictError):
+class StaleQuoteError(ConflictError, outcome="stale_quote"):
     """A forwarded request costs far more by now than was quoted; the sender asks another host."""
 
-    outcome = "stale_quote"
 
-
-class QueueFullError(RouterError):
+class QueueFullError(RouterError, status=503, outcome="queue_full", retry_after_s=1.0):
     """`queue.max_requests` requests are already waiting."""
 
-    status = 503
-    kind = "unavailable_error"
-    outcome = "queue_full"
-    retry_after_s = 1.0
 
-
-class NoBackendError(RouterError):
+class NoBackendError(RouterError, status=503, outcome="no_backend", retry_after_s=2.0):
     """No backend that could serve the request is up."""
 
-    status = 503
-    kind = "unavailable_error"
-    outcome = "no_backend"
-    retry_after_s = 2.0
 
-
-class ServerFailedError(RouterError):
+class ServerFailedError(RouterError, status=503, outcome="server_failed", retry_after_s=60.0):
     """The server that the router starts for the model has failed too often; a client may retry.
 
     An operator sees the reason: a log may name files.
     """
 
-    status = 503
-    kind = "unavailable_error"
-    outcome = "server_failed"
-    retry_after_s = 60.0
 
-
-class TooManyViewersError(RouterError):
+class TooManyViewersError(RouterError, status=503, outcome="too_many_viewers", retry_after_s=10.0):
     """The live page has as many viewers as it may have."""
 
-    status = 503
-    kind = "unavailable_error"
-    outcome = "too_many_viewers"
-    retry_after_s = 10.0
+
+class DeadlineError(RouterError, status=504, outcome="deadline", retry_after_s=5.0):
+    """The request waited longer than `queue.deadline`: for a slot, a prefill or its placement."""
 
 
-class DeadlineError(RouterError):
-    """The request waited longer than `queue.deadline`.
-
-    The wait was for a slot, in the prefill queue or at the placement gate.
-    """
-
-    status = 504
-    kind = "timeout_error"
-    outcome = "deadline"
-    retry_after_s = 5.0
-
-
-class BackendError(RouterError):
+class BackendError(RouterError, status=502, outcome="backend_error", retry_after_s=1.0):
     """The backend failed before the first byte, and no other could take over."""
 
-    status = 502
-    kind = "server_error"
-    outcome = "backend_error"
-    retry_after_s = 1.0
     backend: BackendId | None = None  # set where the code that catches it cannot know
 
 
-class BackendTimeoutError(BackendError):
+class BackendTimeoutError(BackendError, status=504):
     """The backend did not answer in time."""
-
-    status = 504
-    kind = "timeout_error"
 
 
 class BackendLostError(BackendError):
     """The connection broke after a request was sent: the server may have ended because of it."""
 
 
-class SuspectError(RouterError):
+class SuspectError(RouterError, status=503, outcome="suspect"):
     """A request that `ends` llama-servers ended with, or one like it; it is not sent again yet."""
-
-    status = 503
-    kind = "unavailable_error"
-    outcome = "suspect"
 
     def __init__(self, ends: int, retry_after_s: float = 60.0) -> None:
         super().__init__(
