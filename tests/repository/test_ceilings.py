@@ -9,9 +9,9 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_010,
+    "router": 52_881,
     "router/assembly": 2_334,
-    "router/base": 1_843,
+    "router/base": 1_752,
     "router/config": 1_939,
     "router/core": 9_957,
     "router/engine": 2_085,
@@ -21,9 +21,9 @@ CEILINGS: dict[str, int] = {
     "router/servers": 1_166,
     "router/store": 6_446,
     "router/telemetry": 1_839,
-    "router/tools": 7_757,
-    "router/web": 7_873,
-    "tests": 70_437,
+    "router/tools": 7_720,
+    "router/web": 7_872,
+    "tests": 70_436,
     "bench": 9_024,
 }
 # A part may shrink so far before its ceiling has to follow.

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import aiohttp
 import orjson
@@ -21,6 +20,7 @@ from rich.text import Text
 from router.assembly.router import Router, build, listening
 from router.base.types import BackendId
 from router.config.schema import parse
+from router.llama.attach.monitor import Monitor
 from router.servers.process import ServerLog
 from router.servers.program import ServerNotFoundError, ServerStartError, find_server
 from router.tools.demo.chat import Chat, ChatAnswer, ChatError
@@ -41,68 +41,35 @@ LOG_BYTES = 1 << 20
 INTERRUPTED = 130
 
 
-class Contender(Protocol):
-    """One of the two setups to compare: it says where requests go."""
+@dataclass(slots=True)
+class Side:
+    """One of the two setups to compare. Without `router`, requests go to the servers in turn."""
 
     title: str
+    servers: list[DemoServer]
+    router: Router | None = None
+    router_url: str = ""
+    sent: int = 0
+    served: dict[str, str] = field(default_factory=dict)  # backend of each person's last request
 
-    def url(self, step: Step) -> str:
+    def url(self) -> str:
         """Return the base URL for the next request."""
+        server = self._next()
+        self.sent += 1
+        return self.router_url or server.url
 
     async def restart(self, step: Step) -> None:
         """Kill the server of the next request, and start it again."""
+        name = BackendId(self.served[step.person])
+        server = self._next() if self.router is None else self.servers[NAMES.index(name)]
+        before = None if self.router is None else self._monitor(name).attached
+        await server.end(0.0)
+        await server.start()
+        if self.router is not None:
+            await self._until_seen(name, before)
 
     def answered(self, step: Step, answer: ChatAnswer) -> None:
         """Note that a request was answered."""
-
-
-@dataclass(slots=True)
-class RoundRobin:
-    """Without kvferry: requests go to the servers in turn."""
-
-    servers: list[DemoServer]
-    title: str = "without kvferry"
-    _sent: int = 0
-
-    def url(self, step: Step) -> str:
-        server = self._next()
-        self._sent += 1
-        return server.url
-
-    async def restart(self, step: Step) -> None:
-        server = self._next()
-        await server.end(0.0)
-        await server.start()
-
-    def answered(self, step: Step, answer: ChatAnswer) -> None:
-        pass
-
-    def _next(self) -> DemoServer:
-        return self.servers[self._sent % len(self.servers)]
-
-
-@dataclass(slots=True)
-class Ferry:
-    """With kvferry: every request goes to the router."""
-
-    servers: list[DemoServer]
-    router: Router
-    router_url: str
-    title: str = "with kvferry"
-    served: dict[str, str] = field(default_factory=dict)  # backend of each person's last request
-
-    def url(self, step: Step) -> str:
-        return self.router_url
-
-    async def restart(self, step: Step) -> None:
-        name = BackendId(self.served[step.person])
-        server = self.servers[NAMES.index(name)]
-        before = self.router.selection.monitors[name].attached
-        await server.end(0.0)
-        await server.start()
-        await self._until_seen(name, before)
-
-    def answered(self, step: Step, answer: ChatAnswer) -> None:
         self.served[step.person] = answer.backend
 
     async def ready(self) -> None:
@@ -110,8 +77,15 @@ class Ferry:
         for name in NAMES:
             await self._until_seen(name, None)
 
+    def _next(self) -> DemoServer:
+        return self.servers[self.sent % len(self.servers)]
+
+    def _monitor(self, name: BackendId) -> Monitor:
+        assert self.router is not None
+        return self.router.selection.monitors[name]
+
     async def _until_seen(self, name: BackendId, before: object) -> None:
-        monitor = self.router.selection.monitors[name]
+        monitor = self._monitor(name)
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 while monitor.attached is None or monitor.attached is before:  # noqa: ASYNC110
@@ -204,7 +178,7 @@ async def _compare(setting: _Setting) -> None:
     async with AsyncExitStack() as stack:
         folder = await stack.enter_async_context(_folder())
         async with _servers(setting, folder, None) as servers:
-            without = await _play(RoundRobin(servers), setting)
+            without = await _play(Side("without kvferry", servers), setting)
         kv_dir = folder / "kv"
         await asyncio.to_thread(kv_dir.mkdir, mode=0o700)
         servers = await stack.enter_async_context(_servers(setting, folder, kv_dir))
@@ -246,9 +220,7 @@ async def _servers(
 
 
 @asynccontextmanager
-async def _ferry(
-    servers: list[DemoServer], kv_dir: Path, setting: _Setting
-) -> AsyncIterator[Ferry]:
+async def _ferry(servers: list[DemoServer], kv_dir: Path, setting: _Setting) -> AsyncIterator[Side]:
     setting.progress("starting kvferry")
     backends = [
         {"name": name, "url": server.url, "kv_dir": str(kv_dir)}
@@ -268,12 +240,12 @@ async def _ferry(
     }
     config = parse(orjson.dumps(given).decode(), "demo")
     async with build(config) as router, listening(router) as url:
-        ferry = Ferry(servers, router, url)
+        ferry = Side("with kvferry", servers, router, url)
         await ferry.ready()
         yield ferry
 
 
-async def _play(side: Contender, setting: _Setting) -> list[ChatAnswer]:
+async def _play(side: Side, setting: _Setting) -> list[ChatAnswer]:
     """Send all requests of the script to one setup. Raises ChatError."""
     # One connection for each request: llama-server closes it after a stream.
     connector = aiohttp.TCPConnector(force_close=True)
@@ -290,7 +262,7 @@ async def _play(side: Contender, setting: _Setting) -> list[ChatAnswer]:
 
 @dataclass(slots=True)
 class _Play:
-    side: Contender
+    side: Side
     setting: _Setting
     session: aiohttp.ClientSession
     people: Conversations = field(default_factory=Conversations)
@@ -305,7 +277,7 @@ class _Play:
         self.setting.progress(f"{self.side.title}: {self.sent}/{len(SCRIPT)} {step.what}")
         if step.restart:
             await self.side.restart(step)
-        answer = await chat.run(self.session, self.side.url(step))
+        answer = await chat.run(self.session, self.side.url())
         self.side.answered(step, answer)
         self.people.answered(step, answer.text)
         return [answer]
@@ -342,7 +314,7 @@ def _print(rows: list[Row], setting: _Setting) -> None:
     console.print(Text(f"\n{summary(rows)}", style="bold"))
 
 
-def _print_urls(ferry: Ferry) -> None:
+def _print_urls(ferry: Side) -> None:
     """Print the URLs and a command to try while everything runs."""
     lines = [
         f"kvferry         {ferry.router_url}",

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -37,43 +38,42 @@ class Row:
 
 def table(rows: Sequence[Row]) -> Table:
     """Return a table of all rows and their sums. Token counts are those of the servers."""
-    without, with_ = [row.without for row in rows], [row.with_ for row in rows]
     made = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, show_footer=True)
     made.add_column("#", justify="right")
     made.add_column("request", "all (TTFT: mean)", ratio=1)
-    for title, footer in (
-        ("prompt\ntokens", _tokens(sum(answer.prompt_tokens for answer in with_))),
-        ("without\ncomputed", _tokens(sum(answer.computed_tokens for answer in without))),
-        ("\nTTFT s", _mean(without)),
-        ("with\nslot", ""),
-        ("kvferry\nsource", ""),
-        ("\nresident", _tokens(sum(row.resident for row in rows))),
-        ("\nsnapshot", _tokens(sum(row.snapshot for row in rows))),
-        ("\ncomputed", _tokens(sum(answer.computed_tokens for answer in with_))),
-        ("\nTTFT s", _mean(with_)),
-    ):
+    titles = "prompt\ntokens without\ncomputed \nTTFT_s with\nslot kvferry\nsource \nresident"
+    titles += " \nsnapshot \ncomputed \nTTFT_s"
+    cells = [_cells(row) for row in rows]
+    for title, column in zip(titles.split(" "), zip(*cells, strict=True), strict=True):
         words = title.endswith(("slot", "source"))
-        made.add_column(title, footer, justify="left" if words else "right", no_wrap=True)
-    for number, row in enumerate(rows, 1):
-        made.add_row(*_cells(number, row))
+        footer = "" if words else _footer(column)
+        justify: Literal["left", "right"] = "left" if words else "right"
+        made.add_column(title.replace("_", " "), footer, justify=justify, no_wrap=True)
+    for number, (row, values) in enumerate(zip(rows, cells, strict=True), 1):
+        made.add_row(str(number), row.what, *map(_shown, values))
     return made
 
 
-def _cells(number: int, row: Row) -> list[str]:
+def _cells(row: Row) -> tuple[int | float | str, ...]:
     without, with_ = row.without, row.with_
-    return [
-        str(number),
-        row.what,
-        _tokens(with_.prompt_tokens),
-        _tokens(without.computed_tokens),
-        f"{without.ttft_s:.2f}",
-        f"{with_.backend}/{with_.slot}",
-        with_.source,
-        _tokens(row.resident),
-        _tokens(row.snapshot),
-        _tokens(with_.computed_tokens),
-        f"{with_.ttft_s:.2f}",
-    ]
+    return (
+        *(with_.prompt_tokens, without.computed_tokens, without.ttft_s),
+        *(f"{with_.backend}/{with_.slot}", with_.source, row.resident, row.snapshot),
+        *(with_.computed_tokens, with_.ttft_s),
+    )
+
+
+def _footer(column: Sequence[int | float | str]) -> str:
+    """Return the sum of tokens, and the mean of times: clients wait for single requests."""
+    numbers = [value for value in column if not isinstance(value, str)]
+    tokens = all(isinstance(value, int) for value in numbers)
+    return _shown(sum(numbers) if tokens else fmean(numbers))
+
+
+def _shown(value: int | float | str) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return value if isinstance(value, str) else f"{value:,}" if value else "-"
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -88,12 +88,3 @@ def summary(rows: Sequence[Row]) -> str:
         f"fewer); first token after {fast:.2f} s on average instead of {slow:.2f} s "
         f"({sooner:.1f} times sooner)."
     )
-
-
-def _tokens(number: int) -> str:
-    return f"{number:,}" if number else "-"
-
-
-def _mean(answers: Sequence[ChatAnswer]) -> str:
-    """Return the mean TTFT. A sum would mean nothing: clients wait for single requests."""
-    return f"{fmean(answer.ttft_s for answer in answers):.2f}"
