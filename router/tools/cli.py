@@ -28,14 +28,12 @@ from router.tools.console.warm import add_warm_options, warm
 from router.tools.doctor.check import check_text
 from router.tools.fleet.command import add_fleet_commands
 from router.tools.serving.flags import (
+    add_fleet_options,
     add_server_options,
+    fleet_from,
     for_all_servers,
     of_each_model,
     servers_from,
-)
-from router.tools.serving.fleet_flags import (
-    add_fleet_options,
-    fleet_from,
 )
 from router.tools.simulate.command import add_options, simulate
 

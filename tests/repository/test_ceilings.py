@@ -23,7 +23,7 @@ CEILINGS: dict[str, int] = {
     "router/telemetry": 1_839,
     "router/tools": 7_720,
     "router/web": 7_872,
-    "tests": 70_436,
+    "tests": 70_435,
     "bench": 9_024,
 }
 # A part may shrink so far before its ceiling has to follow.

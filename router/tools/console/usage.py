@@ -85,11 +85,6 @@ def _show(rows: list[Json], keys: list[str]) -> None:
     for row in rows:
         made.add_row(
             *(row[key] or "-" for key in keys),
-            f"{row['requests']:,}",
-            f"{row['prompt_tokens']:,}",
-            f"{row['cached_tokens']:,}",
-            f"{row['computed_tokens']:,}",
-            f"{row['generated_tokens']:,}",
-            f"{row['server_s']:,.0f}",
+            *(f"{row[name]:,.0f}" for name in _COLUMNS if name != "failed"),
         )
     console.print(made)

@@ -148,7 +148,8 @@ class Commands:
             elif name not in ("-p", "--publish") and not _TERMINAL.fullmatch(name):
                 options += given
         image, rest = words[at : at + 1], words[at + 1 :]
-        program = [rest.pop(0)] if rest and SERVER.fullmatch(rest[0]) else []
+        is_program = rest and (SERVER.fullmatch(rest[0]) or rest[0] in ("--server", "-s"))
+        program = [rest.pop(0)] if is_program else []
         if not image or not (program or IMAGE.search(image[0])):
             raise UntranslatableError(f"the container {''.join(image)} is no llama-server")
         server = self.flags(rest, env, None)
@@ -313,3 +314,36 @@ def unquoted(text: str, at: int = 0) -> Iterator[tuple[int, str]]:
         elif char != "\\":
             yield at, char
         at += 2 if char == "\\" and quote != "'" else 1
+
+
+def without_comments(text: str) -> str:
+    """Return the text of a shell without its comments, which may hold quotes."""
+    at = 0
+    while at >= 0:
+        marks = (i for i, char in unquoted(text, at) if char == "#")
+        at = next((i for i in marks if i == 0 or text[i - 1].isspace()), -1)
+        if at >= 0:
+            text = text[:at] + "".join(text[at:].partition("\n")[1:])
+    return text
+
+
+def statements(text: str) -> Iterator[str]:
+    """Yield the simple commands of a shell's text, without what they redirect."""
+    at, whole = 0, ""
+    while at < len(text):
+        end = end_of_command(text, at)
+        whole += text[at:end]
+        if target := re.match(r"\d?[<>]+&?\s*[^\s;&|]+", text[end:]):
+            at = end + target.end()
+            continue
+        yield whole.strip()
+        at, whole = end + 1, ""
+    yield whole.strip()
+
+
+def split(text: str) -> list[str]:
+    """Return the words of a statement; none if a quote of it is closed in another one."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return []

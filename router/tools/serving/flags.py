@@ -1,4 +1,4 @@
-"""The flags of `kvferry serve` for servers on demand."""
+"""The flags of `kvferry serve` for servers on demand and for other hosts."""
 
 import argparse
 import re
@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from router.assembly.backends import StartError
+from router.config.schema import FLEET_FLAGS
 from router.config.servers import REPLICA
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -95,3 +96,37 @@ def _model(text: str) -> dict[str, object]:
         return {"name": name or reference.partition("/")[2].replace(":", "-"), "hf": reference}
     path = Path(what).absolute()
     return {"name": name or path.name.removesuffix(".gguf"), "model": str(path)}
+
+
+def add_fleet_options(command: argparse.ArgumentParser) -> None:
+    """Add the flags to a command."""
+    add = command.add_argument_group("other hosts").add_argument
+    add(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="another host's --peer-listen; repeatable; a name may have several addresses",
+    )
+    add("--peer-listen", metavar="HOST:PORT", help="the address for other hosts; default: none")
+    add("--redis", metavar="URL", help="a Redis or Valkey in which hosts find each other")
+    add(
+        "--fleet-credentials",
+        metavar="DIR",
+        help="what `kvferry fleet certificate` has made for this host",
+    )
+    add(
+        "--insecure-peers", action="store_true", help="plain HTTP between hosts, for a safe network"
+    )
+    add("--host-name", metavar="NAME", help="the name of this host; default: the machine's")
+
+
+def fleet_from(options: argparse.Namespace) -> dict[str, object] | None:
+    """Return the `fleet` section for the flags; None: without any."""
+    named = {key: flag.removeprefix("--").replace("-", "_") for key, flag in FLEET_FLAGS.items()}
+    found = {key: value for key, flag in named.items() if (value := getattr(options, flag))}
+    if options.peer:
+        found["peers"] = options.peer
+    if options.fleet_credentials:
+        found["credentials"] = str(Path(options.fleet_credentials).absolute())
+    return found or None

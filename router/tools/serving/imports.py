@@ -30,9 +30,10 @@ from router.tools.serving.commands import (
     Json,
     ServerFlags,
     UntranslatableError,
-    end_of_command,
     runs_another,
-    unquoted,
+    split,
+    statements,
+    without_comments,
 )
 
 _QUOTES = "\"'"
@@ -42,7 +43,8 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[@\])?(?::?-([^}]*))?\})")
 # Keys of a llama-swap model that change nothing here, or are read below.
 _READ = {
     *("cmd", "cmdStop", "proxy", "name", "description", "checkEndpoint", "useModelName", "macros"),
-    *("aliases", "env", "ttl", "filters", "unlisted", "metadata", "capabilities", "timeouts"),
+    *("aliases", "env", "ttl", "filters", "metadata", "capabilities", "timeouts"),
+    *("unlisted", "concurrencyLimit"),
 }
 
 
@@ -247,6 +249,10 @@ class _Import:
         given = entry.get("ttl")
         idle_s = ttl if given is None or int(given) < 0 else int(given)
         more |= {"ttl": f"{idle_s}s"} if idle_s else {}
+        if limit := int(entry.get("concurrencyLimit") or 0):
+            more["max_running"] = limit
+        if entry.get("unlisted"):
+            self.note("unlisted is left out: /v1/models has every model")
         if stop := entry.get("cmdStop"):
             if "${PID}" in stop:
                 self.note("cmdStop is left out: a process gets SIGTERM")
@@ -376,11 +382,17 @@ class _Import:
     def _service(self, name: str, service: Json, known: dict[str, str]) -> None:
         env = service.get("environment") or {}
         env = {k: str(v) for k, v in env.items()} if isinstance(env, dict) else _pairs(env)
+        files = service.get("env_file") or ()
+        for one in reversed([files] if isinstance(files, str | dict) else files):
+            file = str(one.get("path")) if isinstance(one, dict) else str(one)
+            env = _file_of_variables(self._commands.folder / file) | env
         words = [*_listed(service.get("entrypoint")), *_listed(service.get("command"))]
         image = str(service.get("image") or "")
         if not any(map(SERVER.fullmatch, words)):
             if not IMAGE.search(image):
                 return
+            if words[:1] in (["--server"], ["-s"]):  # of an image with all programs
+                words.pop(0)
             words = ["llama-server", *words]
         mounts: dict[str, Path] = {}
         for one in service.get("volumes") or ():
@@ -395,8 +407,12 @@ class _Import:
         env = {key: _mounted(_expanded(env[key], known), mounts) for key in env}
         for devices in re.findall(r"device_ids': \[([^\]]*)\]", str(service.get("deploy"))):
             env["CUDA_VISIBLE_DEVICES"] = re.sub(r"[' ]", "", devices)
-        if self.add(name, words, env, {"preload": True}) and image:
+        if self.add(name, words, env, {"preload": True}) is None:
+            return
+        if image:
             self.note(f"it runs without its container {image}; `command` may start that")
+        if "listen" not in self.more and (where := _published(service.get("ports") or ())):
+            self.more["listen"] = where
 
     def unit(self, text: str) -> None:
         """Take over a systemd unit: its environment and its command, as a script has them."""
@@ -426,8 +442,8 @@ class _Import:
         """Take over the llama-servers that a shell script starts."""
         known, exported = dict(os.environ), dict[str, str]()
         text = re.sub(r"<<-?\s*['\"]?(\w+).*?\n\s*\1\b", "", text, flags=re.DOTALL)
-        text = _without_comments(re.sub(r"`#[^`]*`", "", text.replace("\\\n", " ")))
-        for statement in _statements(text):
+        text = without_comments(re.sub(r"`#[^`]*`", "", text.replace("\\\n", " ")))
+        for statement in statements(text):
             try:
                 self._statement(statement, known, exported)
             except (UntranslatableError, RuntimeError) as error:
@@ -437,16 +453,16 @@ class _Import:
 
     def _statement(self, text: str, known: dict[str, str], exported: dict[str, str]) -> None:
         assigned = _ASSIGNMENT.fullmatch(text)
-        if assigned and (assigned[2][:1] == "(" or len(_split(assigned[2])) < 2):
-            words = [_expanded(word, known) for word in _split(assigned[2].strip("()"))]
+        if assigned and (assigned[2][:1] == "(" or len(split(assigned[2])) < 2):
+            words = [_expanded(word, known) for word in split(assigned[2].strip("()"))]
             known[assigned[1]] = shlex.join(words) if assigned[2][:1] == "(" else "".join(words)
             if text.startswith("export"):
                 exported[assigned[1]] = known[assigned[1]]
             return
         words = []
-        for word in _split(text):
+        for word in split(text):
             value = _expanded(word, known)
-            words += _split(value) if _VARIABLE.fullmatch(word) else [value]
+            words += split(value) if _VARIABLE.fullmatch(word) else [value]
         while words and words[0] in ("exec", "nohup", "time", "sudo", "do", "then", "else", "{"):
             words.pop(0)
         if words[:1] == ["cd"] and len(words) > 1:
@@ -482,6 +498,17 @@ def _label(name: str) -> str:
 def _pairs(lines: Iterable[object]) -> dict[str, str]:
     """Return the variables of lines such as `NAME=VALUE`."""
     return dict(str(line).partition("=")[::2] for line in lines)
+
+
+def _published(ports: Iterable[Any]) -> str:
+    """Return the address of the first port that a service publishes; "": it publishes none."""
+    for one in ports:
+        parts = (one.get("host_ip"), one.get("published"), "") if isinstance(one, dict) else (one,)
+        told = ":".join(str(part or "") for part in parts).partition("/")[0]
+        host, _, port = told.rpartition(":")[0].rpartition(":")
+        if port.isdecimal():
+            return f"{host or '0.0.0.0'}:{port}"  # noqa: S104 - as it was published
+    return ""
 
 
 def _file_of_variables(path: Path) -> dict[str, str]:
@@ -550,39 +577,6 @@ def _mounted(word: str, mounts: Mapping[str, Path]) -> str:
 
 def _listed(value: Any) -> list[str]:
     return shlex.split(value) if isinstance(value, str) else [str(one) for one in value or ()]
-
-
-def _without_comments(text: str) -> str:
-    """Return the text of a shell without its comments, which may hold quotes."""
-    at = 0
-    while (at := next((i for i, c in unquoted(text, at) if _begins_comment(text, i, c)), -1)) >= 0:
-        text = text[:at] + text[at:].partition("\n")[1] + text[at:].partition("\n")[2]
-    return text
-
-
-def _begins_comment(text: str, at: int, char: str) -> bool:
-    return char == "#" and (at == 0 or text[at - 1].isspace())
-
-
-def _statements(text: str) -> Iterator[str]:
-    """Yield the simple commands of a shell's text, without what they redirect."""
-    at, whole = 0, ""
-    while at < len(text):
-        end = end_of_command(text, at)
-        whole += text[at:end]
-        if target := re.match(r"\d?[<>]+&?\s*[^\s;&|]+", text[end:]):
-            at = end + target.end()
-            continue
-        yield whole.strip()
-        at, whole = end + 1, ""
-    yield whole.strip()
-
-
-def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError:  # a quote that is closed in another statement
-        return []
 
 
 def summary(made: Imported) -> Iterator[str]:

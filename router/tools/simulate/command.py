@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf, nan
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -294,34 +295,24 @@ def _refuse(problem: str) -> int:
 
 
 def _whole(text: str, least: int) -> int:
-    try:
-        value = int(text.replace("_", ""))
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number of at least {least}, not {text!r}"
-        )
-    return value
+    return int(_number(text, int, least, inf, f"a whole number of at least {least}"))
 
 
 def _above_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-    return value
+    return _number(text, float, 5e-324, sys.float_info.max, "a number above 0")
 
 
 def _ratio(text: str) -> float:
+    return _number(text, float, 0, 1, "a number from 0 to 1")
+
+
+def _number(text: str, kind: Callable[[str], float], least: float, most: float, what: str) -> float:
     try:
-        value = float(text)
+        value = kind(text.replace("_", ""))
     except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {text!r}")
+        value = nan
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"must be {what}, not {text!r}")
     return value
 
 

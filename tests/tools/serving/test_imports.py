@@ -237,3 +237,47 @@ def test_secrets_are_not_written(tmp_path: Path) -> None:
     made = made_of(tmp_path, text, "x.sh")
     assert "hunter2" not in made.text + "".join(made.notes)
     assert "hunter3" not in made.text + "".join(made.notes)
+
+
+COMPOSE = """
+services:
+  llm:
+    image: ghcr.io/ggml-org/llama.cpp:full
+    command: --server -m /models/m.gguf -c 4096 -np 2
+    env_file: [llm.env]
+    environment: {LLAMA_ARG_THREADS: "2"}
+    volumes: ["./models:/models"]
+    ports: ["127.0.0.1:9000:8080"]
+"""
+
+
+def test_a_service_with_ports_and_a_file_of_variables(tmp_path: Path) -> None:
+    (tmp_path / "llm.env").write_text("LLAMA_ARG_THREADS=8\nCUDA_VISIBLE_DEVICES=1\n")
+    (tmp_path / "compose.yml").write_text(COMPOSE)
+    made = yaml.safe_load(imported(tmp_path / "compose.yml").text)
+    (model,) = made["servers"]["models"]
+    assert made["listen"] == "127.0.0.1:9000"
+    assert model["model"] == str(tmp_path / "models" / "m.gguf")
+    assert (model["slots"], model["ctx"]) == (2, 2048)
+    assert model["env"] == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert model["args"] == ["--threads", "2"]
+
+
+def test_limits_and_hidden_models_of_llama_swap(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "models:\n  a:\n    cmd: llama-server -m /m.gguf --port ${PORT}\n"
+        "    concurrencyLimit: 3\n    unlisted: true\n"
+    )
+    made = imported(file)
+    (model,) = yaml.safe_load(made.text)["servers"]["models"]
+    assert model["max_running"] == 3
+    assert any("unlisted" in note for note in made.notes)
+
+
+def test_a_container_with_all_programs(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text("docker run -p 8080:8080 ghcr.io/ggml-org/llama.cpp:full --server -m /m.gguf\n")
+    (model,) = yaml.safe_load(imported(file).text)["servers"]["models"]
+    at = model["command"].index("ghcr.io/ggml-org/llama.cpp:full")
+    assert model["command"][at + 1 : at + 4] == ["--server", "--model", "/m.gguf"]

@@ -44,16 +44,13 @@ async def pair(
 
 GETS = [
     "/v1/models",
-    "/models",
     "/health",
-    "/v1/health",
     "/props",
     "/props?model=a%2Fb&autoload=false",
     "/lora-adapters",
     "/",
     "/v1/%6dodels",
     "/v1/models?x=%20+%26&x=",
-    "/v1/models/",
     "/no%2Fsuch/route?a=b",
     "/completion",
 ]
@@ -69,24 +66,18 @@ async def test_reading(pair: Pair, method: str, path: str) -> None:
 
 
 POSTS: list[tuple[str, Json]] = [
-    ("/tokenize", {"content": "a b", "with_pieces": True}),
-    ("/tokenize", {"content": ["a", 7]}),
     ("/detokenize", {"tokens": [1, 2]}),
     ("/apply-template", CHAT),
     ("/completion", TEXT),
     ("/completion", TEXT | {"return_tokens": True, "n_probs": 2, "id_slot": 1} | COLD),
     ("/completion", TEXT | {"prompt": [1, 2, 3], "return_progress": True} | STREAM | COLD),
-    ("/completion", TEXT | {"prompt": ["a", "b"]}),
     ("/completions", TEXT | STREAM | {"timings_per_token": True}),
-    ("/v1/completions", TEXT | {"max_tokens": 3}),
     ("/v1/completions", TEXT | STREAM),
-    ("/v1/completions", TEXT | {"n": 2}),
     ("/chat/completions", CHAT),
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", CHAT | STREAM),
     ("/v1/chat/completions", CHAT | STREAM | {"stream_options": {"include_usage": True}}),
     ("/v1/chat/completions", CHAT | {"tools": [TOOL], "logprobs": True} | COLD),
-    ("/v1/chat/completions", CHAT | {"model": "any name will do", "unknown_field": 1}),
     ("/infill", TEXT | {"input_prefix": "a", "input_suffix": "b"} | COLD),
     ("/v1/messages", CHAT | {"system": "be kind"}),
     ("/v1/messages", CHAT | STREAM),
@@ -94,7 +85,6 @@ POSTS: list[tuple[str, Json]] = [
     ("/v1/chat/completions/input_tokens", CHAT),
     ("/v1/responses", {"input": "hi", "max_output_tokens": 3, "temperature": 0}),
     ("/responses", {"input": "hi", "max_output_tokens": 3, "temperature": 0} | STREAM),
-    ("/v1/responses/input_tokens", {"input": "hi"}),
     ("/no/such/route", {}),
 ]
 
@@ -106,41 +96,6 @@ async def test_asking(pair: Pair, path: str, body: Json) -> None:
 
     assert_equal(direct, routed)
     assert direct.status == (404 if path == "/no/such/route" else 200)
-
-
-REFUSED: list[tuple[str, Json]] = [
-    ("/completion", {}),
-    ("/completion", TEXT | {"prompt": {}}),
-    ("/completion", TEXT | {"prompt": []}),
-    ("/completion", TEXT | {"prompt": [100_000]}),
-    ("/completion", TEXT | {"temperature": "warm"}),
-    ("/completion", TEXT | {"grammar": "root ::= nothing"}),
-    ("/completion", TEXT | {"n_predict": "3"} | STREAM),
-    ("/v1/completions", {"model": "x"}),
-    ("/v1/chat/completions", {}),
-    ("/v1/chat/completions", {"messages": 5}),
-    ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
-    ("/v1/chat/completions", CHAT | {"tools": "many"}),
-    ("/v1/chat/completions", CHAT | {"response_format": {"type": "odd"}}),
-    ("/v1/chat/completions", {"messages": [*USER, *2 * [{"role": "assistant", "content": "a"}]]}),
-    ("/v1/messages", {"max_tokens": 3}),
-    ("/v1/responses", {"max_output_tokens": 3}),
-    ("/v1/embeddings", {"input": "a"}),
-    ("/embeddings", {"content": "a"}),
-    ("/v1/rerank", {"query": "a", "documents": ["b"]}),
-    ("/tokenize", {"content": 5}),
-    ("/detokenize", {"tokens": "x"}),
-    ("/apply-template", {}),
-]
-
-
-@pytest.mark.parametrize(("path", "body"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
-async def test_the_servers_own_refusal_comes_back(pair: Pair, path: str, body: Json) -> None:
-    """Errors in a field are reported by the server, in its own words."""
-    direct, routed = await pair.ask("POST", path, json=body)
-
-    assert_equal(direct, routed)
-    assert routed.headers.get("Content-Length") == direct.headers.get("Content-Length")
 
 
 async def test_prompt_longer_than_the_context(pair: Pair) -> None:
