@@ -2,8 +2,7 @@
 
 A front without servers forwards to scripted peers that answer at once, with a real Redis: once with
 three hosts, once with a hundred. The time of a request is that of its decision: reading at a peer,
-up to eight quotes, and the way. Requests alternate. With
-`--stopped`, each size has a second front, of which Redis is stopped as SIGSTOP does.
+up to eight quotes, and the way. Requests alternate.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from bench.report import Report, arguments_of, median, percentile, run_bench
 from router.servers.program import free_port
 from tests.support.servers.redis_server import RedisServer
 
-COLUMNS = ("hosts", "redis", "n", "p50 ms", "p99 ms", "x first p50", "x first p99")
+COLUMNS = ("hosts", "n", "p50 ms", "p99 ms", "x first p50", "x first p99")
 _IN_A_ROW = 10
 _WARM_UP = 100
 _PATIENCE_S = 60.0
@@ -32,9 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.hosts", description=__doc__)
     parser.add_argument("--hosts", default="3,100", help="comma-separated")
     parser.add_argument("--rounds", type=int, default=3000)
-    parser.add_argument(
-        "--stopped", action="store_true", help="each size a second time, with Redis stopped"
-    )
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
 
@@ -42,22 +38,19 @@ async def measure(options: argparse.Namespace) -> Report:
     """Measure all sizes alternately."""
     report = Report("hosts", "Decisions, by hosts", list(COLUMNS), arguments_of(options))
     sizes = options.hosts.split(",")
-    rows = [(size, stops) for size in sizes for stops in ([False, True][: 1 + options.stopped])]
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
         clients = []
-        for number, (hosts, stops) in enumerate(rows):
+        for number, hosts in enumerate(sizes):
             folder = home / str(number)
-            url, redis = await stack.enter_async_context(_front(folder, hosts))
+            url = await stack.enter_async_context(_front(folder, hosts))
             clients.append(Client(url))
             stack.callback(clients[-1].close)
-            if stops:
-                redis.pause()
         times = await asyncio.to_thread(_rounds, clients, options.rounds)
     least = times[0]
-    for (hosts, stops), found in zip(rows, times, strict=True):
+    for hosts, found in zip(sizes, times, strict=True):
         report.add(
-            *(int(hosts), "stopped" if stops else "answers", len(found)),
+            *(int(hosts), len(found)),
             *(median(found), percentile(found, 99)),
             *(median(found) / median(least), percentile(found, 99) / percentile(least, 99)),
         )
@@ -86,7 +79,7 @@ async def _redis(home: Path) -> AsyncIterator[RedisServer]:
 
 
 @asynccontextmanager
-async def _front(home: Path, hosts: str) -> AsyncIterator[tuple[str, RedisServer]]:
+async def _front(home: Path, hosts: str) -> AsyncIterator[str]:
     """Run a Redis, scripted peers and a front; yield the front's URL when it knows all peers."""
     await asyncio.to_thread(home.mkdir)
     async with _redis(home) as redis:
@@ -101,7 +94,7 @@ async def _front(home: Path, hosts: str) -> AsyncIterator[tuple[str, RedisServer
             own = f"{{name: front, listen: '127.0.0.1:{free_port()}', redis: '{redis.url}'}}"
             async with rig.kvferry("front", [], home, more=f"fleet: {own}") as front:
                 await _wait_for_peers(front.url, int(hosts))
-                yield front.url, redis
+                yield front.url
         finally:
             peers.kill()
             await peers.wait()

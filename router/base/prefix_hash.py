@@ -10,7 +10,7 @@ from hashlib import blake2b
 from router.base.tokens import WIDTH, Tokens
 
 STEP = 32  # tokens between two hashes: 8 KiB of hashes for 32,000 tokens
-BLOCK = 256  # tokens between two hashes of a directory, a multiple of STEP
+BLOCK = 256  # tokens between two hashes of an index, a multiple of STEP
 SIZE = 8  # bytes of a hash; a hash is only a hint, so a collision costs time and nothing else
 
 _STEP_BYTES = STEP * WIDTH
@@ -57,7 +57,7 @@ def split(joined: bytes) -> list[bytes]:
     return [joined[at : at + SIZE] for at in range(0, len(joined), SIZE)]
 
 
-def in_directory(n_hashes: int) -> list[int]:
+def indexed(n_hashes: int) -> list[int]:
     """Return the indices of the hashes that name a content of so many hashes.
 
     Those at whole blocks, and all after the last whole block: a prompt that goes on after the

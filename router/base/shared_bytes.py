@@ -1,6 +1,6 @@
 """Bytes of items that share blobs: each blob counts once, however many items have it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -32,10 +32,6 @@ class SharedBytes(Generic[Item]):
     def has(self, blob: Blob) -> bool:
         """Return whether an item has this blob."""
         return blob in self._users
-
-    def blobs(self, wanted: Callable[[Blob], bool]) -> list[Blob]:
-        """Return those blobs for which `wanted` is true. Looks at all of them."""
-        return [blob for blob in self._users if wanted(blob)]
 
     def put(self, item: Item, blobs: Iterable[Blob]) -> None:
         """Set the blobs of an item, in place of those before."""

@@ -11,7 +11,7 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from router.base.prefix_hash import BLOCK, STEP, PrefixHasher, in_directory
+from router.base.prefix_hash import BLOCK, STEP, PrefixHasher, indexed
 from router.base.tokens import EMPTY, Tokens, common_prefix, count, head
 from router.base.types import Namespace, SlotId, Snapshot, SnapshotId, Tenant
 from router.core.hosts.handout import handouts
@@ -40,7 +40,7 @@ class _Entry:
 class _Held:
     """A content that is in the index: the key of its tokens, its tokens, its hashes.
 
-    Of a snapshot only the hashes that are in the directory: `_names`.
+    Of a snapshot only the hashes that are in the index: `_names`.
     """
 
     namespace: tuple[str, Tenant]
@@ -49,7 +49,7 @@ class _Held:
 
 
 class HeldPrefixes:
-    """The index of this host. `added` and `removed` are hashes since they were last taken."""
+    """The index of this host."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class HeldPrefixes:
         if before is not None and before.namespace == key and is_slot:
             known = before.hashes[: common_prefix(before.tokens, tokens) // STEP]
         hashes = self._hasher(key).hashes(tokens, known)
-        names = _in_directory(hashes)
+        names = _indexed(hashes)
         for name in names:
             self._enter(name, content)
         if before is not None:
@@ -260,8 +260,8 @@ class HeldPrefixes:
 def _names(held: _Held) -> list[bytes]:
     """Return the hashes of a content that are in the index."""
     whole = len(held.hashes) == count(held.tokens) // STEP
-    return _in_directory(held.hashes) if whole else held.hashes
+    return _indexed(held.hashes) if whole else held.hashes
 
 
-def _in_directory(hashes: list[bytes]) -> list[bytes]:
-    return [hashes[at] for at in in_directory(len(hashes))]
+def _indexed(hashes: list[bytes]) -> list[bytes]:
+    return [hashes[at] for at in indexed(len(hashes))]

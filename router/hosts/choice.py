@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from router.core.model.plan import Offered, Quote
 
-# Peers that a request asks, 1 ms of a core each; of a larger fleet those that the prompt's first
+# Peers that a request asks, 0.25 ms of a core each; of a larger fleet those that the prompt's first
 # hash names, the same on all hosts, and the least busy one. Chosen.
 MAX_ASKED = 8
 # A request asks no peer if its own price is lower than this many times the cost of asking: asking

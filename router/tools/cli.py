@@ -39,22 +39,19 @@ from router.tools.simulate.command import add_options, simulate
 
 OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
 
-_GONE = {
-    "verify": "a damaged file is found when it is read, and put aside",
-    "--namespace": "use --tenant, --older-than or --id",
-    "--min-tokens": "use --tenant, --older-than or --id",
-    "--larger-than": "use --tenant, --older-than or --id",
-    "--unused": "store.max_bytes evicts what is not used; or use --older-than",
-    "--hosts": "one host is simulated; docs/benchmarks/hosts.md has measured fleets",
-    "--link": "one host is simulated; docs/benchmarks/hosts.md has measured fleets",
-    "--whole-files": "blobs are not simulated",
-    "--write-after": "blobs are not simulated",
-    "--max-written-per-day": "blobs are not simulated",
+_ONE_HOST = "one host is simulated, with whole files; docs/benchmarks/hosts.md has measured fleets"
+_FEWER = "use --tenant, --older-than or --id"
+_DAMAGED = "a damaged file is found when it is read, and put aside"
+_GONE = {  # what each command no longer takes
+    "snapshots": {"verify": _DAMAGED}
+    | dict.fromkeys(("--namespace", "--min-tokens", "--larger-than", "--unused"), _FEWER),
+    "simulate": dict.fromkeys(("--hosts", "--link", "--whole-files", "--write-after"), _ONE_HOST),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `kvferry` command. Returns the exit code: 0 fine, 1 cannot work, 2 bad input."""
+    _Parser.command = next(iter(sys.argv[1:] if argv is None else argv), "")
     options = command_parser().parse_args(argv)
     try:
         code: int = options.run(options)
@@ -73,10 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    command = ""  # the one that was typed
+
     def error(self, message: str) -> NoReturn:
-        """Refuse what was typed; of what an earlier version took, say what to do instead."""
+        """Refuse what was typed; of what is gone, say what to do instead."""
         typed = message.replace("'", " ").replace("=", " ").split()
-        told = [f"{name} is gone: {why}" for name, why in _GONE.items() if name in typed]
+        gone = _GONE.get(self.command, {})
+        told = [f"{name} is gone: {why}" for name, why in gone.items() if name in typed]
         super().error("; ".join(told) or message)
 
 

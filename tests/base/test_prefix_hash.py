@@ -1,6 +1,6 @@
 """Prefix hashes: equal for equal prefixes, and for nothing else."""
 
-from router.base.prefix_hash import BLOCK, STEP, PrefixHasher, in_directory
+from router.base.prefix_hash import BLOCK, STEP, PrefixHasher, indexed
 from router.base.tokens import Tokens, head, pack
 
 HASHER = PrefixHasher(b"secret", "facts", "tenant")
@@ -46,6 +46,6 @@ def test_secret_model_and_tenant_all_count() -> None:
 def test_a_directory_gets_whole_blocks_and_the_rest_after_them() -> None:
     per_block = BLOCK // STEP
 
-    assert in_directory(3) == [0, 1, 2]
-    assert in_directory(2 * per_block) == [per_block - 1, 2 * per_block - 1]
-    assert in_directory(per_block + 2) == [per_block - 1, per_block, per_block + 1]
+    assert indexed(3) == [0, 1, 2]
+    assert indexed(2 * per_block) == [per_block - 1, 2 * per_block - 1]
+    assert indexed(per_block + 2) == [per_block - 1, per_block, per_block + 1]

@@ -725,14 +725,14 @@ DOCUMENT = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(VALUES | DOCUMENT)
 @example({"listen": date(2000, 1, 1)})
 def test_no_structure_is_too_odd(value: object) -> None:
     is_handled(yaml.dump(value))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.text(st.characters(codec=None)) | st.text("[]{}:-?!&*#|>%@`'\"\\\n\t ,a0~<.U"))
 @example("\ud800")
 @example('"\\ud800": 1')
@@ -744,7 +744,7 @@ def test_no_text_is_too_odd(text: str) -> None:
     is_handled(text)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_a_damaged_file_is_too(data: st.DataObject) -> None:
     """Real files with one stretch replaced come closer to a person's slips than random text."""

@@ -22,6 +22,8 @@ from tests.support.files.small_blobs import make_blobs_small
 from tests.support.models.tiny_models import KINDS
 from tests.support.servers.running_router import Json, RunningRouter, running
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(autouse=True)
 def small_blobs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from tests.support.conversations.conversing import runs_on
 from tests.support.conversations.prompts import ids
 from tests.support.servers.running_router import RunningRouter, running
 
+pytestmark = pytest.mark.thorough
+
 N = 3000
 HISTORY = ids(1, N)
 

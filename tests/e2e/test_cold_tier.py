@@ -18,6 +18,8 @@ from tests.support.servers.hosts import HOST, fleet_yaml, host, hosts
 from tests.support.servers.running_router import Answer, RunningRouter, running
 from tests.support.servers.s3_server import S3_KEYS, S3Server
 
+pytestmark = pytest.mark.thorough
+
 LONG = ids(1, 2500)
 FROM = "x-kvferry-fetched-from"
 KEYS = f"""

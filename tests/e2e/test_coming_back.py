@@ -14,6 +14,8 @@ from tests.conftest import StartServer
 from tests.support.conversations.prompts import ids
 from tests.support.servers.running_router import Answer, Json, RunningRouter, running
 
+pytestmark = pytest.mark.thorough
+
 N = 2500
 
 

@@ -11,6 +11,8 @@ from tests.support.conversations.prompts import Json
 from tests.support.parity.pair import Pair, client, difference
 from tests.support.servers.running_router import RunningRouter, running
 
+pytestmark = pytest.mark.thorough
+
 PATH = "/v1/chat/completions/control"
 POLICIES = ("prefer_idle_slot_with_global_restore", "passthrough")
 # An endless stream: it lasts until the test closes it.

@@ -15,6 +15,8 @@ from tests.support.models.lora import tiny_lora
 from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.running_router import RunningRouter, running
 
+pytestmark = pytest.mark.thorough
+
 FIRST = chat(1, sentences(2, 17), length=45)
 FORK = chat(1, sentences(2, 17), "Yes.", sentences(5, 17), length=45)
 OTHER = chat(7, sentences(8, 17), length=45)

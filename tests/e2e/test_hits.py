@@ -19,6 +19,8 @@ from tests.support.conversations.conversing import (
 from tests.support.conversations.prompts import chat, ids, sentences
 from tests.support.servers.running_router import running
 
+pytestmark = pytest.mark.thorough
+
 LONG = 2400
 
 

@@ -104,6 +104,7 @@ async def test_no_unknown_route_starts_a_server(method: str) -> None:
     assert {server["phase"] for server in phases} == {"stopped"}
 
 
+@pytest.mark.thorough
 async def test_one_name_of_two_models_is_served_by_either() -> None:
     async with running([], None, yaml=unloaded(), wait_for=()) as kvferry:
         for name in ("chat", "code"):

@@ -12,6 +12,8 @@ from tests.support.conversations.prompts import Json, sentences
 from tests.support.parity.pair import Pair, Seen, client, difference
 from tests.support.servers.running_router import running
 
+pytestmark = pytest.mark.thorough
+
 EAGER = "policy: {coalesce_above: 1ms, prefill_chunk: 20ms}\nanswers: {counts: server}"
 ROUTES = ("/completion", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 # Small batches: the server reports after each.

@@ -1,6 +1,7 @@
 """The directory on a real Redis: its members, and what happens without it."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -122,7 +123,10 @@ async def test_no_token_no_hash_and_no_text_is_in_it(redis_server: RedisServer) 
         await until_members(a, "a")
         async with redis_server.client() as client:
             keys = [key async for key in client.scan_iter()]
+            said = await client.get("kvf:i:a")
+        assert isinstance(said, bytes)
         assert set(keys) == {b"kvf:hosts", b"kvf:i:a"}
+        assert set(json.loads(said[16:])) == set(Hello.__struct_fields__)
 
 
 async def test_connection_closed_during_a_call_fails_the_call(

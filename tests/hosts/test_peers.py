@@ -26,6 +26,13 @@ OWN, PROOF = "own", "proof"
 MODEL = Served(("m",), "facts:")
 
 
+@pytest.fixture(autouse=True)
+def _quick_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check peers each tenth of a second: no test waits for what takes two seconds."""
+    monkeypatch.setattr("router.hosts.peers.INTERVAL_S", 0.1)
+    monkeypatch.setattr("router.hosts.peers._SILENT_S", 0.15)
+
+
 def hello(name: str, **more: Any) -> Hello:
     given = {"models": (MODEL,)} | more
     return Hello(name, f"{name}-1", "1.0", PROOF, **given)

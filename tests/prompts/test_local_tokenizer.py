@@ -25,6 +25,7 @@ def tokenizers() -> list[LocalTokenizer]:
 
 
 @pytest.mark.parametrize("text", ["a" * (4 << 20), "word 123, " * (400 << 10)])
+@pytest.mark.thorough
 async def test_the_event_loop_runs_while_a_long_text_is_encoded(text: str) -> None:
     """With `Tokenizer.encode` it stood still for 98 % of the time."""
     for local in tokenizers():

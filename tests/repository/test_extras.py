@@ -27,7 +27,7 @@ def test_packages_of_extras_are_no_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = " ".join(project["dependencies"])
     assert not [name for name in OPTIONAL if name in needed]
-    assert {"cold", "demo", "fleet", "otel", "plot"} <= project["optional-dependencies"].keys()
+    assert {"cold", "demo", "fleet", "otel"} <= project["optional-dependencies"].keys()
 
 
 def test_modules_of_a_router_load_without_extras() -> None:

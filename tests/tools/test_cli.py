@@ -389,3 +389,9 @@ def test_what_is_gone_is_refused_with_what_to_do(
         main(argv)
     assert ended.value.code == 2
     assert " is gone: " in capsys.readouterr().err
+
+
+def test_what_is_gone_elsewhere_is_no_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--hosts", "3"])
+    assert " is gone" not in capsys.readouterr().err

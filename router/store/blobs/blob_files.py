@@ -2,7 +2,7 @@
 
 `ab/abcd….blob` is a header and the bytes. The name is the blake3 hash of the bytes, so a blob is
 never changed and never written twice. Two checks: a read compares the header's xxh3, which keeps up
-with the disk; `verify` also computes the name anew. Every function blocks, and may raise OSError.
+with the disk; `is_damaged` computes the name anew. Every function blocks, and may raise OSError.
 """
 
 import errno
@@ -126,23 +126,12 @@ def read(root: Path, blob: Blob, buffer: Buffer) -> memoryview:
     return raw
 
 
-def verify(root: Path, blob: Blob, buffer: Buffer) -> None:
-    """Check that a blob has the content that it is named by. Raises KvFileError."""
-    if blob_of(read(root, blob, buffer)) != blob:
-        raise KvFileError(
-            f"blob {path_of(root, blob.id).name} has other content than its name says"
-        )
-
-
-def damaged(root: Path, blobs: Iterable[Blob]) -> list[Blob]:
-    """Return those blobs that are missing, or have other content than they are named by."""
-    buffer, found = Buffer(), list[Blob]()
-    for blob in blobs:
-        try:
-            verify(root, blob, buffer)
-        except KvFileError:
-            found.append(blob)
-    return found
+def is_damaged(root: Path, blob: Blob) -> bool:
+    """Return whether a blob is missing, or has other content than it is named by."""
+    try:
+        return blob_of(read(root, blob, Buffer())) != blob
+    except KvFileError:
+        return True
 
 
 def unlink(root: Path, blob: bytes) -> None:

@@ -214,7 +214,7 @@ def _remove(paths: Iterable[Path]) -> None:
 
 def _put_aside(root: Path, blob: Blob) -> bool:
     """Put a blob aside if it is damaged or missing; return whether it is."""
-    if not blob_files.damaged(root, [blob]):
+    if not blob_files.is_damaged(root, blob):
         return False
     with suppress(OSError):
         blob_files.quarantine(root, blob.id)

@@ -163,13 +163,10 @@ class ColdTier:
             await self._give_up(state, error)
             raise
 
-    def _raw(self, state: StateName, sealed: bytes) -> bytes:
-        raw = bytearray(max(len(sealed) - self._seal.sealed_bytes(0), 0))
-        self._seal.open(state.path, memoryview(sealed), memoryview(raw))
-        return bytes(raw)
-
     def _opened(self, state: StateName, owned: Owned, sealed: bytes) -> bytes:
-        raw = self._raw(state, sealed)
+        opened = bytearray(max(len(sealed) - self._seal.sealed_bytes(0), 0))
+        self._seal.open(state.path, memoryview(sealed), memoryview(opened))
+        raw = bytes(opened)
         manifest = manifests.decode(raw, state.path)
         tokens, size_bytes = manifest.tokens, manifest.split.size_bytes
         if self._names.state(*owned, manifest.id, tokens, size_bytes) != state:
@@ -182,7 +179,6 @@ class ColdTier:
         blob: Blob,
         into: memoryview,
         is_stopped: Callable[[], bool],
-        counts_as: str = "fetched",
     ) -> None:
         """Read one blob of a state, checked. Raises KvError."""
         path = self._names.blob(state.tenant, blob)
@@ -202,7 +198,7 @@ class ColdTier:
         except KvFileError as error:
             await self._give_up(state, error, path)
             raise
-        self._counts[counts_as] += len(into)
+        self._counts["fetched"] += len(into)
 
     async def _give_up(self, state: StateName, error: KvFileError, blob: str = "") -> None:
         """Forget a state that cannot be read, and delete it with its blob that is at fault.

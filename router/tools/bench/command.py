@@ -51,7 +51,8 @@ async def bench(config: Config, options: argparse.Namespace) -> int:
                 except (BackendError, KvError) as error:
                     failed = True
                     progress.stop()
-                    print(f"kvferry bench: {backend.name}: {_told(error)}", file=sys.stderr)
+                    told = _KVFERRY if isinstance(error, KvferryError) else str(error)
+                    print(f"kvferry bench: {backend.name}: {told}", file=sys.stderr)
     if options.json:
         print(as_json(results))
     else:
@@ -67,10 +68,6 @@ def _other(config: Config, backend: BackendConfig) -> BackendConfig | None:
         if one.name != backend.name and one.kv_dir is not None and one.kv_dir == backend.kv_dir
     ]
     return others[0] if others else None
-
-
-def _told(error: Exception) -> str:
-    return _KVFERRY if isinstance(error, KvferryError) else str(error)
 
 
 def _print(results: list[Measured]) -> None:

@@ -155,8 +155,7 @@ class Simulator:
             if isinstance(done, Run):
                 self._ran(server, done)
             else:
-                assert callable(done.name)
-                done.name()
+                done.then()
 
     # -- clients -------------------------------------------------------------------------------
 

@@ -29,11 +29,6 @@ _NAMED = 3  # ids that an ambiguous id is reported to match
 _FILTERS = ("outcome", "source", "backend", "session")
 
 
-def limit_of(call: Call) -> int:
-    """Return how many entries of a list are wanted: `?limit=`. Raises BadRequestError."""
-    return _number(call, "limit", _LIMIT)
-
-
 def _number(call: Call, name: str, default: int) -> int:
     told = call.http.query.get(name, str(default))
     if not (told.isascii() and told.isdecimal() and len(told) < 6):
@@ -56,7 +51,7 @@ class Requests:
 
         At most `?limit=`, with the given `outcome`, `source`, `backend` and `session`.
         """
-        limit = limit_of(call)
+        limit = _number(call, "limit", _LIMIT)
         wanted = {key: value for key in _FILTERS if (value := call.http.query.get(key))}
         told = (entry.as_json() for entry in self._decision_log.recent(self._decision_log.limit))
         found = (one for one in told if wanted.items() <= one.items())

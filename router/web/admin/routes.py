@@ -21,7 +21,7 @@ HEALTH = "/kvferry/health"
 # Of llama-swap, for its front ends.
 UNLOAD = "/api/models/unload"
 _EXACT = {METRICS, "/kvferry", "/running", "/unload", UNLOAD, "/logs", "/logs/stream"}
-# What an earlier version had, and what to ask instead.
+# What is gone, and what to ask instead.
 _GONE = {
     "/kvferry/sessions": "sessions are no longer listed; ask /kvferry/requests?session=",
 }

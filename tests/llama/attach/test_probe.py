@@ -136,6 +136,7 @@ def with_window(folder: Path, window: int) -> Path:
 
 
 @pytest.mark.parametrize(("window", "ctx", "n_tokens"), [(512, 8192, 1200), (1536, 16384, 4096)])
+@pytest.mark.thorough
 async def test_longer_window(
     server_argv: list[str],
     connections: Connections,

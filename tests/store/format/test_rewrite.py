@@ -357,6 +357,7 @@ def plain_apply(raw: bytes, rewrite: Rewrite) -> bytes:
 
 
 @pytest.mark.parametrize("reflink", [True, False])
+@pytest.mark.thorough
 def test_write_what_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reflink: bool
 ) -> None:

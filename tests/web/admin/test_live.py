@@ -334,6 +334,7 @@ async def test_streams_end_for_those_who_may_not_look_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a reload adds keys, only operators may read."""
+    monkeypatch.setattr(live, "_HEARTBEAT_S", 0.01)
     monkeypatch.setenv("KVFERRY_TEST_TOKEN", "sesame")
     token = {"Authorization": "Bearer sesame"}
     path, admin = tmp_path / "kvferry.yaml", "admin: {token_env: KVFERRY_TEST_TOKEN}\n"
@@ -347,7 +348,6 @@ async def test_streams_end_for_those_who_may_not_look_any_more(
         path.write_text(configuration_text([("a", fake.url)], None, yaml=yaml))
         answer = await kvferry.post("/kvferry/reload", {}, headers=token)
         assert answer.status == 200
-        monkeypatch.setattr(live, "_HEARTBEAT_S", 0.01)
         async with asyncio.timeout(PATIENCE_S):
             await stranger.read()
             await operator.content.readany()

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.models.tiny_models import tiny_model
-from tests.support.parity.pair import Pair, Seen, assert_equal, client
+from tests.support.parity.pair import Pair, assert_equal, client
 from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.running_router import Json, running
 
@@ -107,19 +107,6 @@ async def test_prompt_longer_than_the_context(pair: Pair) -> None:
     assert orjson.loads(routed.body)["error"]["type"] == "exceed_context_size_error"
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/tokenize"])
-async def test_cors_preflight(pair: Pair, path: str) -> None:
-    headers = {
-        "Origin": "http://localhost:3000",
-        "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "authorization,content-type",
-    }
-    direct, routed = await pair.ask("OPTIONS", path, headers=headers)
-
-    assert_equal(direct, routed)
-    assert routed.headers["Access-Control-Allow-Origin"] == "http://localhost:3000"
-
-
 async def test_origin_reaches_the_server(pair: Pair) -> None:
     """The server's answer names the origin; a browser hides an answer without it."""
     direct, routed = await pair.ask(
@@ -192,37 +179,6 @@ async def test_byte_order_mark_and_white_space(pair: Pair) -> None:
 
     assert routed.status == 200
     assert_equal(direct, routed)
-
-
-async def test_http_1_0(pair: Pair) -> None:
-    """Without chunks the stream ends with the connection."""
-    body = orjson.dumps(CHAT | STREAM)
-    request = (
-        b"POST /v1/chat/completions HTTP/1.0\r\nHost: x\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
-    )
-    port = int(pair.routed.rpartition(":")[2])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request)
-    answer = await reader.read()
-    writer.close()
-    direct = await pair.one(pair.direct, "POST", "/v1/chat/completions", json=CHAT | STREAM)
-
-    head, _, rest = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.0 200")
-    assert Seen(200, {}, rest).masked == direct.masked
-
-
-async def test_connection_of_the_client_is_its_own(pair: Pair) -> None:
-    """The server closes its connection after each request; the client keeps its own."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(pair.routed.rpartition(":")[2]))
-    for _ in range(3):
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        head = (await reader.readuntil(b"\r\n\r\n")).lower()
-        assert b"\r\nconnection:" not in head
-        assert b"\r\nkeep-alive:" not in head
-        await reader.readexactly(len(b'{"status":"ok"}'))
-    writer.close()
 
 
 async def test_an_old_client_may_keep_its_connection(pair: Pair) -> None:

@@ -1,1 +1,1 @@
-"""Simulated hosts: servers, what they cost, what they store, and what goes between them."""
+"""Simulated servers, and what they cost."""

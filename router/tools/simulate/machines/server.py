@@ -10,6 +10,7 @@ The model has the behaviour of llama-server that matters for decisions:
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -64,7 +65,7 @@ class TransferRun:
     index: int
     seconds: float
     loads: Tokens | None  # None: a save
-    name: object = None  # set by the caller, which gets it back at the end
+    then: Callable[[], None] = lambda: None  # called by the simulator at its end
 
 
 @dataclass(slots=True)
