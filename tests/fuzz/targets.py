@@ -30,6 +30,7 @@ from router.llama.routes import Shape
 from router.llama.wire import ParsedRequest, parse_completion, pin_slot, strip_slot
 from router.prompts.chat_template import LocalTemplate, _compiled
 from router.store.sidecars import Sidecars
+from router.web.server.content_encodings import ENCODINGS, BrokenEncodingError, Decoding
 from tests.support.paths import TEMPLATES
 
 Entry = Callable[[bytes], None]
@@ -141,6 +142,15 @@ def request(raw: bytes) -> None:
     EarlyEvents(parsed).ping_s  # noqa: B018 - only read
 
 
+def body(raw: bytes) -> None:
+    """Decode a compressed body."""
+    if raw:
+        decoding = Decoding(ENCODINGS[raw[0] % len(ENCODINGS)], raw[1:])
+        with suppress(BrokenEncodingError):
+            while decoding.piece():
+                pass
+
+
 def chat(raw: bytes) -> None:
     """Render messages with any content."""
     try:
@@ -180,5 +190,5 @@ def configuration(raw: bytes) -> None:
 
 ENTRIES: dict[str, Entry] = {
     entry.__name__: entry
-    for entry in (http_answer, answer, request, chat, peer, files, configuration)
+    for entry in (http_answer, answer, request, body, chat, peer, files, configuration)
 }

@@ -54,56 +54,84 @@ async def test_as_a_client_writes_it() -> None:
     written = data()
     raw, kind = await written.as_bytes(), written.headers["content-type"]
     assert is_form(kind)
-    assert text_field(raw, "model") == "tiny"
-    assert text_field(raw, "prompt") == "über"
-    assert text_field(raw, "file") is None
+    assert text_field(raw, kind, "model") == "tiny"
+    assert text_field(raw, kind, "prompt") == "über"
+    assert text_field(raw, kind, "file") is None
 
 
 @pytest.mark.parametrize(
-    ("raw", "found"),
+    ("raw", "kind", "found"),
     [
-        pytest.param(form(MODEL), "tiny", id="alone"),
-        pytest.param(b"before\r\n" + form(MODEL) + b"after", "tiny", id="prose around it"),
-        pytest.param(form(part("content-disposition: form-data; name=model")), "tiny", id="bare"),
+        pytest.param(form(MODEL), KIND, "tiny", id="alone"),
+        pytest.param(form(MODEL), 'multipart/form-data; boundary="xyz"', "tiny", id="quoted"),
+        pytest.param(b"before\r\n" + form(MODEL) + b"after", KIND, "tiny", id="prose around it"),
+        pytest.param(
+            form(part("content-disposition: form-data; name=model")), KIND, "tiny", id="bare"
+        ),
         pytest.param(
             form(part('Content-Type: text/plain\r\nContent-Disposition: form-data; name="model"')),
-            *("tiny",),
+            *(KIND, "tiny"),
             id="typed",
         ),
-        pytest.param(form(MODEL, MODEL), None, id="twice"),
+        pytest.param(form(MODEL, MODEL), KIND, None, id="twice"),
         pytest.param(
             form(part('Content-Disposition: form-data; name="model"; filename="m"')),
-            *(None,),
+            *(KIND, None),
             id="a file",
         ),
         pytest.param(
             form(part('Content-Disposition: form-data; name="file"', 'name="model"')),
-            *(None,),
+            *(KIND, None),
             id="said in another",
         ),
-        pytest.param(form(part("a: b", "x" * 300_000), MODEL), "tiny", id="behind a sound"),
-        pytest.param(form(MODEL, part("a: b", "x" * 300_000)), "tiny", id="before a sound"),
-        pytest.param(b"", None, id="empty"),
+        pytest.param(form(MODEL), "multipart/form-data", None, id="no boundary"),
+        pytest.param(
+            form(MODEL), "multipart/form-data; boundary*=punycode''%ff", None, id="odd boundary"
+        ),
+        pytest.param(
+            form(part("Content-Disposition: form-data; filename*=idna''%ff; name=model")),
+            *(KIND, None),
+            id="odd name",
+        ),
+        pytest.param(
+            form(part('Content-Disposition: form-data; a="' + ";" * 2_000), MODEL),
+            *(KIND, "tiny"),
+            id="long head elsewhere",
+        ),
+        pytest.param(
+            form(part("Content-Disposition: form-data; name=model; a=" + "b" * 2_000)),
+            *(KIND, None),
+            id="long head",
+        ),
+        pytest.param(form(*[part("a: b")] * 300, MODEL), KIND, None, id="many parts"),
+        pytest.param(MODEL.encode(), KIND, None, id="cut off"),
+        pytest.param(b"", KIND, None, id="empty"),
     ],
 )
-def test_text_field(raw: bytes, found: str | None) -> None:
-    assert text_field(raw, "model") == found
+def test_text_field(raw: bytes, kind: str, found: str | None) -> None:
+    assert text_field(raw, kind, "model") == found
 
 
 @pytest.mark.parametrize(
-    ("raw", "expected"),
+    ("raw", "kind", "expected"),
     [
-        (form(MODEL), False),
-        (form(), False),
-        (form(MODEL, MODEL), True),
-        (form(MODEL, part(f"{DISPOSITION}; Name=x; name=model")), True),
-        (form(MODEL, part(f"{DISPOSITION}; name=x\r\n{DISPOSITION}; name=model")), True),
-        (form(MODEL, part(f'{DISPOSITION}; name=model; filename=""')), True),
+        (form(MODEL), KIND, False),
+        (form(), KIND, False),
+        (form(MODEL, MODEL), KIND, True),
+        (form(*[part("a: b")] * 300), KIND, True),
+        (form(MODEL), "multipart/form-data", True),
+        (form(MODEL), "multipart/form-data; Boundary=abc; boundary=xyz", True),
+        (form(MODEL, part(f"{DISPOSITION}; Name=x; name=model")), KIND, True),
+        (form(MODEL, part(f"{DISPOSITION}; name=x\r\n{DISPOSITION}; name=model")), KIND, True),
+        (form(MODEL, part(f'{DISPOSITION}; name=model; filename=""')), KIND, True),
     ],
-    ids=["once", "not at all", "twice", "two names", "two heads", "a file without a name"],
+    ids=[
+        *("once", "not at all", "twice", "many parts", "no boundary", "two boundaries"),
+        *("two names", "two heads", "a file without a name"),
+    ],
 )
-def test_is_array(raw: bytes, expected: bool) -> None:
-    assert is_array(raw, "model") is expected
+def test_is_array(raw: bytes, kind: str, expected: bool) -> None:
+    assert is_array(raw, kind, "model") is expected
 
 
 async def test_the_server_takes_the_same_for_a_form(llama_server: StartServer) -> None:
@@ -126,7 +154,8 @@ async def test_the_server_takes_the_same_for_a_form(llama_server: StartServer) -
     st.lists(
         st.sampled_from([b"--xyz", b"\r\n", b"name=", b'"model"', b"Content-Disposition:"])
         | st.binary(max_size=5)
-    )
+    ),
+    st.sampled_from([KIND, "boundary=\udcff", "x; boundary*=q'q'%ff", "\0;;=;boundary"]),
 )
-def test_nothing_is_raised(parts: list[bytes]) -> None:
-    text_field(b"".join(parts), "model")
+def test_nothing_is_raised(parts: list[bytes], kind: str) -> None:
+    text_field(b"".join(parts), kind, "model")

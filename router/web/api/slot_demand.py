@@ -38,14 +38,14 @@ async def slots_asked(request: web.BaseRequest, raw: bytes, route: Route) -> Slo
 
 def _model_of(raw: bytes, content_type: str) -> str | None:
     if multipart.is_form(content_type):
-        return multipart.text_field(raw, "model")
+        return multipart.text_field(raw, content_type, "model")
     return _model_in(_json_object(raw))
 
 
 def _slots_of(raw: bytes, content_type: str, route: Route) -> SlotsAsked:
     if multipart.is_form(content_type):
         # A form field that occurs twice is an array: several inputs or prompts.
-        many = multipart.is_array(raw, "prompt")
+        many = multipart.is_array(raw, content_type, "prompt")
         tasks = _UNKNOWN if many or route.stateless else 1
         return SlotsAsked(_model_of(raw, content_type), tasks)
     body = _json_object(raw)

@@ -6,6 +6,7 @@ the bodies of all requests together have a limit. What counts is what came, not 
 
 import asyncio
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
 
@@ -20,9 +21,9 @@ from router.base.errors import (
     UnsupportedMediaTypeError,
 )
 from router.web.server.call import Call
+from router.web.server.content_encodings import ENCODINGS, BrokenEncodingError, Decoding
 from router.web.server.settings import Settings
 
-ENCODINGS = ("gzip", "deflate", "zstd")  # aiohttp decodes them, a piece at a time
 _NOT_ENCODED = frozenset({"", "identity"})
 # A compressed body may expand so many times: prompts do 3 to 10 times, text of one letter 1,000.
 _MOST_EXPANDED = 30
@@ -52,13 +53,15 @@ class Bodies:
         self._settings = settings
         self._held: Counter[str | None] = Counter()
         self.held_bytes = 0
+        # One thread, in which bodies take turns: many at once leave the other cores to others.
+        self._decoder = ThreadPoolExecutor(1, "decode")
 
     async def read(self, call: Call) -> None:
         """Set `raw` of a call to its decoded body. Raises RouterError. `release` it at its end."""
         request = call.http
         if not request.can_read_body:
             return
-        encoding = request.headers.get("Content-Encoding", "").strip().lower()
+        encoding = ", ".join(request.headers.getall("Content-Encoding", ())).strip().lower()
         if encoding not in _NOT_ENCODED and encoding not in ENCODINGS:
             raise unsupported()
         if (length := _length(request)) is not None:
@@ -67,6 +70,8 @@ class Bodies:
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         call.let_go = partial(self._let_go, call)
         call.raw = await self._arrived(call)
+        if encoding not in _NOT_ENCODED:
+            call.raw = await self._decoded(call, encoding)
 
     async def _arrived(self, call: Call) -> bytes:
         if call.http.content.is_eof():  # the whole body has come: nothing to wait for
@@ -128,25 +133,39 @@ class Bodies:
         self._held[client] += more
 
     async def _whole(self, call: Call) -> bytes:
-        """Return the decoded body."""
+        """Return the body as it was sent."""
         chunks: list[bytes] = []
-        size, content = 0, call.http.content
+        size = 0
         try:
-            while chunk := await content.readany():
+            while chunk := await call.http.content.readany():
                 chunks.append(chunk)
                 size += len(chunk)
                 self._check_size(size)
-                packed = content.total_compressed_bytes
-                if packed is not None and size > max(_SMALL, packed * _MOST_EXPANDED):
+                self._take(call, size)
+        except web.RequestPayloadError as error:
+            raise BadRequestError("the body cannot be read: its chunks are broken") from error
+        return b"".join(chunks)
+
+    async def _decoded(self, call: Call, encoding: str) -> bytes:
+        """Return what a compressed body holds. Decoded in a thread: others do not wait for it."""
+        decoding, pieces, size = Decoding(encoding, call.raw), list[bytes](), 0
+        most = max(_SMALL, len(call.raw) * _MOST_EXPANDED)
+        try:
+            loop = asyncio.get_running_loop()
+            while piece := await loop.run_in_executor(self._decoder, decoding.piece):
+                pieces.append(piece)
+                size += len(piece)
+                self._check_size(size)
+                if size > most:
                     raise BodyTooLargeError(
                         f"the body expands more than {_MOST_EXPANDED} times; send it uncompressed"
                     )
                 self._take(call, size)
-        except web.RequestPayloadError as error:
+        except BrokenEncodingError as error:
             raise BadRequestError(
-                "the body cannot be read: its chunks or its Content-Encoding are broken"
+                f"the body cannot be read: its Content-Encoding is broken: {error}"
             ) from error
-        return b"".join(chunks)
+        return b"".join(pieces)
 
     def _check_size(self, size: int) -> None:
         limit = self._settings.max_body_bytes

@@ -15,7 +15,7 @@ from typing import cast
 import structlog
 from aiohttp import web
 from aiohttp.http import RawRequestMessage
-from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
+from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
 from router.base.errors import (
@@ -28,7 +28,6 @@ from router.base.errors import (
 )
 from router.base.types import RequestId
 from router.engine.loop_throttle import LoopThrottle
-from router.web.server.bodies import unsupported
 from router.web.server.error_responses import error_response, request_id
 from router.web.server.settings import Settings
 
@@ -75,6 +74,7 @@ class Listener(web.Server):
             self,
             loop=asyncio.get_running_loop(),
             access_log=None,
+            auto_decompress=False,  # else a body that is refused is decoded here, unlimited
             max_line_size=settings.max_request_line_bytes,
             max_field_size=settings.max_header_bytes,
             max_headers=settings.max_headers,
@@ -324,8 +324,6 @@ class _Connection(web.RequestHandler):
             return HeaderTooLargeError(
                 f"there are more than {settings.max_headers} headers (limits.max_headers)"
             )
-        if isinstance(exc, ContentEncodingError):  # "br", which needs a package of its own
-            return unsupported()
         return FramingError("the request is not valid HTTP/1.1")
 
 

@@ -187,6 +187,15 @@ async def test_other_encodings_are_named_in_the_error(
         assert "gzip, deflate, zstd" in (await response.json())["error"]["message"]
 
 
+async def test_two_encodings_are_refused(kvferry: RunningRouter) -> None:
+    """A reader that takes the first and one that takes the last would read two bodies."""
+    headers = [("Content-Encoding", "gzip"), ("Content-Encoding", "identity")]
+    async with kvferry.session.post(
+        kvferry.url + "/completion", data=gzip.compress(BODY), headers=headers
+    ) as response:
+        assert response.status == 415
+
+
 async def test_the_memory_of_the_process_stays_within_the_limit(kvferry: RunningRouter) -> None:
     """Twelve requests of 64 KB took 6.4 GB."""
     bomb = gzip.compress(b"a" * 63 * MIB)
