@@ -9,9 +9,10 @@ from router.hosts.choice import Trust
 # Until a state was fetched. Chosen: the questions, and what 10 Gbit/s carries. A guess that is too
 # slow would let no fetch pay, and never be corrected; one that is too fast costs one late fetch.
 _ASKING_S, _S_PER_BYTE = 0.005, 1 / 1.1e9
+_PATIENT_S_PER_BYTE = 1 / 110e6  # the first fetch is waited for at 1 Gbit/s, too
 _LEAST_BYTES = 1 << 20  # fewer say nothing of the rate
 _WEIGHT = 0.4  # of one fetch
-_GOOD_S = 600.0  # a rate is guessed anew where nothing was fetched for so long
+_GOOD_S = 600.0  # a rate may have doubled where nothing was fetched for so long
 _LATE = 3.0  # a fetch may take so many times what it was to take,
 _LEAST_LIMIT_S = 2.0  # and this long
 
@@ -29,28 +30,42 @@ class Link:
         now: Callable[[], float],
         asking_s: float = _ASKING_S,
         on_failure: Callable[[], None] = lambda: None,
+        good_s: float = _GOOD_S,
     ) -> None:
         """`asking_s`: what a fetch takes besides its bytes, until that is learned.
 
-        `on_failure`: called when a fetch has failed.
+        `on_failure`: called when a fetch has failed. `good_s`: how long a rate is good.
         """
+        self._good_s = good_s
         self.breaker = breaker
         self._on_failure = on_failure
         self._asking_s = asking_s
-        self._s_per_byte = _S_PER_BYTE
+        self._learned: float | None = None  # seconds for a byte
         self._trust = Trust(now)
         self._now = now
         self._learned_at = -inf  # when the rate was learned
 
     def seconds(self, size_bytes: int) -> float:
         """Return what a fetch of so many bytes is expected to take."""
-        if self._now() - self._learned_at > _GOOD_S:
-            self._s_per_byte = _S_PER_BYTE
-        return self._trust.price_s(self._asking_s + size_bytes * self._s_per_byte)
+        return self._trust.price_s(self._asking_s + size_bytes * self._s_per_byte())
 
-    def limit_s(self, expected_s: float) -> float:
-        """Return the time after which a fetch is given up."""
-        return max(_LATE * expected_s, _LEAST_LIMIT_S)
+    def limit_s(self, size_bytes: int) -> float:
+        """Return the time after which a fetch of so many bytes is given up.
+
+        By the rate that was learned, however long ago: the first fetch after a while is to end.
+        """
+        slow = self._learned or _PATIENT_S_PER_BYTE
+        return max(_LATE * (self._asking_s + size_bytes * slow), _LEAST_LIMIT_S)
+
+    def _s_per_byte(self) -> float:
+        """Return the seconds for a byte: as learned, and half of that for each `good_s` since.
+
+        Else one slow hour of a network would keep every later fetch from being tried.
+        """
+        if self._learned is None:
+            return _S_PER_BYTE
+        halvings = min((self._now() - self._learned_at) // self._good_s, 30)
+        return max(self._learned / 2**halvings, min(self._learned, _S_PER_BYTE))
 
     def fetched(self, size_bytes: int, reading_s: float, else_s: float) -> None:
         """Learn from a fetch: the seconds in which its bytes came, and all others."""
@@ -66,6 +81,10 @@ class Link:
         self._on_failure()
 
     def _learn(self, size_bytes: int, reading_s: float) -> None:
-        if size_bytes >= _LEAST_BYTES:
-            self._learned_at = self._now()
-            self._s_per_byte += _WEIGHT * (reading_s / size_bytes - self._s_per_byte)
+        """Take in a rate; the first one, and one after a while, as it is."""
+        if size_bytes < _LEAST_BYTES:
+            return
+        found, now = reading_s / size_bytes, self._now()
+        if self._learned is not None and now - self._learned_at < self._good_s:
+            found = self._learned + _WEIGHT * (found - self._learned)
+        self._learned, self._learned_at = found, now

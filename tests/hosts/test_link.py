@@ -61,18 +61,25 @@ def test_a_failure_without_bytes_is_forgotten(link: Link, clock: Clock) -> None:
     assert link.seconds(100 * MB) == pytest.approx(before, abs=0.05)
 
 
-def test_a_fetch_is_given_time(link: Link) -> None:
-    assert link.limit_s(0.01) == 2.0
-    assert link.limit_s(4.0) == 12.0
+def test_a_fetch_is_given_time(link: Link, clock: Clock) -> None:
+    """At 1 Gbit/s where nothing is known; else by what was learned, also long ago."""
+    assert link.limit_s(1 * MB) == 2.0
+    assert link.limit_s(1100 * MB) == pytest.approx(30, rel=0.01)
+    link.fetched(50 * MB, 5.0, 0.005)
+    clock.at += 86_400
+    assert link.limit_s(100 * MB) == pytest.approx(30, rel=0.01)
 
 
-def test_a_slow_rate_is_forgotten_after_ten_minutes(link: Link, clock: Clock) -> None:
+def test_a_slow_rate_may_have_doubled_after_ten_minutes(link: Link, clock: Clock) -> None:
     """Else one slow hour of a network would keep every later fetch from being tried."""
-    before = link.seconds(1000 * MB)
-    for _ in range(9):
-        link.fetched(10 * MB, 1.0, 0.005)
-    assert link.seconds(1000 * MB) > 80
+    guessed = link.seconds(1000 * MB)
+    link.fetched(100 * MB, 10.0, 0.005)
+    assert link.seconds(1000 * MB) == pytest.approx(100, rel=0.01), "the first rate counts whole"
     clock.at += 599
-    assert link.seconds(1000 * MB) > 80
+    assert link.seconds(1000 * MB) == pytest.approx(100, rel=0.01)
     clock.at += 2
-    assert link.seconds(1000 * MB) == pytest.approx(before, rel=0.05)
+    assert link.seconds(1000 * MB) == pytest.approx(50, rel=0.01)
+    clock.at += 86_400
+    assert link.seconds(1000 * MB) == pytest.approx(guessed, rel=0.05)
+    link.fetched(100 * MB, 1.0, 0.005)
+    assert link.seconds(1000 * MB) == pytest.approx(10, rel=0.01), "an old rate counts no more"

@@ -30,6 +30,7 @@ NAME = "cold tier"  # no host has a space in its name
 _LONGEST_BREAK_S = 60.0
 _LOOK_S = 0.5  # between two looks whether a read is to stop
 _ASKING_S = 0.1  # until one was fetched: the manifest, and the first byte of a blob
+_GOOD_S = 6 * 3600.0  # a state comes from there now and then only
 
 
 class ColdHolder:
@@ -41,7 +42,7 @@ class ColdHolder:
         self._tier = tier
         # One failure is enough: a store that hangs is to cost one request the deadline of a fetch.
         breaker = Breaker(_LONGEST_BREAK_S, now, after=1)
-        self.link = Link(breaker, now, _ASKING_S, tier.doubt)
+        self.link = Link(breaker, now, _ASKING_S, tier.doubt, _GOOD_S)
         self._last: tuple[RequestId, tuple[Holder, Offered] | None] | None = None
 
     def found(self, request: Request, info: BackendInfo) -> tuple[Holder, Offered] | None:
