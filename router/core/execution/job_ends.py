@@ -493,7 +493,8 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
             held = UNKNOWN  # the server chose the slots
         uncached = request is not None and resident is not None and not request.reuse
         savable = slot.content.savable and not uncached
-        ruled_out = in_background or is_left_fill
+        # Before it has touched the slot, the content is somebody else's.
+        ruled_out = in_background or (is_left_fill and _has_used_slot(job))
         left = replace(slot.content, resident=held, savable=savable, saved=ruled_out)
         slot.release(lease, left, slot.last_used if in_background else now)
         if lease == job.lease and len(held) > 0 and _has_used_slot(job):

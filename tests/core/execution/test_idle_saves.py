@@ -231,3 +231,16 @@ def test_a_fill_that_was_left_is_not_saved(fills: bool, in_prefill: bool) -> Non
         quiet(s, n=1000)
     assert slot(s, A0).is_idle
     assert names(s.handle(ev.Tick(), NOW + 1)) == ([] if fills else ["Save"])
+
+
+def test_a_fill_that_never_had_its_slot_leaves_it_as_it_was() -> None:
+    """It waited in the prefill queue, and the slot still has another conversation."""
+    s = scheduler(backend("a", 2), idle_save_after_s=5, holding={A0: LONG})
+    slot(s, A0).last_used = NOW
+    arrive(s, "r2", ids=[9, *[1] * 3000])
+    arrive(s, "r3", ids=[*[1] * 1000, *[7] * 2000], fills=True)
+    assert slot(s, A0).holder == "r3"
+    cancel(s, "r3")
+    prefill_failed(s, "r2")
+    assert slot(s, A0).is_idle
+    assert slot(s, A0).is_unsaved
