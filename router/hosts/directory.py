@@ -9,6 +9,7 @@ Keys: `kvf:hosts`, a set of incarnations; `kvf:i:INCARNATION`, a host, for 6 s.
 
 import asyncio
 import hmac
+import random
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -32,7 +33,7 @@ _TTL_MS = 6000
 _BEAT_S = 2.0
 _CALL_LIMIT_S = 2.0
 _LEAVING_LIMIT_S = 0.2
-_MOST_HOSTS = 1000
+_MOST_LOOKED_AT = 10_000  # entries; a writer that is no host can add any number
 # redis-py passes on the RuntimeError of uvloop, for a connection that closed in that moment.
 _FAILED = (RedisError, OSError, TimeoutError, RuntimeError)
 
@@ -62,6 +63,7 @@ class Directory:
         self._hello = hello
         self._on_seen = on_seen
         self._secret = secret
+        self._gone: set[bytes] = set()  # without an entry at the last look
         # It neither waits long nor tries again by itself.
         self._redis: Any = redis.asyncio.Redis.from_url(
             url,
@@ -103,14 +105,16 @@ class Directory:
             return None
         try:
             async with asyncio.timeout(_CALL_LIMIT_S):
-                names = sorted(await self._redis.smembers("kvf:hosts"))[:_MOST_HOSTS]
+                known = await self._redis.smembers("kvf:hosts")
+                names = random.sample(sorted(known), min(len(known), _MOST_LOOKED_AT))
                 async with self._redis.pipeline(transaction=False) as pipe:
                     for name in names:
                         pipe.get(b"kvf:i:" + name)
                     told = await pipe.execute(raise_on_error=False)
-                gone = [name for name, one in zip(names, told, strict=True) if one is None]
-                if gone:
-                    await self._redis.srem("kvf:hosts", *gone)
+                gone = {name for name, one in zip(names, told, strict=True) if one is None}
+                if twice := gone & self._gone:  # a host registers again each two seconds
+                    await self._redis.srem("kvf:hosts", *twice)
+                self._gone = gone
         except _FAILED:
             return None
         return [hello for one in told if (hello := self._proved(one)) is not None]
