@@ -49,7 +49,7 @@ def verdict(all_facts: Sequence[Facts], config: Config) -> tuple[int, str]:
     refused = [path_text(lack.path) for lack in _lacks(config)]
     refused += [f"kv_dir of {facts.name}" for facts in all_facts if _shut_out(facts, config)]
     able = [facts.name for facts in all_facts if restores(facts)]
-    untried = [facts.name for facts in all_facts if facts.untried]
+    untried = [facts.name for facts in all_facts if facts.untried and facts.name not in able]
     moves_kv = Policy(name=config.policy.name).moves_kv
     if unusable:
         return 1, f"Not ready: {', '.join(unusable)} cannot be used; see above."
@@ -57,7 +57,7 @@ def verdict(all_facts: Sequence[Facts], config: Config) -> tuple[int, str]:
         return 1, f"Not ready: `kvferry serve` refuses {_listed(refused)}; see above."
     if not moves_kv:
         return 0, f"Ready. Policy {config.policy.name} never moves KV."
-    if untried and not able:
+    if untried and len(untried) == len(all_facts):
         return 0, f"Ready; saving and restoring were not tried on {_listed(untried)}; see above."
     if not able:
         return 1, "Not ready: no backend can restore KV; see above."

@@ -148,7 +148,8 @@ class Commands:
             elif name not in ("-p", "--publish") and not _TERMINAL.fullmatch(name):
                 options += given
         image, rest = words[at : at + 1], words[at + 1 :]
-        is_program = rest and (SERVER.fullmatch(rest[0]) or rest[0] in ("--server", "-s"))
+        full = ":full" in "".join(image) and rest[:1] in (["--server"], ["-s"])
+        is_program = full or (rest and SERVER.fullmatch(rest[0]))
         program = [rest.pop(0)] if is_program else []
         if not image or not (program or IMAGE.search(image[0])):
             raise UntranslatableError(f"the container {''.join(image)} is no llama-server")

@@ -39,6 +39,9 @@ from router.tools.serving.commands import (
 _QUOTES = "\"'"
 _MACRO = re.compile(r"\$\{([\w.-]+)\}")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?'?([A-Za-z_]\w*)=(\(.*\)|.*)", re.DOTALL)
+# Of a service's file of variables: what its server reads. Others may be secrets.
+_OF_A_SERVER = re.compile(r"LLAMA_|GGML_|CUDA_|HIP_|ROCR_|HSA_|VK_|OMP_|HF_(?!TOKEN)|NVIDIA_")
+_PUBLISHED = re.compile(r"(?:\[?([\d.:a-f]+?)\]?:)?([1-9]\d*):(\d+)(?:/tcp)?")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[@\])?(?::?-([^}]*))?\})")
 # Keys of a llama-swap model that change nothing here, or are read below.
 _READ = {
@@ -249,7 +252,7 @@ class _Import:
         given = entry.get("ttl")
         idle_s = ttl if given is None or int(given) < 0 else int(given)
         more |= {"ttl": f"{idle_s}s"} if idle_s else {}
-        if limit := int(entry.get("concurrencyLimit") or 0):
+        if (limit := int(entry.get("concurrencyLimit") or 0)) > 0:
             more["max_running"] = limit
         if entry.get("unlisted"):
             self.note("unlisted is left out: /v1/models has every model")
@@ -382,16 +385,20 @@ class _Import:
     def _service(self, name: str, service: Json, known: dict[str, str]) -> None:
         env = service.get("environment") or {}
         env = {k: str(v) for k, v in env.items()} if isinstance(env, dict) else _pairs(env)
+        env = {key: _expanded(value, known) for key, value in env.items()}
         files = service.get("env_file") or ()
         for one in reversed([files] if isinstance(files, str | dict) else files):
             file = str(one.get("path")) if isinstance(one, dict) else str(one)
-            env = _file_of_variables(self._commands.folder / file) | env
+            told = _file_of_variables(self._commands.folder / file)
+            env = {key: told[key] for key in told if _OF_A_SERVER.match(key)} | env
+            if others := [key for key in told if not _OF_A_SERVER.match(key)]:
+                self.note(f"of {file} are left out: {', '.join(others)}")
         words = [*_listed(service.get("entrypoint")), *_listed(service.get("command"))]
         image = str(service.get("image") or "")
         if not any(map(SERVER.fullmatch, words)):
             if not IMAGE.search(image):
                 return
-            if words[:1] in (["--server"], ["-s"]):  # of an image with all programs
+            if ":full" in image and words[:1] in (["--server"], ["-s"]):
                 words.pop(0)
             words = ["llama-server", *words]
         mounts: dict[str, Path] = {}
@@ -404,15 +411,20 @@ class _Import:
             if str(outside)[:1] in "./~":
                 mounts[str(inside)] = self._commands.folder / Path(str(outside)).expanduser()
         words = [_mounted(_expanded(word, known), mounts) for word in words]
-        env = {key: _mounted(_expanded(env[key], known), mounts) for key in env}
+        env = {key: _mounted(env[key], mounts) for key in env}
         for devices in re.findall(r"device_ids': \[([^\]]*)\]", str(service.get("deploy"))):
             env["CUDA_VISIBLE_DEVICES"] = re.sub(r"[' ]", "", devices)
-        if self.add(name, words, env, {"preload": True}) is None:
+        server = self.add(name, words, env, {"preload": True})
+        if server is None:
             return
         if image:
             self.note(f"it runs without its container {image}; `command` may start that")
-        if "listen" not in self.more and (where := _published(service.get("ports") or ())):
-            self.more["listen"] = where
+        inside = server.listens.get("--port") or "8080"
+        ports = [_expanded(_port(one), known) for one in service.get("ports") or ()]
+        found = [match for one in ports if (match := _PUBLISHED.fullmatch(one))]
+        if mine := [one for one in found if one[3] == inside]:
+            host, port = mine[0][1] or "0.0.0.0", mine[0][2]  # noqa: S104 - as it was published
+            self.more.setdefault("listen", f"{f'[{host}]' if ':' in host else host}:{port}")
 
     def unit(self, text: str) -> None:
         """Take over a systemd unit: its environment and its command, as a script has them."""
@@ -500,22 +512,21 @@ def _pairs(lines: Iterable[object]) -> dict[str, str]:
     return dict(str(line).partition("=")[::2] for line in lines)
 
 
-def _published(ports: Iterable[Any]) -> str:
-    """Return the address of the first port that a service publishes; "": it publishes none."""
-    for one in ports:
-        parts = (one.get("host_ip"), one.get("published"), "") if isinstance(one, dict) else (one,)
-        told = ":".join(str(part or "") for part in parts).partition("/")[0]
-        host, _, port = told.rpartition(":")[0].rpartition(":")
-        if port.isdecimal():
-            return f"{host or '0.0.0.0'}:{port}"  # noqa: S104 - as it was published
-    return ""
+def _port(given: object) -> str:
+    """Return a published port in its short form."""
+    if not isinstance(given, dict):
+        return str(given)
+    parts = (given.get("host_ip"), given.get("published"), given.get("target"))
+    return ":".join(str(part) for part in parts if part)
 
 
 def _file_of_variables(path: Path) -> dict[str, str]:
     """Return the variables of a file such as `.env`; none if it is not there. May raise OSError."""
-    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
-    found = _pairs(line for line in lines if "=" in line and line[0] != "#")
-    return {name: value.strip(_QUOTES) for name, value in found.items()}
+    text = path.read_text("utf-8") if path.is_file() else ""
+    found = re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(.*?)\s*$", text, re.MULTILINE)
+    return {
+        name: re.sub(r"^([^\"'].*?)\s+#.*", r"\1", value).strip(_QUOTES) for name, value in found
+    }
 
 
 def _filled(value: Any, macros: Mapping[str, Any], *, drop_comments: bool = False) -> Any:

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import structlog
 from aiohttp import web
@@ -68,7 +68,7 @@ class Filter(ConfigSection):
 class Listing(Filter):
     """A list of the newest."""
 
-    limit: values.PositiveCount = 100
+    limit: Annotated[int, Field(ge=1, le=MOST_AT_ONCE)] = 100
 
 
 class Purge(Filter):
@@ -159,7 +159,7 @@ class Snapshots:
         sums, newest = Sums(), list[Item]()
         async for found in self._fitting(query):
             sums.add(found)
-            newest = heapq.nsmallest(min(query.limit, MOST_AT_ONCE), newest + found, key=_rank)
+            newest = heapq.nsmallest(query.limit, newest + found, key=_rank)
         return json_response(asdict(sums) | {"snapshots": [item.row() for item in newest]})
 
     async def one(self, call: Call, number: str) -> web.Response:

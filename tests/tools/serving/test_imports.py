@@ -1,5 +1,6 @@
 """What is made of other people's files: taken over, or said to be left."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -252,7 +253,9 @@ services:
 
 
 def test_a_service_with_ports_and_a_file_of_variables(tmp_path: Path) -> None:
-    (tmp_path / "llm.env").write_text("LLAMA_ARG_THREADS=8\nCUDA_VISIBLE_DEVICES=1\n")
+    (tmp_path / "llm.env").write_text(
+        "export LLAMA_ARG_THREADS=8\nCUDA_VISIBLE_DEVICES = 1 # one\nURL=p:`x`$(y)\n"
+    )
     (tmp_path / "compose.yml").write_text(COMPOSE)
     made = yaml.safe_load(imported(tmp_path / "compose.yml").text)
     (model,) = made["servers"]["models"]
@@ -281,3 +284,23 @@ def test_a_container_with_all_programs(tmp_path: Path) -> None:
     (model,) = yaml.safe_load(imported(file).text)["servers"]["models"]
     at = model["command"].index("ghcr.io/ggml-org/llama.cpp:full")
     assert model["command"][at + 1 : at + 4] == ["--server", "--model", "/m.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("ports", "listen"),
+    [
+        ('["8080:8080"]', "0.0.0.0:8080"),
+        ('["9090:9090", "127.0.0.1:${P:-81}:8080"]', "127.0.0.1:81"),
+        ('["[::1]:81:8080"]', "[::1]:81"),
+        ('[{target: 8080, published: 81, host_ip: "::1"}]', "[::1]:81"),
+        ('["0:8080", "53:53/udp", "8080"]', None),
+    ],
+)
+def test_the_port_of_the_server_is_the_one_published(
+    tmp_path: Path, ports: str, listen: str | None
+) -> None:
+    text = re.sub(r"ports: .*", f"ports: {ports}", COMPOSE).replace(
+        "env_file: [llm.env]", "tty: no"
+    )
+    (tmp_path / "compose.yml").write_text(text)
+    assert yaml.safe_load(imported(tmp_path / "compose.yml").text).get("listen") == listen
