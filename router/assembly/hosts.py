@@ -112,7 +112,7 @@ class Hosts:
 
     @property
     def view(self) -> HostsView:
-        """Return what operators see of the fleet."""
+        """Return the fleet as operators see it."""
         return HostsView(self.name, self.peers, self.directory)
 
 

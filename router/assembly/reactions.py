@@ -112,11 +112,11 @@ class BackendReactions:
         await self.tokenizers.prepare(client, props, namespace, infill, recalled)
 
     def recall(self, backend: BackendId, props: Props, models: ModelsInfo) -> ProbeResult | None:
-        """Return what the probe of an equal process found; None: there was none."""
+        """Return the probe's result for an equal process; None: there is none."""
         return self.on_demand.recall(backend, props, models)
 
     def settings_of(self, backend: BackendId) -> KvSettings:
-        """Return what of a server's command line decides KV; nothing of others."""
+        """Return the settings of a server's command line that decide KV; of others none."""
         return self.on_demand.settings_of(backend)
 
 

@@ -142,7 +142,7 @@ class ServersOnDemand:
             log.warning("proofs_not_written", kv_dir=str(self._kv_dir), reason=error.strerror)
 
     def recall(self, server: BackendId, props: Props, models: ModelsInfo) -> ProbeResult | None:
-        """Return what the probe of an equal process found; None: there was none.
+        """Return the probe's result for an equal process; None: there is none.
 
         A probe takes longer than to load a small model.
         """
@@ -154,7 +154,7 @@ class ServersOnDemand:
         return before.probe if known and replace(props, media_marker="") == before.props else None
 
     def settings_of(self, server: BackendId) -> KvSettings:
-        """Return what of a server's command line decides KV; nothing of any other backend."""
+        """Return the settings of a server's command line that decide KV; of others none."""
         identity = self._identities.get(server)
         return KvSettings() if identity is None else identity.settings
 

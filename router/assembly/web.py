@@ -63,7 +63,7 @@ class Stages:
         return None if self.cold is None else self.cold.status()
 
     def purging(self, stop_fetches: Callable[[Tenant], None]) -> Purging:
-        """Return what deletes all of a tenant."""
+        """Return the function that deletes all of a tenant."""
         hosts = self.hosts
         return Purging(
             self.parts.engine,

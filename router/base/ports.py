@@ -63,7 +63,7 @@ class Preparing(Protocol):
 
     @property
     def on_progress(self) -> Callable[[PrefillProgress], None] | None:
-        """Return what is told the progress of a prefill; None: nothing."""
+        """Return the callback for the progress of a prefill; None: nobody asks for it."""
 
 
 class SnapshotStore(Protocol):

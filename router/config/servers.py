@@ -185,7 +185,7 @@ class ServersConfig(ConfigSection):
 
     @staticmethod
     def _room(path: KeyPath, most: int, models: Sequence[ModelConfig]) -> list[tuple[KeyPath, str]]:
-        """Return what is wrong with a limit: models that are never stopped take all its room."""
+        """Return the problem of a limit whose room models take that are never stopped."""
         kept = sum(model.keep for model in models)
         if kept > most or (kept == most and kept < len(models)):
             told = f"is {most}, and {kept} models have `keep: true`: others never get room"

@@ -103,7 +103,7 @@ class EngineListener(Protocol):
         """Probe a backend in the slots that are lent."""
 
 
-class _Deaf:
+class _NullListener:
     """A listener that does nothing."""
 
     def over(self, *_: object) -> None: ...
@@ -131,7 +131,7 @@ class Engine:
         `servers` starts and stops the servers on demand, if there are any. Set `listener` before
         the first event.
         """
-        self.listener: EngineListener = _Deaf()
+        self.listener: EngineListener = _NullListener()
         self._servers = servers
         self._scheduler = scheduler
         self._prefilled_tokens: dict[RequestId, int] = {}  # of prefills under way
@@ -234,11 +234,11 @@ class Engine:
             del self._loads[request]
 
     def plan(self, request: Request) -> Plan | None:
-        """Return what would be done with a request now. None: it would wait. No side effects."""
+        """Return the plan of a request now. None: it would wait. No side effects."""
         return make_plan(request, self._scheduler.state.inventory, self._clock.now())
 
     def quote(self, request: Request) -> Quote | None:
-        """Return what serving a request would take here. None: nothing here can. No side effects.
+        """Return the quote of a request here. None: nothing here can serve it. No side effects.
 
         Unlike `plan`, it has an answer while every slot is busy.
         """

@@ -109,7 +109,7 @@ class HeldPrefixes:
         return (self._held[one] for one in islice(found.contents, _REFINED))
 
     def _up_to(self, held: _Held, hashes: Sequence[bytes], at: int) -> Tokens:
-        """Return what a content shares with a prompt that has its hash `at`: a part of a block."""
+        """Return the tokens shared beyond the last equal block hash."""
         n = at + 1
         beginning = head(held.tokens, (n + _PER_BLOCK - 1) * STEP)
         own = self._hasher(held.namespace).hashes(beginning, hashes[:n])
@@ -127,7 +127,7 @@ class HeldPrefixes:
         *,
         saved: bool = False,
     ) -> list[Handout]:
-        """Return what another host would get of a prompt that begins with `tokens`.
+        """Return the offers for a prompt that begins with `tokens`.
 
         See `handout.py`.
 

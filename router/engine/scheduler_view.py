@@ -360,7 +360,7 @@ class SchedulerView:
     def once_fetched(
         self, request: Request, own: Quote, offered: Offered, seconds: Callable[[int], float]
     ) -> Quote | None:
-        """Return what a request takes here that fetches `offered` first; see `handout.py`."""
+        """Return the quote of a request that fetches `offered` first; see `handout.py`."""
         return once_fetched(request, self._state.inventory, own, offered, seconds)
 
     def most_valuable(self) -> list[SnapshotId]:

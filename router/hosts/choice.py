@@ -167,7 +167,7 @@ def may_fetch_elsewhere(own: Quote | None, prices_s: Collection[float], cost_s: 
 
 
 def twice_s(quote: Quote, computing: int, n_prompt: int) -> float:
-    """Return what others lose if a host computes what another one is computing at this moment.
+    """Return the seconds that others lose if a host computes what another one is computing.
 
     `computing`: tokens of a prompt of `n_prompt`; what is fetched is not computed. On one host the
     planner counts the same.

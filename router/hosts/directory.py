@@ -39,7 +39,7 @@ _FAILED = (RedisError, OSError, TimeoutError, RuntimeError)
 
 
 def signed(said: bytes, secret: bytes) -> bytes:
-    """Return what a host says, behind its signature with the fleet's secret."""
+    """Return a host's description behind its signature with the fleet's secret."""
     return blake2b(said, key=secret, digest_size=_SIGNATURE_BYTES).digest() + said
 
 
@@ -120,7 +120,7 @@ class Directory:
         return [hello for one in told if (hello := self._proved(one)) is not None]
 
     def _proved(self, told: object) -> Hello | None:
-        """Return what a host says; None: it is gone, or it was no host of the fleet that wrote."""
+        """Return the description of a host; None: it is gone, or no host of the fleet wrote it."""
         if not isinstance(told, bytes):
             return None
         said = told[_SIGNATURE_BYTES:]

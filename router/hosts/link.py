@@ -46,7 +46,7 @@ class Link:
         self._learned_at = -inf  # when the rate was learned
 
     def seconds(self, size_bytes: int) -> float:
-        """Return what a fetch of so many bytes is expected to take."""
+        """Return the expected seconds of a fetch of so many bytes."""
         return self._trust.price_s(self._asking_s + size_bytes * self._s_per_byte())
 
     def limit_s(self, size_bytes: int) -> float:

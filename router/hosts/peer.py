@@ -134,7 +134,7 @@ class Peer(ServerClient):
         )
 
     async def ask_hello(self) -> Hello:
-        """Return what the host says of itself. Raises BackendError."""
+        """Return the host's description of itself. Raises BackendError."""
         payload = await self._call("GET", HELLO, None, self._timeouts.health_s, _MAX_BYTES)
         try:
             return _hello_of(payload)

@@ -141,7 +141,7 @@ class Peers:
             )
         return known
 
-    def holders(self) -> list[Peer]:
+    def drained(self) -> list[Peer]:
         """Return the peers that serve nothing, but could hand out snapshots: drained hosts."""
         return [
             peer

@@ -22,7 +22,7 @@ _ID = re.compile(rb'"id":"((?:chatcmpl-|resp_)\w+)"')
 _ALPHANUMERIC = string.digits + string.ascii_letters
 
 
-class Answerer(NamedTuple):
+class StreamIdentity(NamedTuple):
     """A server, as its events name it."""
 
     model: str
@@ -54,7 +54,7 @@ class EarlyEvents:
         """Return whether the client is shown the progress of its prompt."""
         return self._fields.get("return_progress") is True and self._shape is not Shape.MESSAGES
 
-    def progress(self, told: PrefillProgress, n_tokens: int, server: Answerer) -> bytes:
+    def progress(self, told: PrefillProgress, n_tokens: int, server: StreamIdentity) -> bytes:
         """Return the event of a step of a prompt of `n_tokens`; b"" if it shows nothing new."""
         if told.n_done <= self._shown:
             return b""
@@ -75,7 +75,7 @@ class EarlyEvents:
             return self._of_responses(by, with_created=is_first)
         return b"data: " + orjson.dumps(self._event(by, server)) + b"\n\n"
 
-    def _event(self, by: dict[str, int], server: Answerer) -> dict[str, Any]:
+    def _event(self, by: dict[str, int], server: StreamIdentity) -> dict[str, Any]:
         plain = {"index": 0, "content": "", "tokens": [0], "stop": False, "id_slot": -1}
         plain |= {"tokens_predicted": 0, "tokens_evaluated": by["total"], "prompt_progress": by}
         answerer = {"model": server.model, "system_fingerprint": server.build}

@@ -73,7 +73,7 @@ def with_status(models: Json, servers: Mapping[tuple[str, ...], Listed]) -> Json
 
 
 def unloaded_props(names: Sequence[str], server: Listed) -> Json:
-    """Return what GET /props can say of a model before it is loaded."""
+    """Return the answer of GET /props for a model that is not loaded."""
     shape = {"n_ctx": server.n_ctx} if server.n_ctx else {}
     return {
         "default_generation_settings": shape,
@@ -103,5 +103,5 @@ def _without_text(slot: Json) -> Json:
 
 
 def of_others(slot: Json) -> Json:
-    """Return what a tenant may see of a slot that another one has."""
+    """Return a slot without what only its tenant may see."""
     return {name: slot[name] for name in ("id", *_SHAPE) if name in slot}

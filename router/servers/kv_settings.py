@@ -38,7 +38,7 @@ _PROJECTOR = ("--mmproj", "--mmproj-url")
 
 
 def kv_settings(argv: Sequence[str], env: Mapping[str, str]) -> KvSettings:
-    """Return what a server with this command line and environment does not tell. Blocking.
+    """Return the settings that a server of this command line does not tell. Blocking.
 
     A file counts by its content, and by its name where it cannot be read.
     """

@@ -56,7 +56,7 @@ class Launch(Struct, frozen=True):
     stop_argv: tuple[str, ...] = ()  # run for what outlives the process; empty: nothing does
 
     def identity(self) -> LaunchIdentity:
-        """Return what a process of this launch can be told by. Blocking.
+        """Return the identity of a process of this launch. Blocking.
 
         The digest covers the command line, what matters of the environment, and each file that
         they name, also within a list (`--lora A,B`, `--lora-scaled A:0.5`).
@@ -185,7 +185,7 @@ def _sockets(config: ServersConfig) -> dict[BackendId, Path]:
 
 
 def _environment(model: ModelConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return what a server inherits: a log, or a crash report of it, shows its environment.
+    """Return the variables a server inherits: a log or crash report shows its environment.
 
     A model that is fetched gets the token of its hub.
     """

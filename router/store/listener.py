@@ -21,7 +21,7 @@ class StoreListener(Protocol):
         """Return whether a snapshot would be kept, and not evicted next."""
 
 
-class Deaf:
+class NullListener:
     """A listener that does nothing."""
 
     def lost(self, *_: object) -> None: ...

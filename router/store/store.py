@@ -38,7 +38,7 @@ from router.store.blobs.tier import BlobTier
 from router.store.files import Identity
 from router.store.format.head import tokens_of
 from router.store.io_pool import Threads
-from router.store.listener import Deaf, StoreListener
+from router.store.listener import NullListener, StoreListener
 from router.store.purges import Purges
 from router.store.records import KvDirectory, StateFile, StoredSnapshot
 from router.store.withdrawal import Withdrawal
@@ -73,7 +73,7 @@ class KvStore:
         """
         self.purges = Purges(is_of)
         self._kv_dirs = tuple(dict.fromkeys(kv_dirs))
-        self.listener: StoreListener = Deaf()
+        self.listener: StoreListener = NullListener()
         self._wall_now = wall_now
         self._fsync = fsync
         self._group_access = group_access

@@ -28,7 +28,7 @@ class Withdrawal:
         self._telling: defaultdict[KvDir, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def changed(self, directory: KvDirectory) -> Work:
-        """Return what is to be done because a directory hangs, or answers again."""
+        """Return the changes because a directory hangs, or answers again."""
         there = [h.snapshot for h in self._held.values() if h.directory is directory]
         tell = self._lost if directory.threads.hangs else self._found
         return self._in_turn(directory.kv_dir, tell, there)

@@ -24,7 +24,7 @@ from router.llama import json_offload, listings, replies, trial
 from router.llama.answer_counts import AnswerCounts
 from router.llama.attach.proofs import NAME as PROOFS
 from router.llama.attach.proofs import read_proofs
-from router.llama.early_events import Answerer, EarlyEvents
+from router.llama.early_events import EarlyEvents, StreamIdentity
 from router.llama.http1 import HttpError, Pool, Response, Target, _Connection
 from router.llama.routes import Shape
 from router.llama.wire import ParsedRequest, parse_completion, pin_slot, strip_slot
@@ -91,7 +91,7 @@ def answer(raw: bytes) -> None:
     corrected = b"".join(map(counts.part, halves)) + counts.rest()
     assert corrected == AnswerCounts(shape, OwnPrefill(7, 0.5)).whole(raw[1:])
     events = EarlyEvents(cast(ParsedRequest, _Asked(shape)))
-    first = events.progress(PrefillProgress(5, 0, 0.1), 9, Answerer("m", "b"))
+    first = events.progress(PrefillProgress(5, 0, 0.1), 9, StreamIdentity("m", "b"))
     follows = b"".join(map(events.part, halves)) + events.whole(b"")
     assert first
     if b"chatcmpl-" not in raw and b"resp_" not in raw and b"response.created" not in raw:

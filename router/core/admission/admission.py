@@ -43,7 +43,7 @@ from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import sticky_key
 from router.core.planning.deferral import decide
 from router.core.planning.displacement import can_save, saving_pays
-from router.core.planning.wait_candidates import hope_ends
+from router.core.planning.wait_candidates import trust_ends
 from router.core.reporting.miss_reasons import coverage_of
 
 
@@ -178,7 +178,7 @@ def wakeup(state: State, now: float) -> float:
     return min(
         inf if state.resume_scan_at is None else state.resume_scan_at,
         next((end for end in patience if end > now), inf),
-        hope_ends(state.inventory, now),
+        trust_ends(state.inventory, now),
         min((since + no_backend_s for _, since in _unserved(state, now)), default=inf),
         _not_kept_free_at(state, now),
         now + state.budget.window_left_s if _waits_for_budget(state) else inf,

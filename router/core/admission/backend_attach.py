@@ -122,7 +122,7 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     _expect(backend.rates, info)
     _value_anew(state, backend)
     for slot in backend.slots:
-        slot.hold(replace(slot.content, saved=False))  # nothing could be saved so far
+        slot.hold(replace(slot.content, save_decided=False))  # nothing could be saved so far
         if slot.is_idle and not info.is_managed:
             slot.hold(replace(slot.content, resident=NOTHING))
     _take_back(state, job, event.kept, now)
@@ -136,7 +136,7 @@ def _take_back(state: State, job: ProbeLoan, kept: Collection[int], now: float) 
         before = job.before.get(slot.id.index)
         if before is not None and slot.id.index in kept and slot.is_idle:
             resident = replace(before.resident, checkpoints=())
-            slot.hold(replace(before, resident=resident, saved=False))
+            slot.hold(replace(before, resident=resident, save_decided=False))
 
 
 def snapshots_found(state: State, event: ev.SnapshotsFound) -> None:

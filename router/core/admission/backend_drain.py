@@ -19,7 +19,7 @@ def begin(state: State, backend: BackendId) -> None:
     """
     state.inventory.draining.add(backend)
     for slot in state.inventory.slots.of(backend):
-        slot.hold(replace(slot.content, saved=False))
+        slot.hold(replace(slot.content, save_decided=False))
 
 
 def detach(state: State, now: float) -> None:

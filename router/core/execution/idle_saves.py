@@ -48,7 +48,7 @@ def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0
         if saving_pays(state.inventory, slot)[2]:
             _save(state, slot, now)
             return
-        slot.hold(replace(slot.content, saved=True))  # ruled out, and considered once
+        slot.hold(replace(slot.content, save_decided=True))  # ruled out, and considered once
 
 
 def save_for_host(state: State, slot_id: SlotId, now: float) -> None:
@@ -107,7 +107,7 @@ def end_backoffs(state: State, now: float) -> None:
         if backend.backoff.is_due(now):
             backend.backoff.end()
             for slot in backend.slots:
-                slot.hold(replace(slot.content, saved=False))
+                slot.hold(replace(slot.content, save_decided=False))
 
 
 def wakeup(state: State) -> float:

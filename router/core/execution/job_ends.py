@@ -180,7 +180,7 @@ def _follow(state: State, job: RequestJob, actual: Slot) -> None:
     """Move the job's lease to the idle slot where the server put its request."""
     leased = state.slot_of(job)
     work = leased.work
-    leased.release(job.lease, replace(leased.content, saved=False), leased.last_used)
+    leased.release(job.lease, replace(leased.content, save_decided=False), leased.last_used)
     leased.invalidate_lease()  # the answer is read under this lease, and is elsewhere
     job.move(actual.lease(job.id, work))
     job.runs_on(actual.content.resident)
@@ -233,7 +233,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
 
 
 def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Resident:
-    """Return what the job's slot holds after a complete answer.
+    """Return the content of the job's slot after a complete answer.
 
     1. Nothing, on a backend that is not managed.
     2. Unknown: the server used several slots as it liked.
@@ -318,7 +318,7 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished, cost
     watched = [state.inventory.slots[lease.slot] for lease in job.others]
     for lease, slot in zip(job.others, watched, strict=True):
         held = slot.content.resident if refused else UNKNOWN
-        slot.release(lease, replace(slot.content, resident=held, saved=False), now)
+        slot.release(lease, replace(slot.content, resident=held, save_decided=False), now)
     if unseen:
         _doubt_watched(state, job)
         placement_gate.mix(state, job)
@@ -495,7 +495,7 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
         savable = slot.content.savable and not uncached
         # Before it has touched the slot, the content is somebody else's.
         ruled_out = in_background or (is_left_fill and _has_used_slot(job))
-        left = replace(slot.content, resident=held, savable=savable, saved=ruled_out)
+        left = replace(slot.content, resident=held, savable=savable, save_decided=ruled_out)
         slot.release(lease, left, slot.last_used if in_background else now)
         if lease == job.lease and len(held) > 0 and _has_used_slot(job):
             state.inventory.note_use(slot)

@@ -301,7 +301,7 @@ def _copy_over(
     if lease in job.others:
         source = state.inventory.slots[lease.slot]
         job.give_back([lease])
-        source.release(lease, replace(source.content, saved=True), source.last_used)
+        source.release(lease, replace(source.content, save_decided=True), source.last_used)
     if job.steps and isinstance(job.steps[0], RestoreStep):
         catalog = state.inventory.catalog
         usable = catalog.equal(snapshot.namespace, snapshot.tokens) if snapshot else None
@@ -385,7 +385,7 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
             slot.hold(Content(tenant=job.request.tenant))
         if not own and job.claim is not SlotClaim.SEVERAL:
             job.give_back([lease])
-            slot.release(lease, replace(slot.content, saved=False), slot.last_used)
+            slot.release(lease, replace(slot.content, save_decided=False), slot.last_used)
     if refuse:
         _refuse(state, job)
     next_step(state, job, now)

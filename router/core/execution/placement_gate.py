@@ -87,8 +87,8 @@ def swap_leases(state: State, job: RequestJob, other: RequestJob) -> None:
     actual, meant, request = state.slot_of(other), state.slot_of(job), job.request
     ours, theirs = meant.work, actual.work
     job.runs_on(actual.content.resident)
-    meant.release(job.lease, replace(meant.content, saved=False), meant.last_used)
-    content = replace(actual.content, tenant=request.tenant, saved=False)
+    meant.release(job.lease, replace(meant.content, save_decided=False), meant.last_used)
+    content = replace(actual.content, tenant=request.tenant, save_decided=False)
     actual.release(other.lease, content, actual.last_used)
     job.move(actual.lease(job.id, ours))
     actual.start(job.lease)

@@ -55,7 +55,7 @@ def wait(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
     job.begin_chunk(0.0)
     job.do(InPrefillQueue(tokens, now))
     queue.wait(job.id)
-    _foretell(state, queue, now)
+    _predict_order(state, queue, now)
 
 
 def take_next(state: State, now: float) -> list[tuple[RequestJob, Tokens]]:
@@ -64,7 +64,7 @@ def take_next(state: State, now: float) -> list[tuple[RequestJob, Tokens]]:
     for backend in state.inventory.up.values():
         queue = backend.prefills
         if queue.waiting and queue.permit_until <= now:
-            job = _foretell(state, queue, now)
+            job = _predict_order(state, queue, now)
             queue.grant(job.id, now + TUNING.permit_longest_s)
             taken.append((job, job.leave_prefill_queue(now)))
     return taken
@@ -138,7 +138,7 @@ def _is_long(inventory: Inventory, job: RequestJob, tokens: Tokens) -> bool:
     )
 
 
-def _foretell(state: State, queue: PrefillQueue, now: float) -> RequestJob:
+def _predict_order(state: State, queue: PrefillQueue, now: float) -> RequestJob:
     """Return the next of a backend's waiting jobs, and predict when each has its prompt.
 
     The prediction (`busy_until`) is for requests that want the same prompt, if no other job comes.

@@ -98,7 +98,7 @@ def charge(state: State, request: Request, cost: Cost) -> None:
 
 
 def cost_of(job: RequestJob, event: ev.Finished) -> Cost:
-    """Return what a request cost, as reported, or else as far as it is sure.
+    """Return the cost of a request, as reported, or else as far as it is sure.
 
     Once its answer has begun, its prompt was computed.
     """

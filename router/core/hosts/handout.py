@@ -51,7 +51,7 @@ def handouts(
     *,
     saved: bool = False,
 ) -> list[Handout]:
-    """Return what spares most of a prompt that begins with `tokens`, the best first.
+    """Return the handouts for a prompt that begins with `tokens`, the best first.
 
     `models`: the namespaces whose KV the other host can use. `saved`: only snapshots; else also
     what slots have, which is saved first. Several, because the last tokens may not be the prompt's:
@@ -152,7 +152,7 @@ def once_fetched(
     offered: Offered,
     seconds: Callable[[int], float],
 ) -> Quote | None:
-    """Return what a request would take here that fetches `offered` first. None: it does not pay.
+    """Return the quote of a request that fetches `offered` first. None: it does not pay.
 
     `own`: the quote without. `seconds`: what it takes to fetch so many bytes. The wait for a slot
     goes on meanwhile. To compute what another host is computing is a loss for others, as it is on

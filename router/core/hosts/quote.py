@@ -19,7 +19,7 @@ from router.core.planning.planner import plan
 
 
 def quote(request: Request, inventory: Inventory, queue: Queue, now: float) -> Quote | None:
-    """Return what serving the request would take. None: nothing here can serve it."""
+    """Return the quote of a request here. None: nothing here can serve it."""
     if not inventory.is_served(request):
         return _once_loaded(request, inventory, now)
     made = plan(request, inventory, now, losers=0) if not len(queue) else None

@@ -8,7 +8,7 @@ from router.core.inventory.backend_queues import PlacementGate, PrefillQueue
 from router.core.inventory.ghost_list import GhostList
 from router.core.inventory.write_backoff import WriteBackoff
 from router.core.model.rates import Rates
-from router.core.model.slots import Bench, Phase, Slot
+from router.core.model.slots import BackendSlots, Phase, Slot
 from router.core.model.tuning import TUNING
 
 
@@ -23,7 +23,7 @@ class Backend:
 
     info: BackendInfo  # while it is down, the last one
     rates: Rates = field(default_factory=Rates)
-    slots: Bench = field(default_factory=Bench)  # the same as in `Inventory.slots`
+    slots: BackendSlots = field(default_factory=BackendSlots)  # the same as in `Inventory.slots`
     gate: PlacementGate = field(default_factory=PlacementGate)
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
     backoff: WriteBackoff = field(default_factory=WriteBackoff)

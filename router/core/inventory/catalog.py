@@ -44,8 +44,8 @@ class _Entry:
     failed_restores: int = 0  # in a row
     used_at: float | None = None  # last use, in clock seconds; None: not since it was added
     doomed: bool = False  # out of the index; to delete after its last reference
-    kept: bool = False  # never named for deletion: `forget` took it out of use
-    given_up: bool = False  # it was `doomed` before it was `kept`
+    quarantined: bool = False  # never named for deletion: `forget` took it out of use
+    given_up: bool = False  # it was `doomed` before it was quarantined
     own: float = 1.0  # share of its tokens that no longer snapshot also holds
 
     @property
@@ -131,7 +131,7 @@ class Catalog:
         6. Evict the least valuable, as in `shrink`.
         """
         known = self._entries.get(snapshot.id)
-        if known is not None and not known.kept:
+        if known is not None and not known.quarantined:
             return []
         too_large = self._exceeds(len(snapshot), snapshot.size_bytes)
         given_up = known is not None and known.given_up
@@ -183,7 +183,7 @@ class Catalog:
         """Return the snapshot for deletion; if it is being read, delete it after its last use."""
         if known is None:
             return [snapshot]
-        known.kept = False
+        known.quarantined = False
         return []
 
     def stored(self, snapshot: Snapshot) -> None:
@@ -449,7 +449,7 @@ class Catalog:
         entry.references -= 1
         if entry.doomed and entry.references == 0:
             del self._entries[snapshot]
-            return [] if entry.kept else [entry.snapshot]
+            return [] if entry.quarantined else [entry.snapshot]
         return []
 
     def note_restore(self, snapshot: SnapshotId, *, failed: bool) -> int:
@@ -469,16 +469,16 @@ class Catalog:
         None: this was done before.
         """
         entry = self._entries.get(snapshot)
-        if entry is None or entry.kept:
+        if entry is None or entry.quarantined:
             return None
-        entry.kept, entry.given_up = True, entry.doomed
+        entry.quarantined, entry.given_up = True, entry.doomed
         self.gone.add(entry.snapshot.namespace, entry.snapshot.tokens)
         self.remove(snapshot)
         return entry.snapshot
 
     def is_forgotten(self, snapshot: SnapshotId) -> bool:
         """Return whether a snapshot was forgotten: its earlier users must not read it."""
-        return self._entries[snapshot].kept
+        return self._entries[snapshot].quarantined
 
     def remove(self, snapshot: SnapshotId) -> list[Snapshot]:
         """Take a snapshot out of use; return it if its file may be deleted now."""

@@ -69,7 +69,7 @@ class Inventory:
         return next(self.serving(request), None) is not None
 
     def info(self, backend: BackendId) -> BackendInfo | None:
-        """Return what a backend is; None: it is not up."""
+        """Return the facts of a backend; None: it is not up."""
         found = self.up.get(backend)
         return None if found is None else found.info
 

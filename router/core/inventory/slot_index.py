@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from router.base.tokens import EMPTY, Tokens
 from router.base.types import BackendId, SlotId, Tenant
 from router.core.inventory.prefix_index import PrefixIndex
-from router.core.model.slots import Bench, Phase, SlotTable
+from router.core.model.slots import BackendSlots, Phase, SlotTable
 
 
 class Holdings:
@@ -54,7 +54,7 @@ class Holdings:
         for index, before in enumerate(known.tokens if known else ()):
             self._change(SlotId(backend, index), before, EMPTY)
 
-    def _anew(self, backend: BackendId, bench: Bench) -> "_Known":
+    def _anew(self, backend: BackendId, bench: BackendSlots) -> "_Known":
         """Start the entry of a backend that is new or came back."""
         self.forget(backend)
         known = self._known[backend] = _Known(bench, -1, [EMPTY] * len(bench.slots))
@@ -69,8 +69,8 @@ class Holdings:
 
 @dataclass(slots=True)
 class _Known:
-    """The indexed tokens of each slot of a backend, and `Bench.changes` at that time."""
+    """The indexed tokens of each slot of a backend, and `BackendSlots.changes` at that time."""
 
-    bench: Bench
+    bench: BackendSlots
     changes: int
     tokens: list[Tokens]

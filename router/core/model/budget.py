@@ -26,7 +26,7 @@ class Limits(Struct, frozen=True):
         return self.tokens_per_minute if window == "minute" else self.tokens_per_day
 
     def tokens(self, cost: Cost) -> float:
-        """Return what a cost counts."""
+        """Return the tokens that a cost counts."""
         return cost.computed + cost.generated + self.reused * cost.cached
 
 

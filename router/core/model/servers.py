@@ -238,7 +238,7 @@ class Server:
 
 
 def _learned(known: Mean, seconds: float) -> Mean:
-    """Return what is known after another observation; the first replaces the guess.
+    """Return the estimate after another observation; the first replaces the guess.
 
     One of less than half replaces what is known: the first load of a server has its probe in it.
     """

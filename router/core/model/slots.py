@@ -93,7 +93,7 @@ def no_slots() -> Phases:
 
 
 @dataclass(slots=True)
-class Bench:
+class BackendSlots:
     """The slots of one backend, by index, and what they share.
 
     `changes` rises when the phase, the content or `pending` of one of them changes. Results
@@ -147,13 +147,13 @@ class Content(Struct, frozen=True):
     # False: there may be what a client asked not to cache, or KV that is not what its tokens say.
     # The router cannot see whether a server restarted, so a slot that was lost may still hold it.
     savable: bool = True
-    saved: bool = False  # an idle save was tried or ruled out
+    save_decided: bool = False  # an idle save was tried or ruled out
     keep: Keep = NO_KEEP  # `Request.keep` of the last request
 
     @property
     def is_unsaved(self) -> bool:
         """Return whether it is due for an idle save."""
-        return self.savable and not self.saved and len(self.resident) > 0
+        return self.savable and not self.save_decided and len(self.resident) > 0
 
     def replaced_by(self, resident: Resident, keep: Keep) -> "Content":
         """Return the content after the router computed or restored `resident`: all else is gone.
@@ -195,7 +195,7 @@ class Slot:
     or `do`. `tests/repository/test_state_owners.py` checks that.
     """
 
-    bench: Bench = field(kw_only=True, default_factory=Bench, repr=False, compare=False)
+    bench: BackendSlots = field(kw_only=True, default_factory=BackendSlots, compare=False)
     id: SlotId
     phase: Phase = Phase.IDLE
     generation: int = 0
@@ -299,7 +299,7 @@ class Slot:
 class SlotTable:
     """All slots, in the order of their ids."""
 
-    _benches: dict[BackendId, Bench] = field(default_factory=dict)
+    _benches: dict[BackendId, BackendSlots] = field(default_factory=dict)
     _unsaved: dict[BackendId, float] = field(default_factory=dict, compare=False)
     _first: int = 0  # generation of new slots
 
@@ -314,7 +314,7 @@ class SlotTable:
         slots = self.of(lease.slot.backend)
         return lease.slot.index < len(slots) and slots[lease.slot.index].holds(lease)
 
-    def benches(self) -> Iterable[tuple[BackendId, Bench]]:
+    def benches(self) -> Iterable[tuple[BackendId, BackendSlots]]:
         """Return each backend with its slots, also those that are down."""
         return self._benches.items()
 
@@ -344,7 +344,7 @@ class SlotTable:
         """Return whether any slot is idle."""
         return any(bench.has_idle for bench in self._benches.values())
 
-    def add(self, backend: BackendId, n_slots: int) -> Bench:
+    def add(self, backend: BackendId, n_slots: int) -> BackendSlots:
         """Add the slots of a backend that has just come up, all empty; return them.
 
         Generations keep rising, so a report from before the restart cannot be taken for new.
@@ -355,7 +355,7 @@ class SlotTable:
         generations = [slot.generation for slot in self.of(backend)]
         generations += [self._first] * n_slots
         contents = [slot.content for slot in self.of(backend)] + [EMPTY_SLOT] * n_slots
-        bench = self._benches[backend] = Bench()
+        bench = self._benches[backend] = BackendSlots()
         bench.slots = [
             Slot(SlotId(backend, index), generation=number, content=content, bench=bench)
             for index, number, content in zip(range(n_slots), generations, contents, strict=False)

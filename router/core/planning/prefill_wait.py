@@ -50,7 +50,7 @@ def remaining_prefill_s(inventory: Inventory, slot: Slot, tokens: Tokens) -> flo
 
 
 def slot_ahead(inventory: Inventory, slot: Slot, now: float) -> list[Ahead]:
-    """Return what a slot has to compute: the chunk under way, ahead of all; the rest."""
+    """Return the work of a slot: the chunk under way, ahead of all; the rest."""
     job = inventory.job_in(slot)
     if not (isinstance(job, RequestJob) and job.chunk_until):
         return [prefill_ahead(inventory, slot, now)]

@@ -27,7 +27,7 @@ class SwapPlan:
 
 
 def plan_swaps(servers: Servers, demands: Mapping[BackendId, Demand], now: float) -> SwapPlan:
-    """Return what to start and to stop now.
+    """Return the servers to start and to stop now.
 
     1. The model that has waited longest comes first; an operator's wish comes before requests.
     2. There is room for it: start it.

@@ -73,7 +73,7 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
             hoped
             # A prefill that was broken off ends sooner than predicted.
             and (slot.work.prefill_abandoned or wait_s <= inventory.policy.max_wait_s)
-            and _is_to_be_had(context, slot)
+            and _will_be_available(context, slot)
         ):
             cut_off_s = context.cut_off_s(backend)
             price = Price(wait_s=wait_s, prefill_s=remaining_s, loss_s=cut_off_s)
@@ -97,7 +97,7 @@ def _homes(context: PricingContext, at_least: int) -> Iterator[Candidate]:
         yield Candidate(slot.id, Source.NONE, reused, price, wait_for=slot.id)
 
 
-def hope_ends(inventory: Inventory, now: float) -> float:
+def trust_ends(inventory: Inventory, now: float) -> float:
     """Return when the next abandoned slot or shared prefill is no longer waited for.
 
     In clock seconds; inf: there is none.
@@ -128,7 +128,7 @@ def _busy(context: PricingContext) -> Iterator[Slot]:
                     yield slot
 
 
-def _is_to_be_had(context: PricingContext, slot: Slot) -> bool:
+def _will_be_available(context: PricingContext, slot: Slot) -> bool:
     """Return True if the request may have the slot itself when it is idle."""
     inventory, request = context.inventory, context.request
     backend = inventory.backend_of(slot.id)

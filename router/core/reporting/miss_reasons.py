@@ -28,7 +28,7 @@ _AROUND = 10  # tokens on either side of the point of divergence
 
 
 def coverage_of(request: Request, made: Plan, inventory: Inventory) -> Coverage | None:
-    """Return what was held of a prompt when plan `made` was made. None: the router has no say.
+    """Return the held prefixes of a prompt at plan `made`. None: the router has no say.
 
     Nothing may have changed since, except that the slot is leased. Only content in the namespace
     of the chosen backend and of the request's tenant counts.

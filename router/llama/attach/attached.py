@@ -67,7 +67,7 @@ class BackendListener(Protocol):
         """Learn how a backend tokenizes; `recalled`: it is as before. Raises BackendError."""
 
     def recall(self, backend: BackendId, props: Props, models: ModelsInfo) -> ProbeResult | None:
-        """Return what a probe of an equal process found; None: there was none."""
+        """Return the probe's result for an equal process; None: there is none."""
 
     def settings_of(self, backend: BackendId) -> KvSettings:
-        """Return what is known of a backend's command line, and decides KV; perhaps nothing."""
+        """Return the settings of a backend's command line that decide its KV; perhaps none."""

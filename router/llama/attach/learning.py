@@ -124,7 +124,7 @@ async def _without_unknown(
 
 
 def _seen(found: ProbeResult, props: Props, settings: KvSettings) -> str:
-    """Return what tells the projector; of an unknown one, what tells the process."""
+    """Return a digest of the projector; of an unknown one, of the process."""
     if found.unseen or (props.takes_media and not found.seen):
         return f"?{blake2b(repr(props.process).encode(), digest_size=8).hexdigest()}"
     return f"{settings.projector};{shown(found.seen)}" if found.seen else ""

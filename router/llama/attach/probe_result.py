@@ -148,7 +148,7 @@ class ProbeResult:
 
     @property
     def remarks(self) -> list[str]:
-        """Return what is worth knowing of the backend, but no reason to stop."""
+        """Return a limit of the backend that an operator should know; empty: none."""
         found = [self.note] if self.note else []
         if not self.caches_by_default:
             found.append(NO_CACHE_PROMPT)

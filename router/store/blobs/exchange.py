@@ -107,7 +107,7 @@ class Exchange:
         self._pool.shutdown(wait=wait, cancel_futures=True)
 
     async def manifest(self, snapshot: SnapshotId, *, hurried: bool = True) -> Manifest:
-        """Return what a snapshot consists of. Not `hurried`: no request waits for it.
+        """Return the manifest of a snapshot. Not `hurried`: no request waits for it.
 
         The parts of a whole file are hashed, once for all that ask, also if these give up.
         """

@@ -52,7 +52,7 @@ class StateName(Struct, frozen=True):
 
     @property
     def key(self) -> StateKey:
-        """Return what is equal for states with the same tokens of one model and tenant."""
+        """Return the key of all states with the same tokens of one model and tenant."""
         return self.tenant, self.model, self.n_tokens, self.digest
 
 
@@ -96,7 +96,7 @@ class Names:
         return StateName(*folders, id, count(tokens), size_bytes, digest, marks, path)
 
     def read_state(self, path: str) -> StateName | None:
-        """Return what the name of an object tells. None: it is none of a state, or not ours."""
+        """Return the state of an object's name. None: it is none of a state, or not ours."""
         found = _STATE.fullmatch(path)
         if found is None or found[8] != self._sign(path.rpartition(".")[0]):
             return None
@@ -111,14 +111,14 @@ class Names:
         return f"{told}.{self._sign(told)}"
 
     def read_purge(self, path: str) -> PurgeNote | None:
-        """Return what the name of an object tells of a purge. None: it is none, or not ours."""
+        """Return the purge of an object's name. None: it is none, or not ours."""
         found = _PURGE.fullmatch(path)
         if found is None or found[3] != self._sign(path.rpartition(".")[0]):
             return None
         return PurgeNote(found[1], float(found[2]))
 
     def hasher(self, facts: str, tenant: Tenant) -> PrefixHasher:
-        """Return what hashes the prompts of a model and tenant; a salt is a part of the tenant."""
+        """Return the hasher of a model's and tenant's prompts; a salt is a part of the tenant."""
         return PrefixHasher(self._key, facts, tenant)
 
     def blob(self, tenant: str, blob: Blob) -> str:

@@ -55,7 +55,7 @@ def hosts_table(hosts: Json) -> Table:
 
 
 def directory_line(directory: Json | None) -> str:
-    """Return what is said of the directory."""
+    """Return the line about the directory."""
     if directory is None:
         return "directory: none (--redis)"
     if not directory["up"]:

@@ -75,7 +75,7 @@ def _shut_out(facts: Facts, config: Config) -> bool:
 
 
 def _lacks(config: Config) -> list[Lack]:
-    """Return what is missing on this machine, except API keys: `of_backend` reports them."""
+    """Return the lacks of this machine, except API keys: `of_backend` reports them."""
     variables = [lack for lack in unset_variables(config) if lack.path[0] != "backends"]
     return variables + unusable_parts(config)
 

@@ -124,7 +124,7 @@ class _Import:
         self.notes.append(f"{self._name}: {told}" if self._name else told)
 
     def result(self) -> Imported:
-        """Return what was made. Raises ImportProblemError without a model."""
+        """Return the configuration. Raises ImportProblemError without a model."""
         if not self.models:
             told = "; ".join(self.notes) or "it starts no llama-server"
             raise ImportProblemError(f"nothing can be taken over: {told}")

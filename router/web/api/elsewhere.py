@@ -26,7 +26,7 @@ class Elsewhere(Protocol):
         """Serve a call on a host that is sooner than this one. None: serve it here."""
 
     def quote(self, call: Call) -> Quote | None:
-        """Return what a call takes here, with all that can be fetched for it."""
+        """Return the quote of a call here, with all that can be fetched for it."""
 
     async def control(self, call: Call) -> web.StreamResponse | None:
         """Serve a call about an answer in progress where it is written. None: nowhere."""
@@ -56,7 +56,7 @@ class Nowhere:
         await asyncio.Event().wait()
 
     def quote(self, call: Call) -> Quote | None:
-        """Return what a call takes here."""
+        """Return the quote of a call here."""
         return self.engine.quote(call.scheduled)
 
     async def models(self, _: float) -> list[bytes]:

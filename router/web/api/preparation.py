@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from router.base.types import PrefillProgress, SlotId, Source
 from router.llama import trial
-from router.llama.early_events import Answerer
+from router.llama.early_events import StreamIdentity
 from router.web.api import upstream_request
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.suspects import Suspects
@@ -85,7 +85,7 @@ class Preparation:
 
     @property
     def on_progress(self) -> Callable[[PrefillProgress], None] | None:
-        """Return what shows progress to the client; None: the client does not ask for it."""
+        """Return the callback that shows progress to the client; None: it asks for none."""
         start = self._start
         if start is None or not start.events.wants_progress:
             return None
@@ -98,7 +98,7 @@ class Preparation:
         if monitor is None or monitor.attached is None:
             return
         props = monitor.attached.props
-        server = Answerer(props.model_alias, props.build_info)
+        server = StreamIdentity(props.model_alias, props.build_info)
         if progress.seconds < self._last_s:  # another prefill
             self._before_s += self._last_s
         self._last_s = progress.seconds

@@ -104,7 +104,7 @@ class Sender:
                 self._throttle.call(report)
 
     def _asked(self, call: Call, grant: Grant, monitor: Monitor, on_head: OnHead) -> Relaying:
-        """Return what sends the call to its slot."""
+        """Return the function that sends the call to its slot."""
         headers, target, method = call.forwarded_headers(), call.target, call.http.method
         if call.trace is not None:
             headers = call.trace.inject(headers)

@@ -94,14 +94,14 @@ class Asking:
         self._metrics = metrics
 
     def cost_s(self, usable: Usable) -> float:
-        """Return what asking and forwarding take."""
+        """Return the seconds that asking and forwarding take."""
         return min((peer.quote_s for peer in usable.peers.values()), default=0.0) + WAY_S
 
     async def ways(self, sought: Sought, usable: Usable) -> Ways:
         """Ask peers, and return what to do."""
         keys = to_ask(list(usable.peers), usable.busy, sought.first)
         asked = {key: usable.peers[key] for key in keys}
-        others = {peer.key: peer for peer in self._peers.holders()[:_HOLDERS]}
+        others = {peer.key: peer for peer in self._peers.drained()[:_HOLDERS]}
         mine = self._mine(sought)
         answers = await self._ask(sought, asked | others, self._peers.incarnation, mine)
         own_key = self._peers.incarnation
@@ -135,7 +135,7 @@ class Asking:
         return self._decided(sought, usable, answers, fetches, fetch, computing)
 
     def without_fetch(self, sought: Sought, usable: Usable, ways: Ways) -> Ways:
-        """Return what to do if the fetch did not succeed: the offers are still good."""
+        """Return the ways without the fetch, which did not succeed: the offers are still good."""
         answers, fetches, computing = ways.answers, ways.fetches, ways.computing
         return self._decided(sought, usable, answers, fetches, None, computing)
 
@@ -178,7 +178,7 @@ class Asking:
         return Ways(told, quoted, answers, fetches, fetch, computing)
 
     def _mine(self, sought: Sought) -> Offered | None:
-        """Return what this host would hand out for the request."""
+        """Return this host's offer for the request."""
         if not sought.hashes:
             return None
         tokens = sought.request.prompt.tokens or self._held.longest(sought.hashes)

@@ -46,7 +46,7 @@ class ColdHolder:
         self._last: tuple[RequestId, tuple[Holder, Offered] | None] | None = None
 
     def found(self, request: Request, info: BackendInfo) -> tuple[Holder, Offered] | None:
-        """Return what spares most of a request on a backend, and its holder. None: nothing does.
+        """Return the holder and the offer that spare most of a request. None: there is none.
 
         The same for all questions about one request: a look takes 1 ms for 32,000 tokens.
         """
@@ -126,7 +126,7 @@ class HeldCold:
 
     @property
     def key(self) -> bytes:
-        """Return what tells states of the tier apart."""
+        """Return the key of the state in the tier."""
         return self.state.path.encode()
 
     async def manifest(self, _: float) -> bytes:
@@ -134,7 +134,7 @@ class HeldCold:
         return await self.tier.manifest(self.state, self.owned)
 
     def parts(self, manifest: Manifest, _: float) -> ColdParts:
-        """Return what reads the parts of the state."""
+        """Return the reader of the state's parts."""
         return ColdParts(self.tier, self.state, manifest)
 
 

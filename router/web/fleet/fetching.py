@@ -87,7 +87,7 @@ class Holder(Protocol):
 
     @property
     def key(self) -> bytes:
-        """Return what tells states apart: requests for the same one wait for one fetch."""
+        """Return the key under which concurrent requests share one fetch."""
 
     @property
     def link(self) -> Link:
@@ -101,14 +101,14 @@ class Holder(Protocol):
         """Return the manifest of the state. Raises BackendError, KvError."""
 
     def parts(self, manifest: Manifest, ends_at: float) -> ReadParts:
-        """Return what reads its parts, until `ends_at` in clock seconds."""
+        """Return the reader of its parts, until `ends_at` in clock seconds."""
 
 
 class Cold(Protocol):
     """The cold tier (`cold.py`)."""
 
     def found(self, request: Request, info: BackendInfo) -> tuple[Holder, Offered] | None:
-        """Return what spares most of a request on a backend, and its holder. None: nothing does."""
+        """Return the state that spares most of a request, and its holder. None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class Fetching:
         return self._cold is not None
 
     def in_cold(self, request: Request) -> Offered | None:
-        """Return what the cold tier has for a request."""
+        """Return the cold tier's offer for a request."""
         found = self._found_in_cold(request)
         return None if found is None else found[1]
 

@@ -156,7 +156,7 @@ class Forwarding:
         for _ in range(2):
             name = self._name(call.scheduled.model)
             peers = self.peers.usable(name)
-            others = peers or self.peers.holders() or self._fetching.has_cold
+            others = peers or self.peers.drained() or self._fetching.has_cold
             sought = self._sought(call, name, peers) if others else None
             if sought is None:
                 return None
@@ -193,7 +193,7 @@ class Forwarding:
         return self._selection.namespace_of(request.model) or None
 
     def quote(self, call: Call) -> Quote | None:
-        """Return what a call takes here, also with what its hop says can be fetched for it."""
+        """Return the quote of a call here, also with the fetch that its hop proposes."""
         request, hop = call.scheduled, call.hop
         own = self._engine.quote(request)
         if hop is None or hop.fetch is None:

@@ -64,7 +64,7 @@ class HandingOut:
     def offers(
         self, tokens: Tokens, namespace: Namespace, tenant: Tenant, n_prompt: int
     ) -> list[Offered]:
-        """Return what this host would hand out for a prompt that begins with `tokens`.
+        """Return this host's offers for a prompt that begins with `tokens`.
 
         The best comes first.
         """

@@ -76,7 +76,7 @@ class Purging:
 
 
 async def _reached(holder: str, count: Awaitable[int]) -> Reached:
-    """Return what became of a purge at a holder."""
+    """Return the outcome of a purge at a holder."""
     try:
         return Reached(holder, await count)
     except (BackendError, KvError) as error:

@@ -147,7 +147,7 @@ class Bodies:
         return b"".join(chunks)
 
     async def _decoded(self, call: Call, encoding: str) -> bytes:
-        """Return what a compressed body holds. Decoded in a thread: others do not wait for it."""
+        """Return the decoded body. Decoded in a thread: others do not wait for it."""
         decoding, pieces, size = Decoding(encoding, call.raw), list[bytes](), 0
         most = max(_SMALL, len(call.raw) * _MOST_EXPANDED)
         try:

@@ -79,7 +79,7 @@ def error_response(
 
 
 def _quota_headers(error: TenantQuotaError) -> dict[str, str]:
-    """Return what a used quota is in the headers of OpenAI, and in those of Anthropic."""
+    """Return the headers of a used quota, as OpenAI and as Anthropic name them."""
     left_s = ceil(error.left_s)
     ends = datetime.now(UTC) + timedelta(seconds=left_s)
     return {

@@ -66,7 +66,7 @@ class Hop:
 
 
 def hop_of(request: web.BaseRequest) -> Hop:
-    """Return what the headers of a request on the peers' address say. Raises BadRequestError."""
+    """Return the hop of a request on the peers' address. Raises BadRequestError."""
     headers = request.headers
     host, name = headers.get(HOP), headers.get(HOP_ID)
     if not host or name is None or not _ID.fullmatch(name):
@@ -98,7 +98,7 @@ def _fetch_text(holder: str, offered: Offered) -> str:
 
 
 def _fetch_of(text: str) -> tuple[str, Offered]:
-    """Return what `_fetch_text` wrote. Raises ValueError."""
+    """Return the fetch that `_fetch_text` wrote. Raises ValueError."""
     holder, *whole, ready_s, digest = text.split(" ")
     reused, n_tokens, size_bytes, computing = map(int, whole)
     offered = Offered(

@@ -28,7 +28,7 @@ class Sink:
         self.start = StreamStart(self._http, parsed, own, settings)
 
     def on_head(self, own: Mapping[str, str]) -> Callable[[AnswerHead], None]:
-        """Return what to do with the head of a server's answer that has no first byte yet."""
+        """Return the callback that starts the client's stream when the server's head arrives."""
         start = self.start
         if start is None:
             return ignored

@@ -125,7 +125,7 @@ def test_two_emptiest_slots_are_lent_and_return_unknown() -> None:
     slot(s, A0).hold(Content(Resident(unread=50)))
     assert s.handle(ev.ProbeDue(A), NOW) == []
     assert lent(s) == [A1, A2]
-    slot(s, A0).hold(replace(slot(s, A0).content, saved=True))
+    slot(s, A0).hold(replace(slot(s, A0).content, save_decided=True))
 
     effects = s.handle(ev.Probed(TRIED), NOW)
     assert lent(s) == []

@@ -65,7 +65,7 @@ def test_what_runs_ends_first_and_nothing_new_comes() -> None:
 def test_what_is_worth_it_is_saved_before() -> None:
     """Also without idle saves, and for content that was not worth a save beside a stream."""
     s = scheduler(backend("a", 2), holding={A0: LONG, A1: run_of(900, 7)}, idle_save_after_s=None)
-    slot(s, A0).hold(replace(slot(s, A0).content, saved=True))
+    slot(s, A0).hold(replace(slot(s, A0).content, save_decided=True))
 
     assert s.handle(DRAINING, NOW) == [Save(SAVE, A0, NS, SaveReason.IDLE)]
     (second,) = s.handle(ev.Saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)

@@ -155,7 +155,7 @@ def test_what_is_not_worth_it_is_looked_at_once() -> None:
     s = scheduler(backend("a", 1), holding={A0: LONG}, snapshots=[snapshot("s", LONG)])
 
     assert s.handle(ev.Tick(), NOW) == []
-    assert slot(s, A0).content.saved
+    assert slot(s, A0).content.save_decided
     assert wakeup(s.state) == inf
 
 
@@ -176,7 +176,7 @@ def test_nobody_is_stopped_by_a_save(busy: bool) -> None:
     if not busy:
         finish(s, prompt_tokens=1)
 
-    slot(s, A0).hold(replace(slot(s, A0).content, saved=True))
+    slot(s, A0).hold(replace(slot(s, A0).content, save_decided=True))
 
     effects = s.handle(ev.Tick(), NOW + 10)
     assert effects == ([] if busy else [Save(SAVE_1, A1, NS, IDLE)])

@@ -75,7 +75,7 @@ def test_every_phase_can_be_lost_and_only_idle_is_leased() -> None:
 
 
 def test_a_released_slot_holds_what_it_was_released_with() -> None:
-    slot = Slot(A0, content=Content(saved=True))
+    slot = Slot(A0, content=Content(save_decided=True))
     lease = slot.lease(R, NO_WORK)
     slot.do(Work(pending=tokens(9), sharing=True))
 
@@ -175,7 +175,7 @@ def test_what_could_be_saved_follows_the_slots() -> None:
         table[where].release(table[where].lease(R, NO_WORK), HELD, now)
     assert table.unsaved() == {A: 1.0}
 
-    table[A1].hold(replace(HELD, saved=True))
+    table[A1].hold(replace(HELD, save_decided=True))
     assert table.unsaved() == {A: 2.0}
 
     lease = table[A1].lease(R, NO_WORK)

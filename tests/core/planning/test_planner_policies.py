@@ -12,7 +12,7 @@ from router.core.model.policy import PolicyName
 from router.core.model.slots import NO_WORK
 from router.core.planning.baseline_policies import sticky_key
 from router.core.planning.planner import plan
-from router.core.planning.wait_candidates import hope_ends
+from router.core.planning.wait_candidates import trust_ends
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -103,7 +103,7 @@ def test_nobody_waits_for_what_is_long_overdue() -> None:
     assert waits(request(ids=MORE), made) == A0
     made = shared_prefill(until=-60.0)
     assert waits(request(ids=MORE), made) is None
-    assert hope_ends(made, -1.0) == 0.0
+    assert trust_ends(made, -1.0) == 0.0
 
 
 @pytest.mark.parametrize(
