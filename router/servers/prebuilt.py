@@ -130,13 +130,13 @@ def build_params(args: argparse.Namespace) -> Any:
     params.mmproj.path = args.mmproj
     aliases = {part.strip() for part in args.alias.split(",") if part.strip()}
     params.model_alias = aliases or {args.model}
-    params.hostnames = [args.host]
+    named = ("hostnames", [args.host]) if hasattr(params, "hostnames") else ("hostname", args.host)
+    setattr(params, *named)  # before b11063 a server had one
     params.port = args.port
     params.api_keys = [key for key in args.api_key.split(",") if key]
     params.n_ctx = args.ctx_size
-    auto = args.parallel < 0
-    params.n_parallel = AUTO_SLOTS if auto else args.parallel
-    params.kv_unified = auto or bool(args.kv_unified)
+    params.n_parallel = AUTO_SLOTS if args.parallel < 0 else args.parallel
+    params.kv_unified = args.parallel < 0 or bool(args.kv_unified)
     params.cache_ram_mib = args.cache_ram
     params.cache_idle_slots = args.cache_idle_slots
     params.n_cache_reuse = args.cache_reuse
