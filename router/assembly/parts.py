@@ -34,9 +34,9 @@ from router.llama.client import LlamaClient
 from router.llama.replies import Process
 from router.llama.server_client import Connections
 from router.store.store import KvStore
-from router.telemetry.blob_metrics import BlobCollector
 from router.telemetry.decision_log import DecisionLog
 from router.telemetry.metrics import PrometheusTelemetry
+from router.telemetry.tier_metrics import BLOBS, TierCollector
 from router.telemetry.usage import UsageBook
 from router.web.admin.guard import Guard
 from router.web.api.backend_selection import BackendSelection
@@ -82,7 +82,7 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         blobs=blobs_of(config),
         is_of=lambda namespace, tenant: is_of(tenant_of(namespace), tenant),
     )
-    BlobCollector(registry, store.tier_status)
+    TierCollector(registry, BLOBS, store.tier_status)
     stack.push_async_callback(store.aclose)
     clients: dict[BackendId, LlamaClient] = {}
     on_demand = ServersOnDemand(config, connections)

@@ -42,9 +42,9 @@ from router.engine.engine import Engine
 from router.store import room
 from router.store.cold.tier import ColdTier
 from router.store.store import KvStore
-from router.telemetry.cold_metrics import ColdCollector
 from router.telemetry.engine_collector import EngineCollector, UsageCollector
 from router.telemetry.process_metrics import Vitals
+from router.telemetry.tier_metrics import COLD, TierCollector
 from router.web.admin.live import Live
 from router.web.admin.routes import Audience
 from router.web.api.backend_selection import BackendSelection
@@ -145,7 +145,7 @@ async def build(
         cold = await cold_of(config.cold, engine, parts.store)
         if cold is not None:
             stack.push_async_callback(cold.aclose)
-            ColdCollector(parts.registry, cold.status)
+            TierCollector(parts.registry, COLD, cold.status)
             cold.start()
         made = Stages(config, parts, watched, in_force, reload, hosts, cold, tracing)
         live = live_of(made)

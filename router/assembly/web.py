@@ -14,7 +14,7 @@ from router.base.types import ColdStatus, Tenant
 from router.config.schema import Config
 from router.store.cold.tier import ColdTier
 from router.telemetry.backend_metrics import BackendMetrics
-from router.telemetry.fetch_metrics import FetchMetrics
+from router.telemetry.hosts_metrics import FetchMetrics
 from router.web.admin.actions import OperatorActions
 from router.web.admin.live import Live, Subject
 from router.web.admin.page import load_page

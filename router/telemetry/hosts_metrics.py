@@ -1,4 +1,4 @@
-"""Metrics of other hosts: which are up, what they are asked, what is forwarded to them."""
+"""Metrics of other hosts: which are up, what they are asked, what goes to them and comes back."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from router.base.types import Outcome
 
 _QUOTE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+_FETCH_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25)
 
 
 class PeerStats(Struct, frozen=True):
@@ -91,3 +92,41 @@ class HostsCollector(Collector):
             yield GaugeMetricFamily(
                 "kvferry_directory_up", "1 if the directory answers", value=float(up_now)
             )
+
+
+class FetchMetrics:
+    """Counters of what is fetched from peers and handed out to them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._fetches = Counter(
+            "kvferry_fetches",
+            "States fetched from a peer, by result: ok, failed, cancelled",
+            ["peer", "result"],
+            registry=registry,
+        )
+        self._bytes = Counter(
+            "kvferry_fetched_bytes",
+            "Bytes of states that came from a peer",
+            ["peer"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "kvferry_fetch_seconds",
+            "Time to fetch a state, from the question to the snapshot",
+            buckets=_FETCH_S,
+            registry=registry,
+        )
+        self._handed_out = Counter(
+            "kvferry_handed_out_bytes", "Bytes of states that peers fetched here", registry=registry
+        )
+
+    def fetched(self, peer: str, n_bytes: int, result: str, seconds: float | None = None) -> None:
+        """Count one fetch; `seconds` if it succeeded."""
+        self._fetches.labels(peer, result).inc()
+        self._bytes.labels(peer).inc(n_bytes)
+        if seconds is not None:
+            self._seconds.observe(seconds)
+
+    def handed_out(self, n_bytes: int) -> None:
+        """Count the bytes of one part that a peer got."""
+        self._handed_out.inc(n_bytes)

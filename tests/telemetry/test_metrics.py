@@ -42,17 +42,16 @@ from router.core.model.slots import Phase
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.telemetry.backend_metrics import BackendMetrics
-from router.telemetry.blob_metrics import BlobCollector
-from router.telemetry.cold_metrics import ColdCollector
 from router.telemetry.engine_collector import EngineCollector, UsageCollector
-from router.telemetry.fetch_metrics import FetchMetrics
 from router.telemetry.hosts_metrics import (
+    FetchMetrics,
     HostsCollector,
     HostsMetrics,
     PeerStats,
 )
 from router.telemetry.metrics import PrometheusTelemetry
 from router.telemetry.process_metrics import Vitals
+from router.telemetry.tier_metrics import BLOBS, COLD, TierCollector
 from router.telemetry.usage import UsageBook, UsageSums
 from tests.support.paths import DOCS
 
@@ -179,8 +178,8 @@ async def test_every_metric_is_described(
     """docs/metrics.md has a row for each: name, type, labels, meaning, what to do when it moves."""
     exercise(telemetry)
     exercise_hosts(registry)
-    ColdCollector(registry, lambda: ColdStatus("/c", "", 1, 2, 3, 4, 5, 6, 7, 8, 9))
-    BlobCollector(registry, lambda: TierStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, inf))
+    TierCollector(registry, COLD, lambda: ColdStatus("/c", "", 1, 2, 3, 4, 5, 6, 7, 8, 9))
+    TierCollector(registry, BLOBS, lambda: TierStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, inf))
     await Vitals(
         registry, MonotonicClock(), lambda: [str(tmp_path)], "1", lambda: {"fleet": 1.0}
     ).measure_disks()

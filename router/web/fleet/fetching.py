@@ -32,7 +32,7 @@ from router.store.blobs import manifests
 from router.store.blobs.exchange import Remote
 from router.store.blobs.manifests import Manifest
 from router.store.store import KvStore
-from router.telemetry.fetch_metrics import FetchMetrics
+from router.telemetry.hosts_metrics import FetchMetrics
 
 log = structlog.get_logger(__name__)
 

@@ -22,7 +22,7 @@ from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.messages import ExportAsk
 from router.store.blobs import manifests
 from router.store.store import KvStore
-from router.telemetry.fetch_metrics import FetchMetrics
+from router.telemetry.hosts_metrics import FetchMetrics
 from router.web.server.error_responses import OWN_HEADERS
 
 log = structlog.get_logger(__name__)

@@ -19,7 +19,7 @@ from router.hosts import link
 from router.hosts.messages import ExportAsk
 from router.store.blobs import manifests
 from router.store.blobs.exchange import Exchange
-from router.telemetry.fetch_metrics import FetchMetrics
+from router.telemetry.hosts_metrics import FetchMetrics
 from router.web.fleet.fetching import Fetching
 from router.web.fleet.handing_out import HandingOut
 from tests.support.servers.fake_llama import FakeLlama
