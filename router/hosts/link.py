@@ -9,9 +9,9 @@ from router.hosts.choice import Trust
 # Until a state was fetched. Chosen: the questions, and what 10 Gbit/s carries. A guess that is too
 # slow would let no fetch pay, and never be corrected; one that is too fast costs one late fetch.
 _ASKING_S, _S_PER_BYTE = 0.005, 1 / 1.1e9
-_PATIENT_S_PER_BYTE = 1 / 110e6  # the first fetch is waited for at 1 Gbit/s, too
 _LEAST_BYTES = 1 << 20  # fewer say nothing of the rate
-_WEIGHT = 0.4  # of one fetch
+_WEIGHT = 0.4  # of one fetch's questions
+_HALF_BYTES = 16 << 20  # a fetch of so many bytes counts as much as all before
 _GOOD_S = 600.0  # a rate may have doubled where nothing was fetched for so long
 _LATE = 3.0  # a fetch may take so many times what it was to take,
 _LEAST_LIMIT_S = 2.0  # and this long
@@ -49,13 +49,9 @@ class Link:
         """Return the expected seconds of a fetch of so many bytes."""
         return self._trust.price_s(self._asking_s + size_bytes * self._s_per_byte())
 
-    def limit_s(self, size_bytes: int) -> float:
-        """Return the time after which a fetch of so many bytes is given up.
-
-        By the rate that was learned, however long ago: the first fetch after a while is to end.
-        """
-        slow = self._learned or _PATIENT_S_PER_BYTE
-        return max(_LATE * (self._asking_s + size_bytes * slow), _LEAST_LIMIT_S)
+    def limit_s(self, expected_s: float) -> float:
+        """Return the time after which a fetch is given up; its bytes tell the rate all the same."""
+        return max(_LATE * expected_s, _LEAST_LIMIT_S)
 
     def _s_per_byte(self) -> float:
         """Return the seconds for a byte: as learned, and half of that for each `good_s` since.
@@ -81,10 +77,8 @@ class Link:
         self._on_failure()
 
     def _learn(self, size_bytes: int, reading_s: float) -> None:
-        """Take in a rate; the first one, and one after a while, as it is."""
-        if size_bytes < _LEAST_BYTES:
-            return
-        found, now = reading_s / size_bytes, self._now()
-        if self._learned is not None and now - self._learned_at < self._good_s:
-            found = self._learned + _WEIGHT * (found - self._learned)
-        self._learned, self._learned_at = found, now
+        """Take in a rate, by the bytes that it is of: the first of them come late."""
+        if size_bytes >= _LEAST_BYTES:
+            before, weight = self._s_per_byte(), size_bytes / (size_bytes + _HALF_BYTES)
+            self._learned = before + weight * (reading_s / size_bytes - before)
+            self._learned_at = self._now()

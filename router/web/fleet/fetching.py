@@ -314,7 +314,7 @@ class Fetching:
         """
         begun, link = self._now(), holder.link
         expected_s = offered.ready_s + link.seconds(offered.size_bytes) * (1 + offered.sharers)
-        limit_s = max(3 * offered.ready_s, link.limit_s(offered.size_bytes) * (1 + offered.sharers))
+        limit_s = link.limit_s(expected_s)
         parts: ReadParts | None = None
         snapshot, problem = None, ""
         try:
