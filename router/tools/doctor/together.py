@@ -57,7 +57,7 @@ def verdict(all_facts: Sequence[Facts], config: Config) -> tuple[int, str]:
         return 1, f"Not ready: `kvferry serve` refuses {_listed(refused)}; see above."
     if not moves_kv:
         return 0, f"Ready. Policy {config.policy.name} never moves KV."
-    if untried and len(untried) == len(all_facts):
+    if untried and not able:
         return 0, f"Ready; saving and restoring were not tried on {_listed(untried)}; see above."
     if not able:
         return 1, "Not ready: no backend can restore KV; see above."
