@@ -156,7 +156,8 @@ async def test_where_the_server_picks_the_slot(llama_server: StartServer, slots:
         assert await two.cost(two.message(ALICE, talk)) < cold  # alice's own
         other = chat(2, "Where does the ferry go?", length=30)
         alone = await two.cost(two.message(ALICE, other))
-        await two.kvferry.post("/kvferry/snapshots/purge", {"min_tokens": 1})
+        purged = await two.kvferry.post("/kvferry/snapshots/purge", {"all": True})
+        assert purged.status == 200, purged.body
         third = chat(3, "Where does the ferry go?", length=30)
         both = await two.cost(*(two.message(who, third) for who in (ALICE, BOB, BOB)))
         assert abs(both - 2 * alone) < 100, "three at once, two tenants"
@@ -232,10 +233,8 @@ async def test_salts_of_one_tenant_share_nothing(llama_server: StartServer) -> N
         assert await two.cost(two.complete(BOB, prompt, cache_salt="one")) == LONG
         again = await two.complete(ALICE, [*prompt, 300], cache_salt="one")
         assert again.cached >= LONG - 1
-        state = await two.kvferry.until(lambda state: state["snapshots"]["count"] >= 3)
-        (namespace,) = {item["namespace"].split("@")[0] for item in state["snapshots"]["items"]}
-        body = {"namespace": f"{namespace}@{ALICE}"}
-        done = await two.kvferry.post("/kvferry/snapshots/purge", body)
+        await two.kvferry.until(lambda state: state["snapshots"]["count"] >= 3)
+        done = await two.kvferry.post("/kvferry/snapshots/purge", {"tenant": ALICE})
         assert done.status == 200, done.body
         left = (await two.kvferry.state())["snapshots"]["items"]
         assert {item["tenant"].split("~")[0] for item in left} <= {BOB}

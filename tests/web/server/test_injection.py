@@ -119,7 +119,7 @@ JSON = st.recursive(
         (b"/embeddings", ("model", "input")),
         (b"/x", ("model",)),
         (b"/kvferry/plan?path=/completion", ("model", "prompt")),
-        (b"/kvferry/snapshots/purge", ("namespace", "older_than", "id", "dry_run", "all")),
+        (b"/kvferry/snapshots/purge", ("tenant", "older_than", "id", "dry_run", "all")),
         (b"/kvferry/backends/a/x", ("model",)),
     ],
 )
