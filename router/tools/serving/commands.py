@@ -26,7 +26,9 @@ _IN_TEXT = re.compile(rf"(?<![^\s;&(])[^\s;&('\"]*{_NAME}")
 IMAGE = re.compile(r"llama[-_.]?(?:cpp|server)", re.IGNORECASE)
 # Options of `docker run` without a value; all others take one. A server has no terminal.
 _TERMINAL = re.compile(r"-[dit]+|--(?:detach|interactive|tty)")
-_BARE = re.compile(r"-[Pq]|--(?:rm|rmi|init|privileged|read-only|quiet|publish-all|replace)|.*=.*")
+_BARE = re.compile(
+    r"-[Pq]|-[pve].+|--(?:rm|rmi|init|privileged|read-only|quiet|publish-all|replace|no-healthcheck)|.*=.*"
+)
 _OF_A_MODEL = re.compile(r"--[\w.-]+-(?:default|spec)")  # --gpt-oss-20b-default
 _SLOTS = 4  # without -np: four slots that share their cells (server.cpp:168-173)
 # Replaced without a loss. Other flags that kvferry sets itself are told of.
@@ -55,6 +57,7 @@ class ServerFlags:
     listens: dict[str, str] = field(default_factory=dict)
     router: dict[str, str] = field(default_factory=dict)  # flags of router mode
     args: list[str] = field(default_factory=list)
+    ports: list[str] = field(default_factory=list)  # that its container publishes
 
     @property
     def sizes(self) -> Json:
@@ -136,24 +139,29 @@ class Commands:
     def _container(self, words: list[str]) -> tuple[Json, ServerFlags]:
         at = words.index("run") + 1
         run, options, env = words[:at], list[str](), dict[str, str]()
-        own_net = True
+        own_net, ports = True, list[str]()
         while at < len(words) and words[at].startswith("-"):
             bare = _BARE.fullmatch(words[at]) or _TERMINAL.fullmatch(words[at])
             given = words[at : at + (1 if bare else 2)]
             at += len(given)
             name, value = given if len(given) == 2 else given[0].partition("=")[::2]
+            if len(given) == 1 and name[:2] in ("-p", "-e", "-v") and len(given[0]) > 2:
+                name, value = given[0][:2], given[0][2:]
             own_net = own_net and (name, value) not in (("--network", "host"), ("--net", "host"))
             if name in ("-e", "--env") and value.startswith("LLAMA_ARG_"):
                 env |= [value.partition("=")[::2]]
-            elif name not in ("-p", "--publish") and not _TERMINAL.fullmatch(name):
+            elif name in ("-p", "--publish"):
+                ports.append(value)
+            elif not _TERMINAL.fullmatch(name):
                 options += given
         image, rest = words[at : at + 1], words[at + 1 :]
-        full = ":full" in "".join(image) and rest[:1] in (["--server"], ["-s"])
+        full = rest[:1] == ["--server"] or (":full" in "".join(image) and rest[:1] == ["-s"])
         is_program = full or (rest and SERVER.fullmatch(rest[0]))
         program = [rest.pop(0)] if is_program else []
         if not image or not (program or IMAGE.search(image[0])):
             raise UntranslatableError(f"the container {''.join(image)} is no llama-server")
         server = self.flags(rest, env, None)
+        server.ports = ports
         port = server.listens.get("--port", "")
         port = (port if port.isdecimal() else "8080") if own_net else _PORT
         options += ["-p", f"{_LOCAL}:{_PORT}:{port}"] if own_net else []

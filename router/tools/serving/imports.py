@@ -35,6 +35,7 @@ from router.tools.serving.commands import (
     statements,
     without_comments,
 )
+from router.tools.serving.variables import VARIABLE, expanded, pairs, read_file
 
 _QUOTES = "\"'"
 _MACRO = re.compile(r"\$\{([\w.-]+)\}")
@@ -42,7 +43,6 @@ _ASSIGNMENT = re.compile(r"(?:export\s+)?'?([A-Za-z_]\w*)=(\(.*\)|.*)", re.DOTAL
 # Of a service's file of variables: what its server reads. Others may be secrets.
 _OF_A_SERVER = re.compile(r"LLAMA_|GGML_|CUDA_|HIP_|ROCR_|HSA_|VK_|OMP_|HF_(?!TOKEN)|NVIDIA_")
 _PUBLISHED = re.compile(r"(?:\[?([\d.:a-f]+?)\]?:)?([1-9]\d*):(\d+)(?:/tcp)?")
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[@\])?(?::?-([^}]*))?\})")
 # Keys of a llama-swap model that change nothing here, or are read below.
 _READ = {
     *("cmd", "cmdStop", "proxy", "name", "description", "checkEndpoint", "useModelName", "macros"),
@@ -261,7 +261,7 @@ class _Import:
                 self.note("cmdStop is left out: a process gets SIGTERM")
             else:
                 more["stop_command"] = shlex.split(stop)
-        env = _pairs(entry.get("env") or ())
+        env = pairs(entry.get("env") or ())
         if self.add(name, shlex.split(entry["cmd"]), env, more):
             self._filters(name, entry.get("filters") or {})
 
@@ -374,7 +374,8 @@ class _Import:
 
     def compose(self, services: Json) -> None:
         """Take over the services of a compose file that start llama-servers, without containers."""
-        known = _file_of_variables(self._commands.folder / ".env") | dict(os.environ)
+        known = dict(os.environ)
+        known = read_file(self._commands.folder / ".env", known) | known
         for name, service in services.items():
             self._name = str(name)
             try:
@@ -384,33 +385,35 @@ class _Import:
 
     def _service(self, name: str, service: Json, known: dict[str, str]) -> None:
         env = service.get("environment") or {}
-        env = {k: str(v) for k, v in env.items()} if isinstance(env, dict) else _pairs(env)
-        env = {key: _expanded(value, known) for key, value in env.items()}
+        env = env if isinstance(env, dict) else pairs(env)
+        env = {k: known.get(k, "") if v is None else str(v) for k, v in env.items()}
+        env = {k: v for k, v in env.items() if v}
+        env = {key: expanded(value, known) for key, value in env.items()}
         files = service.get("env_file") or ()
         for one in reversed([files] if isinstance(files, str | dict) else files):
             file = str(one.get("path")) if isinstance(one, dict) else str(one)
-            told = _file_of_variables(self._commands.folder / file)
-            env = {key: told[key] for key in told if _OF_A_SERVER.match(key)} | env
-            if others := [key for key in told if not _OF_A_SERVER.match(key)]:
+            found = read_file(self._commands.folder / file, known)
+            env = {key: found[key] for key in found if _OF_A_SERVER.match(key)} | env
+            if others := [key for key in found if not _OF_A_SERVER.match(key)]:
                 self.note(f"of {file} are left out: {', '.join(others)}")
         words = [*_listed(service.get("entrypoint")), *_listed(service.get("command"))]
-        image = str(service.get("image") or "")
+        image = expanded(str(service.get("image") or ""), known)
         if not any(map(SERVER.fullmatch, words)):
             if not IMAGE.search(image):
                 return
-            if ":full" in image and words[:1] in (["--server"], ["-s"]):
+            if words[:1] == ["--server"] or (":full" in image and words[:1] == ["-s"]):
                 words.pop(0)
             words = ["llama-server", *words]
         mounts: dict[str, Path] = {}
         for one in service.get("volumes") or ():
-            outside, inside = (
-                (one.get("source"), one.get("target"))
+            told = (
+                [str(one.get("source")), str(one.get("target"))]
                 if isinstance(one, dict)
-                else str(one).split(":")[:2]
+                else expanded(str(one), known).split(":")
             )
-            if str(outside)[:1] in "./~":
-                mounts[str(inside)] = self._commands.folder / Path(str(outside)).expanduser()
-        words = [_mounted(_expanded(word, known), mounts) for word in words]
+            if len(told) > 1 and told[0][:1] in ("/", ".", "~"):
+                mounts[told[1]] = self._commands.folder / Path(told[0]).expanduser()
+        words = [_mounted(expanded(word, known), mounts) for word in words]
         env = {key: _mounted(env[key], mounts) for key in env}
         for devices in re.findall(r"device_ids': \[([^\]]*)\]", str(service.get("deploy"))):
             env["CUDA_VISIBLE_DEVICES"] = re.sub(r"[' ]", "", devices)
@@ -419,12 +422,9 @@ class _Import:
             return
         if image:
             self.note(f"it runs without its container {image}; `command` may start that")
-        inside = server.listens.get("--port") or "8080"
-        ports = [_expanded(_port(one), known) for one in service.get("ports") or ()]
-        found = [match for one in ports if (match := _PUBLISHED.fullmatch(one))]
-        if mine := [one for one in found if one[3] == inside]:
-            host, port = mine[0][1] or "0.0.0.0", mine[0][2]  # noqa: S104 - as it was published
-            self.more.setdefault("listen", f"{f'[{host}]' if ':' in host else host}:{port}")
+        ports = [expanded(_port(one), known) for one in service.get("ports") or ()]
+        if where := _published(ports, server):
+            self.more.setdefault("listen", where)
 
     def unit(self, text: str) -> None:
         """Take over a systemd unit: its environment and its command, as a script has them."""
@@ -436,9 +436,9 @@ class _Import:
         ):
             if key in ("Environment", "EnvironmentFile"):
                 told = (
-                    _pairs(shlex.split(value))
+                    pairs(shlex.split(value))
                     if key == "Environment"
-                    else _file_of_variables(Path(value.lstrip("-")))
+                    else read_file(Path(value.lstrip("-")), {})
                 )
                 lines += [f"export {name}={shlex.quote(one)}" for name, one in told.items()]
             elif key == "WorkingDirectory":
@@ -466,15 +466,15 @@ class _Import:
     def _statement(self, text: str, known: dict[str, str], exported: dict[str, str]) -> None:
         assigned = _ASSIGNMENT.fullmatch(text)
         if assigned and (assigned[2][:1] == "(" or len(split(assigned[2])) < 2):
-            words = [_expanded(word, known) for word in split(assigned[2].strip("()"))]
+            words = [expanded(word, known) for word in split(assigned[2].strip("()"))]
             known[assigned[1]] = shlex.join(words) if assigned[2][:1] == "(" else "".join(words)
             if text.startswith("export"):
                 exported[assigned[1]] = known[assigned[1]]
             return
         words = []
         for word in split(text):
-            value = _expanded(word, known)
-            words += split(value) if _VARIABLE.fullmatch(word) else [value]
+            value = expanded(word, known)
+            words += split(value) if VARIABLE.fullmatch(word) else [value]
         while words and words[0] in ("exec", "nohup", "time", "sudo", "do", "then", "else", "{"):
             words.pop(0)
         if words[:1] == ["cd"] and len(words) > 1:
@@ -489,7 +489,9 @@ class _Import:
     def alone(self, words: list[str], env: dict[str, str]) -> None:
         """Add a server that runs by itself: it is loaded at the start, and keeps its address."""
         server = self.add("", words, env, {"preload": True})
-        if server is not None and "listen" not in self.more:
+        if server is not None and (where := _published(server.ports, server)):
+            self.more.setdefault("listen", where)
+        elif server is not None and "listen" not in self.more:
             host = server.listens.get("--host") or "127.0.0.1"
             port = server.listens.get("--port") or "8080"
             if host.startswith("/"):
@@ -507,9 +509,14 @@ def _label(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
 
 
-def _pairs(lines: Iterable[object]) -> dict[str, str]:
-    """Return the variables of lines such as `NAME=VALUE`."""
-    return dict(str(line).partition("=")[::2] for line in lines)
+def _published(ports: Iterable[str], server: ServerFlags) -> str:
+    """Return the address at which a container's server is published; "": it is at none."""
+    inside = server.listens.get("--port") or "8080"
+    for match in filter(None, map(_PUBLISHED.fullmatch, ports)):
+        if match[3] == inside:
+            host = match[1] or "0.0.0.0"  # noqa: S104 - as it was published
+            return f"{f'[{host}]' if ':' in host else host}:{match[2]}"
+    return ""
 
 
 def _port(given: object) -> str:
@@ -517,16 +524,7 @@ def _port(given: object) -> str:
     if not isinstance(given, dict):
         return str(given)
     parts = (given.get("host_ip"), given.get("published"), given.get("target"))
-    return ":".join(str(part) for part in parts if part)
-
-
-def _file_of_variables(path: Path) -> dict[str, str]:
-    """Return the variables of a file such as `.env`; none if it is not there. May raise OSError."""
-    text = path.read_text("utf-8") if path.is_file() else ""
-    found = re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)\s*=\s*(.*?)\s*$", text, re.MULTILINE)
-    return {
-        name: re.sub(r"^([^\"'].*?)\s+#.*", r"\1", value).strip(_QUOTES) for name, value in found
-    }
+    return ":".join(str(part) for part in parts if part) + f"/{given.get('protocol') or 'tcp'}"
 
 
 def _filled(value: Any, macros: Mapping[str, Any], *, drop_comments: bool = False) -> Any:
@@ -567,15 +565,6 @@ def _macro(name: str, macros: Mapping[str, Any]) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _expanded(text: str, known: Mapping[str, str]) -> str:
-    """Return a word of a shell with its variables. Raises UntranslatableError."""
-    if "$(" in text:
-        text = text.replace("$(nproc)", str(os.cpu_count() or 1))
-    if "$(" in text or "`" in text:
-        raise UntranslatableError(f"{text} is the output of a command: write what it is")
-    return _VARIABLE.sub(lambda found: known.get(found[1] or found[2], found[3] or ""), text)
 
 
 def _mounted(word: str, mounts: Mapping[str, Path]) -> str:

@@ -9,7 +9,12 @@ import yaml
 from router.assembly.part_settings import filters_of
 from router.config.schema import Config, parse
 from router.tools.cli import main
-from router.tools.serving.imports import Imported, ImportProblemError, imported
+from router.tools.serving.imports import (
+    Imported,
+    ImportProblemError,
+    imported,
+)
+from router.tools.serving.variables import read_file
 
 
 def made_of(tmp_path: Path, text: str, name: str = "config.yaml") -> Imported:
@@ -247,7 +252,7 @@ services:
     command: --server -m /models/m.gguf -c 4096 -np 2
     env_file: [llm.env]
     environment: {LLAMA_ARG_THREADS: "2"}
-    volumes: ["./models:/models"]
+    volumes: ["${MODELS:-./models}:/models:ro", /root/.cache]
     ports: ["127.0.0.1:9000:8080"]
 """
 
@@ -294,6 +299,7 @@ def test_a_container_with_all_programs(tmp_path: Path) -> None:
         ('["[::1]:81:8080"]', "[::1]:81"),
         ('[{target: 8080, published: 81, host_ip: "::1"}]', "[::1]:81"),
         ('["0:8080", "53:53/udp", "8080"]', None),
+        ("[{target: 8080, published: 9000, protocol: udp}]", None),
     ],
 )
 def test_the_port_of_the_server_is_the_one_published(
@@ -304,3 +310,28 @@ def test_the_port_of_the_server_is_the_one_published(
     )
     (tmp_path / "compose.yml").write_text(text)
     assert yaml.safe_load(imported(tmp_path / "compose.yml").text).get("listen") == listen
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("A=", "A", ""),
+        ('A="a b" # c', "A", "a b"),
+        ("A= # c", "A", ""),
+        ("A='say \"$B\"'", "A", 'say "$B"'),
+        ("A=$B/x # c", "A", "/b/x"),
+        ("A=x#y", "A", "x#y"),
+        ("export A = `b`", "A", "`b`"),
+    ],
+)
+def test_a_line_of_a_file_of_variables(tmp_path: Path, line: str, name: str, value: str) -> None:
+    (tmp_path / ".env").write_text(f"B=/b\n{line}\nNEXT=1\n")
+    found = read_file(tmp_path / ".env", {})
+    assert found == {"B": "/b", name: value, "NEXT": "1"}
+
+
+@pytest.mark.parametrize("publish", ["-p 127.0.0.1:81:8080", "-p127.0.0.1:81:8080"])
+def test_a_container_is_served_where_it_was_published(tmp_path: Path, publish: str) -> None:
+    image = "ghcr.io/ggml-org/llama.cpp:server"
+    (tmp_path / "run.sh").write_text(f"docker run {publish} --no-healthcheck {image} -m /m.gguf\n")
+    assert yaml.safe_load(imported(tmp_path / "run.sh").text)["listen"] == "127.0.0.1:81"
