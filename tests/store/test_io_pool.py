@@ -3,16 +3,15 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import wait
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import Tasks
-from router.base.types import KvDir, Snapshot, SnapshotId
+from router.base.types import Snapshot, SnapshotId
 from router.store import files, io_pool, withdrawal
 from router.store.io_pool import Threads
 from router.store.records import StoredSnapshot
@@ -143,13 +142,6 @@ class Hanging:
 
         monkeypatch.setattr(owner, name, held)
         monkeypatch.setattr(io_pool, "QUICK_S", NO_TIME)
-
-
-@pytest.fixture
-async def stores(tmp_path: Path) -> AsyncIterator[Stores]:
-    made = Stores((KvDir(str(tmp_path / "a")), KvDir(str(tmp_path / "b"))))
-    yield made
-    await made.aclose()
 
 
 async def kept(store: KvStore) -> Snapshot:

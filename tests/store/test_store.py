@@ -4,7 +4,7 @@ import asyncio
 import os
 import stat
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,20 +34,6 @@ from tests.support.files.stores import (
     write,
 )
 from tests.support.servers.llama_server import LlamaServer
-
-
-@pytest.fixture
-async def stores(tmp_path: Path) -> AsyncIterator[Stores]:
-    made = Stores((KvDir(str(tmp_path / "a")), KvDir(str(tmp_path / "b"))))
-    yield made
-    await made.aclose()
-
-
-@pytest.fixture
-async def store(stores: Stores) -> KvStore:
-    made = stores.make()
-    assert await made.load() == []
-    return made
 
 
 def test_is_the_port(stores: Stores) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,20 +31,6 @@ from tests.support.files.stores import (
     touch,
     write,
 )
-
-
-@pytest.fixture
-async def stores(tmp_path: Path) -> AsyncIterator[Stores]:
-    made = Stores((KvDir(str(tmp_path / "a")), KvDir(str(tmp_path / "b"))))
-    yield made
-    await made.aclose()
-
-
-@pytest.fixture
-async def store(stores: Stores) -> KvStore:
-    made = stores.make()
-    assert await made.load() == []
-    return made
 
 
 async def test_oldest_comes_first(stores: Stores) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,6 @@ BASE = head(TOKENS) + attention(stream(range(10)))
 CHECKPOINT = appendix((4, attention(stream(range(4)))))
 WINDOWED = BASE + attention(stream(range(6, 10))) + CHECKPOINT
 SHORT = BASE + attention(stream(range(10)))  # the window is longer than the state
-
-
-@pytest.fixture
-async def stores(tmp_path: Path) -> AsyncIterator[Stores]:
-    made = Stores((KvDir(str(tmp_path / "a")), KvDir(str(tmp_path / "b"))))
-    yield made
-    await made.aclose()
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from router.telemetry.decision_log import DecisionLog
 SLOT = SlotId(BackendId("a"), 1)
 PLAN = Plan(Candidate(SLOT, Source.COLD, 0, Price()))
 PARTED = Nearest(SLOT, None, 1, 2, pack([1]), pack([2]), pack([3]))
-SAME = Nearest(SLOT, None, 1, 1, pack([1]), pack([2]), pack([]))
 
 
 def record(name: str, nearest: Nearest | None = PARTED) -> RequestRecord:

@@ -415,17 +415,6 @@ def test_a_slot_that_was_still_watched_is_in_doubt_too() -> None:
     assert slot(s, A1).content.resident == Resident(unread=1)
 
 
-def fleeting(*sent: str, pinnable: bool = False) -> Scheduler:
-    """Return a scheduler with `sent` under way on a backend with volatile slots."""
-    info = backend("a", 2, keeps_idle_slots=False)
-    s = scheduler(info, idle_save_after_s=None, reuse_probability=0.0)
-    for n, name in enumerate(sent):
-        arrive(s, name, [n, n], pinnable=pinnable)
-        if not pinnable:
-            prefilled(s, name)
-    return s
-
-
 # -- requests for a whole backend ----------------------------------------------------------------
 
 
