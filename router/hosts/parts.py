@@ -1,7 +1,7 @@
 """Read the parts of a snapshot from another host, in threads.
 
 A thread with `readinto` reads twice as fast as the event loop would, and five times with TLS
-(measured: docs/adr/0030). Each thread has a connection of its own.
+(measured: docs/adr/0030). Reads at the same time have a connection each.
 """
 
 import ssl
@@ -15,7 +15,6 @@ from router.hosts.messages import PART
 
 _AT_ONCE = 1 << 20  # bytes; then it looks whether it is to stop
 _SILENT_S = 10.0
-_PIECE = 64 * 1024
 
 
 class PeerParts:
@@ -37,10 +36,9 @@ class PeerParts:
         self._tls = tls
         self._ends_at = ends_at
         self._now = now
-        self._stopped = False
-        self._own = threading.local()
+        self._stopped = threading.Event()
         self._lock = threading.Lock()  # guards all below
-        self._connections: list[HTTPConnection] = []
+        self._idle: list[HTTPConnection] = []
         self._read_bytes = 0
         self._first_at = self._last_at = 0.0
 
@@ -58,19 +56,21 @@ class PeerParts:
 
     def stop(self) -> None:
         """Let all reads fail soon."""
-        self._stopped = True
+        self._stopped.set()
 
     def close(self) -> None:
-        """Close the connections; no read may be under way."""
+        """Close what is open; a read under way fails with its next bytes."""
         with self._lock:
-            for connection in self._connections:
+            self._stopped.set()
+            for connection in self._idle:
                 connection.close()
-            self._connections.clear()
 
     def read(self, index: int, into: memoryview) -> None:
         """Read one part, of just this size. Blocks. Raises OSError or KvError."""
-        connection = self._connection()
         with self._lock:
+            if self._stopped.is_set():
+                raise KvError("it takes too long")
+            connection = self._idle.pop() if self._idle else _connection(self._url, self._tls)
             self._first_at = self._first_at or self._now()
         try:
             connection.request("GET", f"{PART}?snapshot={self._snapshot}&index={index}")
@@ -79,7 +79,7 @@ class PeerParts:
                 raise KvError(f"it does not hand out part {index}: status {answer.status}")
             done = 0
             while done < len(into):
-                if self._stopped or self._now() > self._ends_at:
+                if self._stopped.is_set() or self._now() > self._ends_at:
                     raise KvError("it takes too long")
                 n = answer.readinto(into[done : done + _AT_ONCE])
                 if not n:
@@ -88,21 +88,17 @@ class PeerParts:
                 with self._lock:
                     self._read_bytes += n
                     self._last_at = self._now()
+            with self._lock:
+                if not self._stopped.is_set():
+                    self._idle.append(connection)
+                    return
+            connection.close()
         except HTTPException as error:
             connection.close()
             raise KvError(f"it does not answer as a kvferry does: {error!r}") from error
         except BaseException:
             connection.close()
             raise
-
-    def _connection(self) -> HTTPConnection:
-        known: HTTPConnection | None = getattr(self._own, "connection", None)
-        if known is not None:
-            return known
-        made = self._own.connection = _connection(self._url, self._tls)
-        with self._lock:
-            self._connections.append(made)
-        return made
 
 
 def _connection(url: SplitResult, tls: ssl.SSLContext | None) -> HTTPConnection:

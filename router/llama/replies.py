@@ -212,9 +212,6 @@ _KINDS: dict[type, str] = {
 }
 
 
-_DEFAULTS = "default_generation_settings/params"  # of a request that says nothing
-
-
 def props_from(payload: object) -> Props:
     """Read the answer to GET /props, as bytes or parsed. Raises BackendError."""
     answer = _Answer(payload, "GET /props")

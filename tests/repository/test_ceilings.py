@@ -9,21 +9,21 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_051,
+    "router": 53_043,
     "router/assembly": 2_334,
     "router/base": 1_748,
     "router/config": 1_939,
     "router/core": 9_958,
     "router/engine": 2_085,
-    "router/hosts": 1_500,
-    "router/llama": 5_970,
+    "router/hosts": 1_496,
+    "router/llama": 5_967,
     "router/prompts": 2_350,
     "router/servers": 1_166,
     "router/store": 6_431,
     "router/telemetry": 1_810,
-    "router/tools": 7_765,
+    "router/tools": 7_764,
     "router/web": 7_979,
-    "tests": 70_642,
+    "tests": 70_626,
     "bench": 9_014,
 }
 # A part may shrink so far before its ceiling has to follow.

@@ -37,7 +37,6 @@ from router.tools.serving.commands import (
 )
 from router.tools.serving.variables import VARIABLE, expanded, pairs, read_file
 
-_QUOTES = "\"'"
 _MACRO = re.compile(r"\$\{([\w.-]+)\}")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?'?([A-Za-z_]\w*)=(\(.*\)|.*)", re.DOTALL)
 # Of a service's file of variables: what its server reads. Others may be secrets.

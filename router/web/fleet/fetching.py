@@ -68,7 +68,7 @@ class ReadParts(Remote, Protocol):
         """Return the seconds from the first question to the last byte."""
 
     def close(self) -> None:
-        """End what is open; no read may be under way."""
+        """End what is open; a read under way fails soon."""
 
 
 class KnownPeers(Protocol):
