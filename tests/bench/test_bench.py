@@ -129,9 +129,9 @@ def test_hints(tmp_path: Path) -> None:
     rows = run(hints.main, tmp_path, "--words", "1000", "--kinds", "llama,gemma3")
 
     reused = {(row["memory"], row["marked"]): cast("float", row["reused"]) for row in rows}
-    # Without a mark it is the server's own checkpoints that decide: builds differ in them.
+    # Without a mark it is the server's own checkpoints that decide: builds differ by some tokens.
     assert reused["sliding window", "yes"] > 0.95
-    assert reused["sliding window", "yes"] >= reused["sliding window", "no"]
+    assert reused["sliding window", "yes"] > reused["sliding window", "no"] - 0.01
     assert reused["full attention", "yes"] == reused["full attention", "no"] > 0.95
 
 
