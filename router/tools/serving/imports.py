@@ -1,14 +1,15 @@
 """`kvferry import FILE`: what starts llama-servers today, as a configuration of kvferry.
 
-Takes a llama-swap file, presets of llama-server (`--models-preset`), a compose file, a systemd unit
-or a shell script, and finds out which it is. What is changed or left out is said, by model.
+Takes a llama-swap file, presets of llama-server (`--models-preset`), a compose file, a systemd
+unit, a `.container` file of podman or a shell script, and finds out which it is. What is changed or
+left out is said, by model.
 """
 
 import configparser
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,18 @@ from router.tools.serving.commands import (
     statements,
     without_comments,
 )
+from router.tools.serving.containers import folders, mounted, published, short_port
 from router.tools.serving.variables import VARIABLE, expanded, pairs, read_file
 
 _MACRO = re.compile(r"\$\{([\w.-]+)\}")
-_ASSIGNMENT = re.compile(r"(?:export\s+)?'?([A-Za-z_]\w*)=(\(.*\)|.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(
+    r"(?:(?:then|else|do|export|local|readonly|declare)\s+(?:-\w+\s+)*)*"
+    r"'?([A-Za-z_]\w*)(\+?)=(\(.*\)|.*)",
+    re.DOTALL,
+)
+_OF_A_UNIT = re.compile(r"^[ \t]*(\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", re.MULTILINE)
 # Of a service's file of variables: what its server reads. Others may be secrets.
 _OF_A_SERVER = re.compile(r"LLAMA_|GGML_|CUDA_|HIP_|ROCR_|HSA_|VK_|OMP_|HF_(?!TOKEN)|NVIDIA_")
-_PUBLISHED = re.compile(r"(?:\[?([\d.:a-f]+?)\]?:)?([1-9]\d*):(\d+)(?:/tcp)?")
 # Keys of a llama-swap model that change nothing here, or are read below.
 _READ = {
     *("cmd", "cmdStop", "proxy", "name", "description", "checkEndpoint", "useModelName", "macros"),
@@ -95,6 +101,8 @@ def imported(path: Path) -> Imported:
             made.compose(document["services"])
         elif isinstance(document, dict) and isinstance(document.get("models"), dict):
             made.llama_swap(document)
+        elif re.search(r"^\[Container\]\s*$", text, re.MULTILINE):
+            made.quadlet(text)
         elif re.search(r"^\s*ExecStart\s*=", text, re.MULTILINE):
             made.unit(text)
         elif re.search(r"^\[[^\]]+\]\s*$", text, re.MULTILINE) and "\nif [" not in text:
@@ -403,17 +411,9 @@ class _Import:
             if words[:1] == ["--server"] or (":full" in image and words[:1] == ["-s"]):
                 words.pop(0)
             words = ["llama-server", *words]
-        mounts: dict[str, Path] = {}
-        for one in service.get("volumes") or ():
-            told = (
-                [str(one.get("source")), str(one.get("target"))]
-                if isinstance(one, dict)
-                else expanded(str(one), known).split(":")
-            )
-            if len(told) > 1 and told[0][:1] in ("/", ".", "~"):
-                mounts[told[1]] = self._commands.folder / Path(told[0]).expanduser()
-        words = [_mounted(expanded(word, known), mounts) for word in words]
-        env = {key: _mounted(env[key], mounts) for key in env}
+        mounts = folders(service.get("volumes") or (), self._commands.folder, known)
+        words = [mounted(expanded(word, known), mounts) for word in words]
+        env = {key: mounted(env[key], mounts) for key in env}
         for devices in re.findall(r"device_ids': \[([^\]]*)\]", str(service.get("deploy"))):
             env["CUDA_VISIBLE_DEVICES"] = re.sub(r"[' ]", "", devices)
         server = self.add(name, words, env, {"preload": True})
@@ -421,18 +421,33 @@ class _Import:
             return
         if image:
             self.note(f"it runs without its container {image}; `command` may start that")
-        ports = [expanded(_port(one), known) for one in service.get("ports") or ()]
-        if where := _published(ports, server):
+        server.ports = [expanded(short_port(one), known) for one in service.get("ports") or ()]
+        if service.get("network_mode") == "host":
+            self._listen_as(server)
+        elif where := published(server.ports, server):
             self.more.setdefault("listen", where)
+
+    def quadlet(self, text: str) -> None:
+        """Take over a container of podman's units (`NAME.container`), as a service of compose."""
+        found: dict[str, list[str]] = {}
+        for key, value in _settings(text):
+            found.setdefault(key, []).append(value)
+        service = {
+            "image": "".join(found.get("Image", ())[-1:]),
+            "entrypoint": "".join(found.get("Entrypoint", ())[-1:]),
+            "command": "".join(found.get("Exec", ())[-1:]),
+            "environment": shlex.split(" ".join(found.get("Environment", ()))),
+            "env_file": found.get("EnvironmentFile", ()),
+            "volumes": found.get("Volume", ()),
+            "ports": found.get("PublishPort", ()),
+            "network_mode": "".join(found.get("Network", ())[-1:]),
+        }
+        self._service(self._path.stem, service, dict(os.environ))
 
     def unit(self, text: str) -> None:
         """Take over a systemd unit: its environment and its command, as a script has them."""
-        home = str(Path.home())
         lines: list[str] = []
-        joined = re.sub(r"\\\n\s*", " ", text).replace("%h", home)
-        for key, value in re.findall(
-            r"^[ \t]*(\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", joined, re.MULTILINE
-        ):
+        for key, value in _settings(text):
             if key in ("Environment", "EnvironmentFile"):
                 told = (
                     pairs(shlex.split(value))
@@ -464,11 +479,15 @@ class _Import:
 
     def _statement(self, text: str, known: dict[str, str], exported: dict[str, str]) -> None:
         assigned = _ASSIGNMENT.fullmatch(text)
-        if assigned and (assigned[2][:1] == "(" or len(split(assigned[2])) < 2):
-            words = [expanded(word, known) for word in split(assigned[2].strip("()"))]
-            known[assigned[1]] = shlex.join(words) if assigned[2][:1] == "(" else "".join(words)
+        if assigned and (assigned[3][:1] == "(" or len(split(assigned[3])) < 2):
+            name, more, value = assigned.groups()
+            words = [expanded(word, known) for word in split(value.strip("()"))]
+            is_list, old = value[:1] == "(", known.get(name, "") if more else ""
+            known[name] = " ".join(filter(None, (old, shlex.join(words))))
+            if not is_list:
+                known[name] = old + "".join(words)
             if text.startswith("export"):
-                exported[assigned[1]] = known[assigned[1]]
+                exported[name] = known[name]
             return
         words = []
         for word in split(text):
@@ -488,9 +507,13 @@ class _Import:
     def alone(self, words: list[str], env: dict[str, str]) -> None:
         """Add a server that runs by itself: it is loaded at the start, and keeps its address."""
         server = self.add("", words, env, {"preload": True})
-        if server is not None and (where := _published(server.ports, server)):
+        if server is not None:
+            self._listen_as(server)
+
+    def _listen_as(self, server: ServerFlags) -> None:
+        if where := published(server.ports, server):
             self.more.setdefault("listen", where)
-        elif server is not None and "listen" not in self.more:
+        elif "listen" not in self.more:
             host = server.listens.get("--host") or "127.0.0.1"
             port = server.listens.get("--port") or "8080"
             if host.startswith("/"):
@@ -499,31 +522,19 @@ class _Import:
                 self.more["listen"] = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             else:
                 self.note(f"its address {host}:{port} is left out: set `listen`")
-        elif server is not None:
+        else:
             self.note("its own address is left out: all models answer where kvferry listens")
+
+
+def _settings(text: str) -> list[tuple[str, str]]:
+    """Return the keys and values of a unit of systemd, of all its sections."""
+    joined = re.sub(r"\\\n\s*", " ", text).replace("%h", str(Path.home()))
+    return _OF_A_UNIT.findall(joined)
 
 
 def _label(name: str) -> str:
     """Return a name of what kvferry allows in one, as near as possible."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
-
-
-def _published(ports: Iterable[str], server: ServerFlags) -> str:
-    """Return the address at which a container's server is published; "": it is at none."""
-    inside = server.listens.get("--port") or "8080"
-    for match in filter(None, map(_PUBLISHED.fullmatch, ports)):
-        if match[3] == inside:
-            host = match[1] or "0.0.0.0"  # noqa: S104 - as it was published
-            return f"{f'[{host}]' if ':' in host else host}:{match[2]}"
-    return ""
-
-
-def _port(given: object) -> str:
-    """Return a published port in its short form."""
-    if not isinstance(given, dict):
-        return str(given)
-    parts = (given.get("host_ip"), given.get("published"), given.get("target"))
-    return ":".join(str(part) for part in parts if part) + f"/{given.get('protocol') or 'tcp'}"
 
 
 def _filled(value: Any, macros: Mapping[str, Any], *, drop_comments: bool = False) -> Any:
@@ -564,14 +575,6 @@ def _macro(name: str, macros: Mapping[str, Any]) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _mounted(word: str, mounts: Mapping[str, Path]) -> str:
-    """Return a word with the path outside of a container."""
-    for inside, outside in mounts.items():
-        if word == inside or word.startswith(inside.rstrip("/") + "/"):
-            return str(outside) + word[len(inside.rstrip("/")) :]
-    return word
 
 
 def _listed(value: Any) -> list[str]:

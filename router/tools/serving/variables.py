@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from router.tools.serving.commands import UntranslatableError
@@ -11,7 +12,9 @@ _LINE = re.compile(
     r"""^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)[ \t]*=[ \t]*("(?:[^"\\]|\\.)*"|'[^']*')?(.*)$""",
     re.MULTILINE,
 )
-VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[@\])?(?::?-([^}]*))?\})")
+VARIABLE = re.compile(
+    r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?:(:?[-+=?]|##?|%%?)((?:[^{}]|\{[^{}]*\})*))?\})"
+)
 
 
 def pairs(lines: Iterable[object]) -> dict[str, str]:
@@ -36,4 +39,24 @@ def expanded(text: str, known: Mapping[str, str]) -> str:
         text = text.replace("$(nproc)", str(os.cpu_count() or 1))
     if "$(" in text or "`" in text:
         raise UntranslatableError(f"{text} is the output of a command: write what it is")
-    return VARIABLE.sub(lambda found: known.get(found[1] or found[2], found[3] or ""), text)
+    if "${" in VARIABLE.sub("", text):
+        raise UntranslatableError(f"{text} is too much of a shell: write what it is")
+    return VARIABLE.sub(lambda found: _value(found, known), text)
+
+
+def _value(found: re.Match[str], known: Mapping[str, str]) -> str:
+    """Return what stands for `$NAME`, `${NAME:-default}`, `${NAME##*/}`."""
+    name, how, word = found[1] or found[2], found[3] or "", expanded(found[4] or "", known)
+    value = known.get(name, "")
+    is_set = bool(value) if how[:1] == ":" else name in known
+    if how[-1:] == "?" and not is_set:
+        raise UntranslatableError(f"{name} is not set")
+    if how[-1:] == "+":
+        return word if is_set else ""
+    if how[:1] in ("#", "%") and how:
+        ends = range(len(value) + 1)
+        for at in ends if how in ("#", "%%") else reversed(ends):
+            parts = (value[:at], value[at:]) if how[0] == "#" else (value[at:], value[:at])
+            if fnmatchcase(parts[0], word):
+                return parts[1]
+    return value if is_set or how[-1:] not in ("-", "=") else word

@@ -9,12 +9,13 @@ import yaml
 from router.assembly.part_settings import filters_of
 from router.config.schema import Config, parse
 from router.tools.cli import main
+from router.tools.serving.commands import UntranslatableError
 from router.tools.serving.imports import (
     Imported,
     ImportProblemError,
     imported,
 )
-from router.tools.serving.variables import read_file
+from router.tools.serving.variables import expanded, read_file
 
 
 def made_of(tmp_path: Path, text: str, name: str = "config.yaml") -> Imported:
@@ -335,3 +336,55 @@ def test_a_container_is_served_where_it_was_published(tmp_path: Path, publish: s
     image = "ghcr.io/ggml-org/llama.cpp:server"
     (tmp_path / "run.sh").write_text(f"docker run {publish} --no-healthcheck {image} -m /m.gguf\n")
     assert yaml.safe_load(imported(tmp_path / "run.sh").text)["listen"] == "127.0.0.1:81"
+
+
+def test_a_container_of_podman(tmp_path: Path) -> None:
+    file = tmp_path / "chat.container"
+    file.write_text(
+        "[Container]\nImage=ghcr.io/ggml-org/llama.cpp:server\nVolume=/srv/models:/models:ro,Z\n"
+        "Environment=LLAMA_ARG_CTX_SIZE=8192\nPublishPort=81:8080\n"
+        "Exec=-m /models/m.gguf -np 2\n[Install]\nWantedBy=default.target\n"
+    )
+    made = yaml.safe_load(imported(file).text)
+    (model,) = made["servers"]["models"]
+    assert (model["name"], model["model"]) == ("chat", "/srv/models/m.gguf")
+    assert (made["listen"], model["slots"], model["ctx"]) == ("0.0.0.0:81", 2, 4096)
+
+
+def test_a_service_on_the_network_of_its_host_keeps_its_address(tmp_path: Path) -> None:
+    (tmp_path / "compose.yml").write_text(
+        "services:\n  a:\n    image: ghcr.io/ggml-org/llama.cpp:server\n    network_mode: host\n"
+        "    command: -m /m.gguf --host 10.0.0.1 --port 82\n"
+    )
+    assert yaml.safe_load(imported(tmp_path / "compose.yml").text)["listen"] == "10.0.0.1:82"
+
+
+def test_a_list_that_grows_in_a_script(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        'MODEL=${1:-/m/q.gguf}\ndeclare -a ARGS=(-m "$MODEL")\nARGS+=(-c 8192 -np 2)\n'
+        'NAME=a\nNAME+=b\nllama-server "${ARGS[@]}" --alias "$NAME"\n'
+    )
+    (model,) = yaml.safe_load(imported(tmp_path / "run.sh").text)["servers"]["models"]
+    assert (model["name"], model["model"]) == ("ab", "/m/q.gguf")
+    assert (model["slots"], model["ctx"]) == (2, 4096)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("${M##*/}", "q.Q4.gguf"),
+        ("${M#*/}", "m/q.Q4.gguf"),
+        ("${M%.*}", "/m/q.Q4"),
+        ("${M%%.*}", "/m/q"),
+        ("${M:+set}${E:+set}${E+is}", "setis"),
+        ("${E:-a}${E-b}${X-${M##*.}}${M?}", "agguf/m/q.Q4.gguf"),
+    ],
+)
+def test_a_variable_of_a_shell(text: str, value: str) -> None:
+    assert expanded(text, {"M": "/m/q.Q4.gguf", "E": ""}) == value
+
+
+@pytest.mark.parametrize("text", ["${X?}", "${M//a/b}", "$(date)"])
+def test_too_much_of_a_shell_is_left_out(text: str) -> None:
+    with pytest.raises(UntranslatableError):
+        expanded(text, {"M": "a"})
