@@ -52,9 +52,9 @@ class LlamaClient(ServerClient):
         """Return if the server is up and its model is loaded; else raise BackendError."""
         await self._call("GET", "/health", None, self._timeouts.health_s)
 
-    async def props(self) -> reply.Props:
-        """Return the answer to `GET /props`."""
-        return reply.props_from(await self.props_answer())
+    async def props(self, *, soon: bool = False) -> reply.Props:
+        """Return the answer to `GET /props`. `soon`: wait no longer than for `/health`."""
+        return reply.props_from(await self.props_answer(soon=soon))
 
     async def models(self) -> reply.ModelsInfo:
         """Return the answer to `GET /v1/models`."""
@@ -77,9 +77,10 @@ class LlamaClient(ServerClient):
         timeout_s = self._timeouts.health_s
         return await self._call("GET", "/metrics", None, timeout_s, _MAX_METRICS_BYTES)
 
-    async def props_answer(self) -> bytes:
-        """Return the raw answer to `GET /props`."""
-        return await self._call("GET", "/props", None, self._timeouts.control_s)
+    async def props_answer(self, *, soon: bool = False) -> bytes:
+        """Return the raw answer to `GET /props`. `soon`: wait no longer than for `/health`."""
+        timeout_s = self._timeouts.health_s if soon else self._timeouts.control_s
+        return await self._call("GET", "/props", None, timeout_s)
 
     async def slots_answer(self) -> bytes:
         """Return the raw answer to `GET /slots`; as `slots`, at most once a second."""

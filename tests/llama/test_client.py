@@ -354,7 +354,7 @@ async def test_who_asks_a_server_that_is_given_up_can_ask_another() -> None:
         await goes_on.wait()
         writer.write(answer({"id_slot": 0, "n_erased": 3} if b"erase" in request else {}))
 
-    patient = Timeouts(control_s=3600, action_s=3600)
+    patient = Timeouts(control_s=3600, action_s=3600, health_s=0.1)
     async with serving(serve) as url, Connections() as connections, asyncio.TaskGroup() as group:
         client = LlamaClient(BackendId("a"), url, connections, patient)
         asked = (
@@ -365,6 +365,8 @@ async def test_who_asks_a_server_that_is_given_up_can_ask_another() -> None:
         erasing = group.create_task(client.erase(0))
         for _ in range(4):
             await reached.acquire()
+        await failing(client.props(soon=True))
+        await reached.acquire()
         client.give_up()
         client.give_up()
         await asyncio.wait(asked)

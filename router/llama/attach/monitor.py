@@ -213,7 +213,8 @@ class Monitor:
     async def _check(self) -> None:
         """Check the backend once. Raises BackendError if it is not fit for use."""
         await self.client.health()
-        props = await self.client.props()
+        # Both are answered whatever is computed: one that hangs since `/health` is found as soon.
+        props = await self.client.props(soon=self.attached is not None)
         self._answered = True
         if self.attached is not None and props.process != self.attached.props.process:
             log.warning("backend_down", backend=self.client.id, reason="it restarted")

@@ -13,7 +13,7 @@ from router.base.types import BackendId, KvDir, KvSettings, MemoryKind, Namespac
 from router.llama.attach.attached import Attached
 from router.llama.attach.monitor import Monitor, MonitorSettings
 from router.llama.client import LlamaClient
-from router.llama.replies import Process
+from router.llama.replies import Process, Props
 from router.llama.server_client import Connections, Timeouts
 from router.store.store import KvStore
 from tests.support.servers.fake_llama import FakeLlama
@@ -288,6 +288,24 @@ async def test_a_suspicion_that_two_looks_confirm(
         raise BackendTimeoutError("it hangs")
 
     monkeypatch.setattr(watched.monitor.client, "health", health)
+    watched.monitor.suspect()
+    await watched.until("prepare", "prepare", "up", "down")
+
+
+async def test_one_that_hangs_behind_its_health_is_given_up_as_soon(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: its properties were waited for as long as a change of slots, 10 s."""
+    await watched.until("prepare", "prepare", "up")
+    client = watched.monitor.client
+    props = client.props
+
+    async def hanging(*, soon: bool = False) -> Props:
+        if soon:
+            raise BackendTimeoutError("it hangs")
+        return await props()
+
+    monkeypatch.setattr(client, "props", hanging)
     watched.monitor.suspect()
     await watched.until("prepare", "prepare", "up", "down")
 
