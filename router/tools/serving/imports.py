@@ -483,9 +483,7 @@ class _Import:
             name, more, value = assigned.groups()
             words = [expanded(word, known) for word in split(value.strip("()"))]
             is_list, old = value[:1] == "(", known.get(name, "") if more else ""
-            known[name] = " ".join(filter(None, (old, shlex.join(words))))
-            if not is_list:
-                known[name] = old + "".join(words)
+            known[name] = f"{old} {shlex.join(words)}".strip() if is_list else old + "".join(words)
             if text.startswith("export"):
                 exported[name] = known[name]
             return

@@ -53,7 +53,7 @@ def _value(found: re.Match[str], known: Mapping[str, str]) -> str:
         raise UntranslatableError(f"{name} is not set")
     if how[-1:] == "+":
         return word if is_set else ""
-    if how[:1] in ("#", "%") and how:
+    if how[:1] in ("#", "%"):
         ends = range(len(value) + 1)
         for at in ends if how in ("#", "%%") else reversed(ends):
             parts = (value[:at], value[at:]) if how[0] == "#" else (value[at:], value[:at])

@@ -253,7 +253,7 @@ services:
     command: --server -m /models/m.gguf -c 4096 -np 2
     env_file: [llm.env]
     environment: {LLAMA_ARG_THREADS: "2"}
-    volumes: ["${MODELS:-./models}:/models:ro", /root/.cache]
+    volumes: ["${MODELS:-./models}:/models:ro", /cache]
     ports: ["127.0.0.1:9000:8080"]
 """
 
