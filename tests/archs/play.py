@@ -66,7 +66,7 @@ class Played:
     @property
     def bound(self) -> float:
         """Return the most by which the log probabilities of a right answer differ."""
-        return max(4 * self.noise, min(0.3, self.tells / 4))
+        return max(4 * self.noise, min(0.5, self.tells / 4))
 
 
 # As much is fetched as can be: a tiny model computes in milliseconds.
@@ -256,11 +256,11 @@ class _Game:
 
         `stop`: it is computed in two parts.
         """
-        reuse = False
         if stop is not None:
-            await self._post("/completion", {"prompt": prompt[:stop], "n_predict": 0} | NO_CACHE)
-            reuse = True
-        body = {"prompt": prompt, "n_probs": 5, "temperature": 0, "cache_prompt": reuse}
+            first = {"prompt": prompt[:stop], "n_predict": 0, "cache_prompt": False}
+            await self._post("/completion", first)
+        body = {"prompt": prompt, "n_probs": 5, "temperature": 0}
+        body["cache_prompt"] = stop is not None
         answer = await self._post("/completion", body | {"n_predict": 1})
         if not answer.json.get("completion_probabilities"):
             # A part of a character is held back until it is whole.
@@ -273,9 +273,6 @@ class _Game:
             answer = await read_answer(response)
         assert answer.status == 200, answer.body
         return answer
-
-
-NO_CACHE: Json = {"cache_prompt": False}
 
 
 def _next(messages: list[Json], answer: Answer, question: str) -> list[Json]:

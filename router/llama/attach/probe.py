@@ -102,7 +102,8 @@ class Probe:
         """
         self._client, self._tenants, self._sample = client, tenants, sample
         self._found = ProbeResult()
-        self._tokens, self._fresh = EMPTY, Behaviour()
+        # What names the model, however slow its server is; what is saved, and predicts `_fresh`.
+        self._text, self._tokens, self._fresh = EMPTY, EMPTY, Behaviour()
         self._windowed = self._whole = self._proved = False
         self._done = self._tries = 0
         self.touched: set[int] = set()  # slots that do not hold what they held, in the last run
@@ -129,9 +130,9 @@ class Probe:
         if slot is None:
             problem = "every slot was busy; the router probes it again later"
             return ProbeResult(problem=problem, untried=True)
-        self._slot, self._slots, self._status = slot.index, slots, slot
-        self._room = _room(slot)
-        self._tokens = self._tokens or await _text(self._client, slot)
+        self._slot, self._slots, self._status, self._room = slot.index, slots, slot, _room(slot)
+        if not self._text:
+            self._text = self._tokens = await _text(self._client, slot)
         store, kv_dir = self._store_and_dir
         if self._tries < _TRIES and makes_way():
             self._tries += 1
@@ -198,7 +199,7 @@ class Probe:
         await self._prefill(self._tokens)
 
     async def _behave(self) -> None:
-        for part in (head(self._tokens, _GLANCE), self._tokens):
+        for part in (head(self._text, _GLANCE), self._text):
             await erase(self._client, self._slot)
             seen = await self._client.fingerprint(self._slot, part)
             self._found.glance, self._found.behaviour = self._found.behaviour, seen
@@ -215,7 +216,7 @@ class Probe:
 
     async def _place(self) -> None:
         """Find out how the server places requests, and what becomes of its idle slots."""
-        client, found, tokens = self._client, self._found, self._tokens
+        client, found, tokens = self._client, self._found, self._text
         found.by_prefix = await places_by_prefix(client, self._slots, self._status, tokens)
         found.keeps_idle_slots = await keeps_idle_slots(client, self._slots, self._status, tokens)
         if self._tenants:
@@ -248,11 +249,10 @@ class Probe:
             return
         if rate is None or length * rate > _LONGER_S:
             return
-        text = await _text(self._client, self._status)
-        longer = head(join([text] * (length // count(text) + 1)), min(length, self._room))
+        times = length // count(self._text) + 1
+        longer = head(join([self._text] * times), min(length, self._room))
         if count(longer) > count(self._tokens):
-            self._fresh = await self._save(longer)
-            self._tokens = longer
+            self._fresh, self._tokens = await self._save(longer), longer
 
     async def _end_windows(self) -> None:
         found = self._found

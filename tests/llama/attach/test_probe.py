@@ -177,8 +177,11 @@ async def test_window_that_is_not_seen(
         model, slots=2, ctx=8192, kv_dir=tmp_path / "kv", argv=server_argv
     ) as server:
         attached = await look(server, connections)
+        monkeypatch.setattr(probe, "_LONGER_S", 60.0)
+        later = await look(server, connections, attached.info.namespace)
 
     info, found = attached.info, attached.probe
+    assert later.info.namespace == info.namespace  # whether it was slow tells no two models apart
     assert (info.memory_kind, info.window) == (MemoryKind.SLIDING_WINDOW, 0)
     assert info.kv_dir is not None
     assert (found.problem, found.padded, found.n_tokens) == (None, Padding.NEEDED, n_tokens)
