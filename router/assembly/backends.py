@@ -16,7 +16,6 @@ from router.base.tasks import Tasks, in_thread, supervise, within
 from router.base.types import BackendId, KvDir
 from router.config.schema import BackendConfig, Config
 from router.core.model import events as ev
-from router.core.model.policy import Policy
 from router.engine.engine import Engine
 from router.llama.attach.monitor import Monitor, MonitorSettings
 from router.llama.client import LlamaClient
@@ -104,7 +103,7 @@ def kv_dir_of(backend: BackendConfig, config: Config) -> KvDir | None:
 
 def moves_kv(config: Config) -> bool:
     """Return whether state files are written and read at all."""
-    return config.store.enabled and Policy(name=config.policy.name).moves_kv
+    return config.store.enabled and config.policy.name.moves_kv
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple, NewType
 from msgspec import Struct
 from msgspec.structs import replace
 
-from router.base.tokens import EMPTY, Tokens, count
+from router.base.tokens import EMPTY, WIDTH, Tokens
 
 BackendId = NewType("BackendId", str)
 RequestId = NewType("RequestId", str)
@@ -150,7 +150,7 @@ class Prompt(Struct, frozen=True):
     n_media: int = 0
 
     def __len__(self) -> int:
-        return count(self.tokens)
+        return len(self.tokens) // WIDTH
 
     @property
     def is_exact(self) -> bool:
@@ -345,7 +345,7 @@ class Snapshot(Struct, frozen=True):
     whole: bool = True
 
     def __len__(self) -> int:
-        return count(self.tokens)
+        return len(self.tokens) // WIDTH
 
     def goes_on_from(self, other: "Snapshot") -> bool:
         """Return whether it begins with all of another one."""

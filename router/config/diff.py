@@ -9,7 +9,6 @@ from pydantic import BaseModel
 from router.base.types import BackendId
 from router.config.schema import BackendConfig, Config
 from router.config.values import format_duration, format_size
-from router.core.model.policy import Policy
 
 # Applied at once; all other keys need a restart, new keys included.
 _LIVE = frozenset(
@@ -80,7 +79,7 @@ def compare(old: Config, new: Config) -> Changes:
 
 
 def _keeps_snapshots(config: Config) -> bool:
-    return config.store.enabled and Policy(name=config.policy.name).moves_kv
+    return config.store.enabled and config.policy.name.moves_kv
 
 
 def _by_name(config: Config) -> dict[BackendId, BackendConfig]:

@@ -276,15 +276,6 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback
 
 
-def is_address(host: str) -> bool:
-    """Return True for an IP address."""
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def is_local(host: str) -> bool:
     """Return True for a loopback address or its name, and for the path of a socket."""
     return host == "localhost" or host.startswith("/") or is_loopback(host)

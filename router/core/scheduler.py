@@ -10,12 +10,12 @@ from typing import assert_never
 
 from router.core.admission import admission, backend_attach, backend_drain, server_swaps
 from router.core.execution import (
-    ability_checks,
     deadline,
     idle_saves,
     job_ends,
     job_steps,
     prefill_queue,
+    resident_updates,
 )
 from router.core.execution.state import State
 from router.core.model import events as ev
@@ -32,21 +32,24 @@ class Scheduler:
         """Take in one event; return the effects to carry out, in order."""
         state = self.state
         state.out = []
-        admission.explain_admitted(state)
+        if state.unexplained:
+            admission.explain_admitted(state)
         idle_saves.end_backoffs(state, now)
         state.inventory.catalog.lapse(now)
         self._take(event, now)
         state.dirty = bool(state.scanned) and (state.dirty or not isinstance(event, ev.Tick))
-        job_steps.go_on(state, now)
-        if state.queue and not state.stopping:
+        if state.has_waiting_jobs():
+            job_steps.go_on(state, now)
+        if state.queue.waiting and not state.stopping:
             admission.serve_queue(state, now)
             admission.turn_away(state)
             # A request refused at once may have kept a job at the placement gate, and freed a slot.
-            if job_steps.pass_gate(state, now):
+            if state.has_waiting_jobs() and job_steps.pass_gate(state, now):
                 state.resume_scan_at = now
-        if state.queue or state.unserved:
+        if state.queue.waiting or state.unserved:
             admission.note_unserved(state, now)
-        server_swaps.settle(state, now)
+        if state.inventory.servers.by_name:
+            server_swaps.settle(state, now)
         idle_saves.save_idle(state, now)
         if state.inventory.draining:
             backend_drain.detach(state, now)
@@ -60,7 +63,8 @@ class Scheduler:
         If not called, the next event does the work first.
         """
         state = self.state
-        admission.explain_admitted(state)
+        if state.unexplained:
+            admission.explain_admitted(state)
         if not state.inventory.jobs:  # else each step of a job would repeat it
             state.inventory.holdings.catch_up(state.inventory.slots)
 
@@ -69,13 +73,13 @@ class Scheduler:
         state = self.state
         if state.inventory.catalog.is_over:
             return now
-        at = min(
-            idle_saves.wakeup(state),
-            prefill_queue.wakeup(state),
-            deadline.wakeup(state),
-            admission.wakeup(state, now),
-            server_swaps.wakeup(state),
-        )
+        at = idle_saves.wakeup(state)
+        if state.has_waiting_jobs():
+            at = min(at, prefill_queue.wakeup(state), deadline.wakeup(state))
+        if state.queue.waiting:
+            at = min(at, state.queue.next_deadline(), admission.wakeup(state, now))
+        if state.inventory.servers.by_name:
+            at = min(at, server_swaps.wakeup(state))
         return max(at, now) if at < inf else None
 
     def _take(self, event: ev.Event, now: float) -> None:  # noqa: C901 - an arm for each event
@@ -89,14 +93,14 @@ class Scheduler:
             case ev.AnswerRead():
                 job_ends.answer_read(state, event)
             case ev.BackendUp():
-                server = state.inventory.servers.get(event.info.id)
+                server = state.inventory.servers.by_name.get(event.info.id)
                 if server is None or server.may_attach:  # else it was told to end meanwhile
                     job_ends.lose_backend(state, event.info.id, now)
                     backend_attach.backend_up(state, event)
                     server_swaps.came_up(state, event.info, now)
             case ev.BackendDown():
                 job_ends.lose_backend(state, event.backend, now)
-                if (server := state.inventory.servers.get(event.backend)) is not None:
+                if (server := state.inventory.servers.by_name.get(event.backend)) is not None:
                     server.went_down(now)
             case ev.Draining():
                 backend_drain.begin(state, event.backend)
@@ -165,7 +169,7 @@ class Scheduler:
             case ev.Launched():
                 job_ends.launched(state, event.request, event.index, now, event.others)
             case ev.Misread():
-                ability_checks.misread(state, event)
+                resident_updates.misread(state, event)
             case ev.Begun():
                 prefill_queue.begun(state, event.request)
             case ev.Quiet():

@@ -48,8 +48,8 @@ from router.core.model import events as ev
 from router.core.model.jobs import RequestJob
 from router.core.model.plan import Plan, Quote
 from router.core.model.slots import Slot
-from router.core.planning.displacement import keeps_snapshots
 from router.core.planning.planner import plan as make_plan
+from router.core.planning.pricing import keeps_snapshots
 from router.core.reporting.request_records import record_of
 from router.core.scheduler import Scheduler
 from router.core.stats import stats_of
@@ -321,7 +321,7 @@ class Engine:
     @property
     def infos(self) -> Mapping[BackendId, BackendInfo]:
         """Return the backends that are up."""
-        return {info.id: info for info in self._scheduler.state.inventory.infos()}
+        return {name: one.info for name, one in self._scheduler.state.inventory.up.items()}
 
     @property
     def draining(self) -> Set[BackendId]:

@@ -135,7 +135,7 @@ class HeldPrefixes:
         """
         if not tokens:
             return []
-        here = {info.namespace for info in self._inventory.infos()}
+        here = {one.info.namespace for one in self._inventory.up.values()}
         models = [one for one in here.union(self._stored()) if self._is_same(one, namespace)]
         found = handouts(self._inventory, models, tenant, tokens, n_prompt, now, saved=saved)
         hasher = self._hasher((self._facts_of(namespace), tenant))
@@ -187,7 +187,7 @@ class HeldPrefixes:
         """Take in the slots that changed; return the number of tokens hashed."""
         done = 0
         inventory, here = self._inventory, set[SlotId]()
-        for backend, info in ((one.id, one) for one in inventory.infos()):
+        for backend, info in ((one.id, one.info) for one in inventory.up.values()):
             if not info.is_managed:
                 continue
             facts = self._facts_of(info.namespace)

@@ -281,8 +281,8 @@ class SchedulerView:
     @property
     def server_models(self) -> list[frozenset[str]]:
         """Return the names of each model that has servers on demand."""
-        found = dict.fromkeys(server.spec.models for server in self._state.inventory.servers)
-        return [frozenset(names) for names in found]
+        servers = self._state.inventory.servers.by_name.values()
+        return [frozenset(names) for names in {server.spec.models: None for server in servers}]
 
     @property
     def server_swaps(self) -> int:
@@ -355,7 +355,7 @@ class SchedulerView:
     def up(self) -> list[BackendInfo]:
         """Return the backends that are up and not draining."""
         inventory = self._state.inventory
-        return [info for info in inventory.infos() if info.id not in inventory.draining]
+        return [one.info for name, one in inventory.up.items() if name not in inventory.draining]
 
     def once_fetched(
         self, request: Request, own: Quote, offered: Offered, seconds: Callable[[int], float]

@@ -18,8 +18,8 @@ from router.base.errors import BadRequestError
 from router.base.tokens import EMPTY, Tokens, pack, pieces, unpack
 from router.llama import json_offload
 from router.llama.bodies.anthropic import BILLING_PREFIX, anthropic_to_chat, without_stamp
-from router.llama.bodies.cache_hints import NO_HINTS, CacheHints, hints_of
 from router.llama.bodies.filters import NO_FILTERS, Filters, filtered
+from router.llama.bodies.hints import NO_HINTS, CacheHints, hints_of
 from router.llama.bodies.responses import responses_to_chat
 from router.llama.routes import Shape
 

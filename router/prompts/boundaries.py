@@ -108,7 +108,7 @@ class BoundaryFinder:
         """Return the boundaries of a chat without media that has the tokens `prompt`.
 
         `forks`: the messages of other chats that begin like this one, as its client marked them
-        (`llama/bodies/cache_hints.py`). Raises nothing. Four conversations are compared with the
+        (`llama/bodies/hints.py`). Raises nothing. Four conversations are compared with the
         prompt:
 
         1. the same system prompt and tools, another first message;

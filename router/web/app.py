@@ -35,7 +35,6 @@ from router.web.api.monitors import MonitorRoutes
 from router.web.api.passing import Passing
 from router.web.api.slot_demand import model_asked
 from router.web.fleet.peer_routes import PeerRoutes
-from router.web.server import origins
 from router.web.server.bodies import Bodies, expects
 from router.web.server.call import Call
 from router.web.server.error_responses import (
@@ -44,7 +43,7 @@ from router.web.server.error_responses import (
     preflight,
     request_id,
 )
-from router.web.server.framing_checks import check_head
+from router.web.server.head_checks import check_head, check_origin
 from router.web.server.hop import hop_of
 from router.web.server.listener import Listener
 from router.web.server.settings import Settings
@@ -145,7 +144,7 @@ class App:
         if side is Audience.PEERS:
             return await self._answer_peer(call)
         is_upstream = path.startswith(UPSTREAM)
-        origins.check(request, self._settings, loads=is_upstream)
+        check_origin(request, self._settings, loads=is_upstream)
         if self._hosts is not None and _is_for_peers(path):
             raise NotFoundError("there is nothing at this path")
         own = self.own.find(request, path, side)

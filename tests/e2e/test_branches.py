@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from router.core.model.tuning import TUNING
-from router.core.planning import branch_saves
+from router.core.planning import early_saves
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import runs_on
 from tests.support.conversations.prompts import ids
@@ -24,7 +24,7 @@ def _likely(monkeypatch: pytest.MonkeyPatch) -> None:
 
     At the chance of 5 % that is a close call; with a model of any use a save is cheap.
     """
-    monkeypatch.setattr(branch_saves, "TUNING", replace(TUNING, branch_chance=0.5))
+    monkeypatch.setattr(early_saves, "TUNING", replace(TUNING, branch_chance=0.5))
 
 
 async def _warm_up(kvferry: RunningRouter) -> None:

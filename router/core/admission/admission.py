@@ -41,8 +41,8 @@ from router.core.model.slots import Slot, Work
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import sticky_key
-from router.core.planning.deferral import decide
-from router.core.planning.displacement import can_save, saving_pays
+from router.core.planning.planner import decide
+from router.core.planning.pricing import can_save, saving_pays
 from router.core.planning.wait_candidates import trust_ends
 from router.core.reporting.miss_reasons import coverage_of
 
@@ -54,7 +54,7 @@ def arrived(state: State, request: Request, now: float) -> None:
         state.reject(request.id, too_long)
     elif state.stopping:
         state.reject(request.id, NoBackendError("the router is stopping"))
-    elif failed := server_swaps.refusal(state, request, now):
+    elif state.inventory.servers.by_name and (failed := server_swaps.refusal(state, request, now)):
         state.reject(request.id, failed)
     elif request.caller and (used := state.budget.refusal(request.caller.tenant)):
         state.reject(request.id, used)
@@ -73,7 +73,8 @@ def _keep_prefix(inventory: Inventory, request: Request, now: float) -> None:
     if request.prompt.unknown or not request.reuse:
         return
     catalog, tokens = inventory.catalog, request.prompt.tokens
-    serving = (info for info in inventory.infos() if info.answers_to(request.model))
+    infos = [backend.info for backend in inventory.up.values()]
+    serving = (info for info in infos if info.answers_to(request.model))
     for namespace in {namespace_of(info, request.tenant) for info in serving}:
         for match in catalog.match(namespace, tokens, limit=1):
             if match.common >= catalog.limits.min_tokens:
@@ -85,19 +86,15 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
 
     Only backends that are up count. None: it fits one, or no such backend is up.
     """
-    longest = max(
-        (
-            info.n_ctx
-            for info in state.inventory.infos()
-            if info.answers_to(request.model)
-            # A backend without KV is avoided as unfit; others are avoided because they failed.
-            if info.generates or info.id not in request.avoid
-        ),
-        default=None,
-    )
-    if longest is None or len(request.prompt) < longest:
+    longest, n_prompt = 0, len(request.prompt)
+    for backend in state.inventory.up.values():
+        info = backend.info
+        # A backend without KV is avoided as unfit; others are avoided because they failed.
+        if info.answers_to(request.model) and (info.generates or info.id not in request.avoid):
+            longest = max(longest, info.n_ctx)
+    if n_prompt < longest or not longest:
         return None
-    return ContextTooLongError(len(request.prompt), longest)
+    return ContextTooLongError(n_prompt, longest)
 
 
 def cancelled(state: State, request: RequestId, now: float) -> None:
@@ -364,7 +361,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     inventory, request, chosen = state.inventory, waiting.request, decision.chosen
     if request.pinnable is not pinnable:
         request = replace(request, pinnable=pinnable)
-    backend, slot = inventory.backend_of(chosen.slot), inventory.slots[chosen.slot]
+    backend, slot = inventory.backends[chosen.slot.backend], inventory.slots[chosen.slot]
     claim = inventory.claim(backend, request)
     needs_s = decision.ttft_s + backend.rates.generation_s(request.max_new_tokens)
     # What the router computes first can be shared. A save or a restore before it does not matter to
@@ -414,7 +411,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
 
 def _lease_others(inventory: Inventory, job: RequestJob, slot: Slot) -> list[Slot]:
     """Lease what the job needs beside its slot; return the slots that are emptied for room."""
-    request, chosen, backend = job.request, job.plan.chosen, inventory.backend_of(slot.id)
+    request, chosen, backend = job.request, job.plan.chosen, inventory.backends[slot.id.backend]
     work = Work(request.tenant, busy_until=slot.work.busy_until)
     if job.claim is SlotClaim.SEVERAL:  # which of them it takes is seen when it runs
         job.hold_also([other.lease(job.id, work) for other in backend.slots if other.is_idle])
@@ -441,7 +438,7 @@ def _must_be_emptied(state: State, slot: Slot, chosen: Candidate) -> bool:
     Of an opaque state it is not known how far back it is right (a window with `--swa-full`), and
     the server goes back as far as it likes.
     """
-    opaque = state.inventory.backend_of(slot.id).info.memory_kind is MemoryKind.OPAQUE
+    opaque = state.inventory.backends[slot.id.backend].info.memory_kind is MemoryKind.OPAQUE
     return opaque and chosen.source is Source.COLD and len(slot.content.resident) > 0
 
 
@@ -481,7 +478,7 @@ def _steps_of(
     if decision.prefill_first and n_first not in decision.boundary_saves:
         steps.append(PrefillStep(head(tokens, n_first)))
     # Of kinds that cannot go back, the boundary saves are those that others can use.
-    backend = state.inventory.backend_of(chosen.slot)
+    backend = state.inventory.backends[chosen.slot.backend]
     whole_is_of_use = goes_back(backend.info.memory_kind)
     if request.warms and whole_is_of_use and can_save(state.inventory, backend, n_first):
         steps.append(SaveStep(chosen.slot, SaveReason.WARM))

@@ -69,7 +69,9 @@ def prove(state: State, backend: Backend, now: float) -> None:
     What its slots hold could not be saved so far, and would be lost with it.
     """
     least = max(state.inventory.catalog.limits.min_tokens, 1)
-    wanted = backend.info.untried and state.inventory.policy.moves_kv and not backend.proof_asked
+    wanted = (
+        backend.info.untried and state.inventory.policy.name.moves_kv and not backend.proof_asked
+    )
     if not wanted or not any(
         slot.is_idle and slot.content.savable and len(slot.content.resident) >= least
         for slot in backend.slots
@@ -118,7 +120,7 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     if not isinstance(job, ProbeLoan):
         return  # it went down meanwhile
     backend = state.inventory.backends[info.id]
-    backend.come_up(info)
+    state.inventory.learn(backend, info)
     _expect(backend.rates, info)
     _value_anew(state, backend)
     for slot in backend.slots:

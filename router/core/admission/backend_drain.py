@@ -39,7 +39,7 @@ def detach(state: State, now: float) -> None:
         state.inventory.draining.remove(backend)
         lose_backend(state, backend, now)
         state.out.append(Detach(backend))
-        server = state.inventory.servers.get(backend)
+        server = state.inventory.servers.by_name.get(backend)
         if server is not None and server.phase is ServerPhase.LEAVING:
             server.stop(now)
             state.out.append(StopServer(backend))

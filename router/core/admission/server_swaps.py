@@ -19,7 +19,7 @@ from router.core.planning.server_swap import plan_swaps
 def settle(state: State, now: float) -> None:
     """Start and stop servers as the present requests need."""
     servers = state.inventory.servers
-    if not servers or state.stopping:
+    if state.stopping:
         return
     demands, hangs_at = _demands(state), inf
     for server in servers:
@@ -104,7 +104,7 @@ def _told(problem: str) -> str:
 
 def came_up(state: State, info: BackendInfo, now: float) -> None:
     """Note that a server's backend is attached, and tell the requests that wait for its model."""
-    server = state.inventory.servers.get(info.id)
+    server = state.inventory.servers.by_name.get(info.id)
     if server is None:
         return
     server.came_up(now, generates=info.generates)
@@ -115,14 +115,14 @@ def came_up(state: State, info: BackendInfo, now: float) -> None:
 
 def ready(state: State, event: ev.ServerReady, now: float) -> None:
     """Note that a server's process answers: its backend has to be attached soon."""
-    if server := state.inventory.servers.get(event.server):
+    if server := state.inventory.servers.by_name.get(event.server):
         server.ready_at = now
 
 
 def ended(state: State, event: ev.ServerEnded, now: float) -> None:
     """Note that a server's process has ended; refuse what only servers given up could serve."""
     servers = state.inventory.servers
-    server = servers.get(event.server)
+    server = servers.by_name.get(event.server)
     if server is None:
         return
     jobs = state.inventory.jobs.values()
@@ -145,7 +145,7 @@ def ended(state: State, event: ev.ServerEnded, now: float) -> None:
 
 def asked(state: State, event: ev.ServerAsked, now: float) -> None:
     """Start, stop or restart a server because an operator wants it."""
-    server = state.inventory.servers.get(event.server)
+    server = state.inventory.servers.by_name.get(event.server)
     if server is None:
         return
     if event.start:

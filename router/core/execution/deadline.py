@@ -32,9 +32,9 @@ def reject_late(state: State, now: float) -> list[RequestJob]:
 
 
 def wakeup(state: State) -> float:
-    """Return when the next deadline passes, in clock seconds; inf: never."""
+    """Return when a job has waited too long, in clock seconds; inf: never."""
     ends = (_deadline(state, job) for job in _waiting(state))
-    return min(state.queue.next_deadline(), *ends, inf)
+    return min(ends, default=inf)
 
 
 def _deadline(state: State, job: RequestJob) -> float:

@@ -12,7 +12,7 @@ from router.core.model.effects import SaveReason
 from router.core.model.jobs import SaveJob
 from router.core.model.slots import Phase, Slot, Work
 from router.core.model.tenancy import is_of, tenant_of
-from router.core.planning.displacement import can_save, saving_pays
+from router.core.planning.pricing import can_save, saving_pays
 
 
 def save_idle(state: State, now: float) -> None:
@@ -21,10 +21,8 @@ def save_idle(state: State, now: float) -> None:
     1. Idle for long enough on a backend where nothing runs: the save delays no request.
     2. The router is stopping, or the backend is draining: all slots that are worth it.
     """
-    if state.gives_up_content:
-        return
     unsaved = state.inventory.slots.unsaved()
-    if not unsaved:
+    if not unsaved or state.gives_up_content:
         return
     for backend in state.inventory.up:
         if backend not in unsaved:
@@ -104,7 +102,7 @@ def not_for_host(state: State, slot_id: SlotId) -> None:
 def end_backoffs(state: State, now: float) -> None:
     """End the write backoffs that are due, and reconsider all slots of their backends."""
     for backend in state.inventory.backends.values():
-        if backend.backoff.is_due(now):
+        if backend.backoff.until is not None and backend.backoff.until <= now:
             backend.backoff.end()
             for slot in backend.slots:
                 slot.hold(replace(slot.content, save_decided=False))
@@ -118,7 +116,7 @@ def wakeup(state: State) -> float:
     inventory, after_s = state.inventory, state.inventory.policy.idle_save_after_s
     backoffs = (backend.backoff.until for backend in inventory.backends.values())
     times = [until for until in backoffs if until is not None]
-    if after_s is not None and not state.stopping and inventory.policy.moves_kv:
+    if after_s is not None and not state.stopping and inventory.policy.name.moves_kv:
         unsaved, gated = inventory.slots.unsaved(), inventory.gated
         times += [at + after_s for name, at in unsaved.items() if name not in gated]
     return min(times, default=inf)
@@ -127,7 +125,7 @@ def wakeup(state: State) -> float:
 def _save(state: State, slot: Slot, now: float, reason: SaveReason = SaveReason.IDLE) -> None:
     state.saves += 1
     name = RequestId(f"save-{state.saves}")
-    save_s = state.inventory.backend_of(slot.id).rates.save_s(len(slot.content.resident))
+    save_s = state.inventory.backends[slot.id.backend].rates.save_s(len(slot.content.resident))
     lease = slot.lease(name, Work(slot.content.tenant, busy_until=now + save_s))
     state.inventory.jobs[name] = SaveJob(id=name, lease=lease)
     save(state, name, slot, reason)

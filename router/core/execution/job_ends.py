@@ -22,12 +22,12 @@ from router.base.types import (
     Tenant,
 )
 from router.core.execution import placement_gate
-from router.core.execution.ability_checks import compare
 from router.core.execution.resident_updates import (
     after_answer,
     after_either,
     after_finish,
     after_quiet,
+    compare,
     is_exact,
 )
 from router.core.execution.spending import (
@@ -214,7 +214,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
         )
     )
     _learn(state, job, event)
-    server = state.inventory.servers.get(job.slot.backend)
+    server = state.inventory.servers.by_name.get(job.slot.backend)
     if server is not None and event.outcome is Outcome.BACKEND_ERROR:
         server.lost_request(now)
     if server is not None and event.outcome is Outcome.OK:
@@ -431,7 +431,7 @@ def found_busy(state: State, event: ev.FoundBusy) -> None:
         slot = next((s for s in state.inventory.slots.of(slot_id.backend) if s.id == slot_id), None)
         if slot is None or slot_id.backend in state.inventory.gated:
             continue
-        if not state.inventory.backend_of(slot_id).info.is_managed:
+        if not state.inventory.backends[slot_id.backend].info.is_managed:
             continue
         if slot.is_idle and slot.generation == generation:
             state.inventory.note_displaced(slot)

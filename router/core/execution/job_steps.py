@@ -21,9 +21,8 @@ from router.base.types import (
     Stall,
 )
 from router.core.execution import deadline, placement_gate, prefill_queue
-from router.core.execution.ability_checks import compare
 from router.core.execution.job_ends import end
-from router.core.execution.resident_updates import after_prefill, after_quiet
+from router.core.execution.resident_updates import after_prefill, after_quiet, compare
 from router.core.execution.spending import computed_since
 from router.core.execution.state import State
 from router.core.model import events as ev
@@ -52,10 +51,10 @@ from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import EMPTY_SLOT, NOTHING, UNKNOWN, Content, Resident, Slot
 from router.core.model.tenancy import model_of, namespace_of
 from router.core.model.tuning import TUNING
-from router.core.planning.branch_saves import branch_save_pays
-from router.core.planning.displacement import can_save
+from router.core.planning.early_saves import branch_save_pays
 from router.core.planning.prefill_chunks import piece
 from router.core.planning.prefill_wait import remaining_prefill_s
+from router.core.planning.pricing import can_save
 
 
 def next_step(state: State, job: RequestJob, now: float) -> None:  # noqa: C901 - an arm for each step
@@ -75,7 +74,9 @@ def next_step(state: State, job: RequestJob, now: float) -> None:  # noqa: C901 
         case SaveStep():
             # A request for this very content can wait for the save.
             slot = state.inventory.slots[step.slot]
-            save_s = state.inventory.backend_of(step.slot).rates.save_s(len(slot.content.resident))
+            save_s = state.inventory.backends[step.slot.backend].rates.save_s(
+                len(slot.content.resident)
+            )
             prefill_queue.save(state, job, save_s, now)
             save(state, job.id, slot, step.reason)
         case CutStep():
@@ -131,7 +132,7 @@ def _may_save_branch(state: State, job: RequestJob) -> bool:
 
 def save(state: State, job: RequestId, slot: Slot, reason: SaveReason) -> None:
     """Begin to save a slot that the job holds."""
-    namespace = namespace_of(state.inventory.backend_of(slot.id).info, slot.content.tenant)
+    namespace = namespace_of(state.inventory.backends[slot.id.backend].info, slot.content.tenant)
     slot.do(replace(slot.work, saving=slot.content.resident.tokens))
     media = media_of(slot.content.resident.tokens)
     state.out.append(Save(job, slot.id, namespace, reason, media))
@@ -186,7 +187,8 @@ def _dispatch(state: State, job: RequestJob, now: float) -> None:
     slot.do(replace(slot.work, pending=job.request.prompt.tokens, sharing=False))
     if slot.content.keep != job.request.keep:
         slot.hold(replace(slot.content, keep=job.request.keep))
-    prefill_queue.hand_over(state, job, now)
+    if backend.prefills.holder == job.id:
+        prefill_queue.hand_over(state, job, now)
     job.dispatch(slot.content.resident, now)
     if not backend.info.is_managed:
         backend.note_sent(job.request)
@@ -410,7 +412,7 @@ def prefill_broke(state: State, request: RequestId, now: float) -> None:
         prefill_queue.broke_off(state, job)
         if not slot.work.prefill_abandoned:
             slot.do(replace(slot.work, busy_until=inf))
-            if (server := state.inventory.servers.get(slot.id.backend)) is not None:
+            if (server := state.inventory.servers.by_name.get(slot.id.backend)) is not None:
                 server.lost_request(now)
 
 

@@ -129,7 +129,7 @@ def wakeup(state: State) -> float:
 
 
 def _queue(inventory: Inventory, job: RequestJob) -> PrefillQueue:
-    return inventory.backend_of(job.slot).prefills
+    return inventory.backends[job.slot.backend].prefills
 
 
 def _is_long(inventory: Inventory, job: RequestJob, tokens: Tokens) -> bool:

@@ -44,6 +44,13 @@ class State:
     saves: int = 0  # idle saves so far; numbers their jobs
     out: list[Effect] = field(default_factory=list)
 
+    def has_waiting_jobs(self) -> bool:
+        """Return whether a job waits in a prefill queue or at a placement gate."""
+        for backend in self.inventory.up.values():
+            if backend.prefills.waiting or backend.gate.waiting:
+                return True
+        return False
+
     def stalled(self, backend: BackendId, stall: Stall, seconds: float) -> None:
         """Add `seconds` of stall for each stream that runs on the backend."""
         there = self.inventory.backends[backend]
@@ -78,11 +85,11 @@ class State:
 
     def backend_of(self, job: Job) -> Backend:
         """Return the backend of the job's slot."""
-        return self.inventory.backend_of(job.slot)
+        return self.inventory.backends[job.lease.slot.backend]
 
     def slot_of(self, job: Job) -> Slot:
         """Return the job's slot."""
-        return self.inventory.slots[job.slot]
+        return self.inventory.slots[job.lease.slot]
 
     def request_job(self, request: RequestId) -> RequestJob | None:
         """Return the job of a request. None: it has none, or has abandoned its slot."""

@@ -22,7 +22,7 @@ from router.core.model.plan import Handout, Offered, Quote
 from router.core.model.slots import Phase, Slot
 from router.core.model.tenancy import namespace_of, tenanted
 from router.core.model.tuning import TUNING
-from router.core.planning.displacement import can_save
+from router.core.planning.pricing import can_save
 
 # Bytes of a whole file that are hashed in a second, to name its blobs. Measured: 4 on one core.
 _HASHED_PER_S = 2e9
@@ -108,7 +108,7 @@ def _slots(asked: _Asked) -> Iterator[Handout]:
 
 def _of_slot(asked: _Asked, slot: Slot, common: int) -> Iterator[Handout]:
     inventory, n_prompt = asked.inventory, asked.n_prompt
-    backend, work = inventory.backend_of(slot.id), slot.work
+    backend, work = inventory.backends[slot.id.backend], slot.work
     wait_s = 0.0
     if slot.phase is Phase.IDLE and slot.content.savable and not backend.gate.is_closed:
         held = slot.content.resident.tokens

@@ -140,5 +140,5 @@ def _until_free_s(inventory: Inventory, slot: Slot, now: float) -> float:
     An answer that is longer than predicted is taken to need as long again as it is late.
     """
     left_s = slot.work.busy_until - now
-    late_s = TUNING.late_share * inventory.backend_of(slot.id).rates.generation_s(None)
+    late_s = TUNING.late_share * inventory.backends[slot.id.backend].rates.generation_s(None)
     return min(max(left_s, -left_s, late_s), TUNING.unknown_end_s)

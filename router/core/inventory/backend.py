@@ -5,7 +5,7 @@ from math import inf
 
 from router.base.types import BackendId, BackendInfo, Namespace, Request, Stall
 from router.core.inventory.backend_queues import PlacementGate, PrefillQueue
-from router.core.inventory.ghost_list import GhostList
+from router.core.inventory.prefix_index import GhostList
 from router.core.inventory.write_backoff import WriteBackoff
 from router.core.model.rates import Rates
 from router.core.model.slots import BackendSlots, Phase, Slot
@@ -22,6 +22,7 @@ class Backend:
     """
 
     info: BackendInfo  # while it is down, the last one
+    id: BackendId = field(init=False)
     rates: Rates = field(default_factory=Rates)
     slots: BackendSlots = field(default_factory=BackendSlots)  # the same as in `Inventory.slots`
     gate: PlacementGate = field(default_factory=PlacementGate)
@@ -39,9 +40,8 @@ class Backend:
     person_at: float = -inf  # when a request that cannot wait last had a slot, in clock seconds
     proof_asked: bool = False  # it was to end before it was probed, so a probe was ordered
 
-    @property
-    def id(self) -> BackendId:
-        return self.info.id
+    def __post_init__(self) -> None:
+        self.id = self.info.id
 
     def come_up(self, info: BackendInfo) -> None:
         """Take what the backend is now. What it was seen not to do counts no longer."""

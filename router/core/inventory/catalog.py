@@ -13,8 +13,7 @@ from router.base.shared_bytes import SharedBytes
 from router.base.tokens import Tokens, count
 from router.base.types import Blob, MemoryKind, Namespace, Snapshot, SnapshotId, Tenant
 from router.core.inventory.eviction_order import EvictionOrder
-from router.core.inventory.ghost_list import GhostList
-from router.core.inventory.prefix_index import Match, PrefixIndex
+from router.core.inventory.prefix_index import GhostList, Match, PrefixIndex
 from router.core.inventory.protection import Protection
 from router.core.model.memory_kinds import goes_back, reusable_tokens, subsumes
 from router.core.model.policy import UNLIMITED, SnapshotLimits
@@ -409,7 +408,7 @@ class Catalog:
 
     def lapse(self, now: float) -> None:
         """End the protection of the snapshots whose time is over, or that exceed the share."""
-        if not len(self._protection):
+        if not self._protection.total_bytes:
             return
         share = self.limits.protected_share * self.limits.max_bytes
         limited = self.limits.max_bytes != UNLIMITED

@@ -15,9 +15,8 @@ from router.base.types import (
 )
 from router.core.inventory.backend import Backend
 from router.core.inventory.catalog import Catalog
-from router.core.inventory.ghost_list import GhostList
+from router.core.inventory.prefix_index import GhostList, Holdings
 from router.core.inventory.servers import Servers
-from router.core.inventory.slot_index import Holdings
 from router.core.model.jobs import Job, RequestJob, SlotWatch
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.policy import Policy
@@ -52,10 +51,6 @@ class Inventory:
     displaced: GhostList = field(default_factory=GhostList, repr=False, compare=False)
     servers: Servers = field(default_factory=Servers)  # that the router starts and stops
 
-    def backend_of(self, slot: SlotId) -> Backend:
-        """Return the backend of a slot."""
-        return self.backends[slot.backend]
-
     def serves(self, backend: Backend, request: Request) -> bool:
         """Return whether a backend that is up fits the request and is not draining."""
         return backend.id not in self.draining and backend.fits(request)
@@ -72,10 +67,6 @@ class Inventory:
         """Return the facts of a backend; None: it is not up."""
         found = self.up.get(backend)
         return None if found is None else found.info
-
-    def infos(self) -> Iterator[BackendInfo]:
-        """Yield what each backend is that is up."""
-        return (backend.info for backend in self.up.values())
 
     def is_open(self, backend: Backend, request: Request) -> bool:
         """Return whether the backend could take the request now, if one of its slots is idle.
@@ -155,7 +146,7 @@ class Inventory:
         `held`: tokens of the state that it begins with. The server would empty slots by itself, in
         their order; before a restore it does not, and the restore fails.
         """
-        backend = self.backend_of(own.id)
+        backend = self.backends[own.id.backend]
         others = [slot for slot in backend.slots if slot.id != own.id]
         needed = max(len(request.prompt), held) + self._answer_cells(backend, request)
         needed += sum(self._cells_of(slot) for slot in others if not slot.is_idle)
@@ -173,7 +164,7 @@ class Inventory:
     def _cells_of(self, slot: Slot) -> int:
         job = self.job_in(slot)
         request = job.request if isinstance(job, RequestJob | SlotWatch) else None
-        answer = self._answer_cells(self.backend_of(slot.id), request)
+        answer = self._answer_cells(self.backends[slot.id.backend], request)
         return max(count(slot.work.pending), len(slot.content.resident)) + answer
 
     def _answer_cells(self, backend: Backend, request: Request | None) -> int:
@@ -197,9 +188,9 @@ class Inventory:
         """Return the kind of a request: either all requests of a kind have `room`, or none."""
         prompt = request.prompt
         # Requests with the same number of too short contexts fit the same backends.
-        too_short = sum(len(prompt) >= info.n_ctx for info in self.infos())
+        too_short = sum(len(prompt) >= backend.info.n_ctx for backend in self.up.values())
         # Those that need as many cells of unified KV find room in the same.
-        cells = any(info.unified for info in self.infos())
+        cells = any(backend.info.unified for backend in self.up.values())
         # `attracts` compares the tokens of these requests: each is a kind of its own.
         own = self.has_tenants and not request.pinnable and prompt.is_exact
         return (
@@ -221,7 +212,7 @@ class Inventory:
 
     def claim(self, backend: Backend, request: Request) -> SlotClaim:
         """Return how a request takes slots of the backend."""
-        return slot_claim(request, backend.info, computes_first=self.policy.moves_kv)
+        return slot_claim(request, backend.info, computes_first=self.policy.name.moves_kv)
 
     def job_in(self, slot: Slot) -> Job | None:
         """Return the job that holds the slot. None: no job does."""
@@ -249,14 +240,14 @@ class Inventory:
         return [
             slot
             for slot in backend.slots
-            if slot.is_idle and may_attract(slot, request, computed_first=self.policy.moves_kv)
+            if slot.is_idle and may_attract(slot, request, computed_first=self.policy.name.moves_kv)
         ]
 
     def _will_attract(self, backend: Backend, request: Request) -> bool:
         """Return whether the server may pick another tenant's running slot once it is idle."""
         return any(
             slot.phase is Phase.RUNNING
-            and attracts(slot, request, computed_first=self.policy.moves_kv)
+            and attracts(slot, request, computed_first=self.policy.name.moves_kv)
             for slot in backend.slots
         )
 
@@ -270,7 +261,7 @@ class Inventory:
 
         Before a probe the most is hoped for: the server itself finds out what a live slot can do.
         """
-        held, info = slot.content.resident, self.backend_of(slot.id).info
+        held, info = slot.content.resident, self.backends[slot.id.backend].info
         return reusable_tokens(
             MemoryKind.FULL if info.untried else info.memory_kind,
             n_prompt,
@@ -284,7 +275,7 @@ class Inventory:
 
         The price of displacing any slot depends on this number, which seldom changes.
         """
-        resident, info = slot.content.resident, self.backend_of(slot.id).info
+        resident, info = slot.content.resident, self.backends[slot.id.backend].info
         tenant, changes = slot.content.tenant, self.catalog.changes
         known = slot.bench.reaches.get(slot.id.index)
         if known and known[0] is resident and known[1] is info and known[2:4] == (tenant, changes):
@@ -295,29 +286,39 @@ class Inventory:
 
     def note_use(self, slot: Slot) -> None:
         """Note that the content of a slot was used just now."""
-        model = self.backend_of(slot.id).info.namespace
+        model = self.backends[slot.id.backend].info.namespace
         self.uses[model] = self.uses.get(model, 0) + 1
         slot.note_use(self.uses[model])
-        self.sizes[model] = sum(i.n_slots for i in self.infos() if i.namespace == model)
 
     def neglect(self, slot: Slot) -> float:
         """Return the uses of its model's slots since this slot's last use, per slot."""
-        model = self.backend_of(slot.id).info.namespace
+        model = self.backends[slot.id.backend].info.namespace
         used, n = self.uses.get(model, 0), self.sizes.get(model, 1)
         return max(used - slot.used_no, 0) / max(n, 1)
 
     def known_namespaces(self) -> set[Namespace]:
         """Return all namespaces that a backend could belong to."""
         held = {model_of(namespace) for namespace in self.catalog.namespaces()}
-        return held | {info.namespace for info in self.infos()}
+        return held | {backend.info.namespace for backend in self.up.values()}
 
     def take(self, info: BackendInfo, rates: Rates) -> Backend:
         """Add a backend that has come up; `rates` are those of one that was never seen."""
         backend = self.backends.setdefault(info.id, Backend(info, rates))
-        backend.come_up(info)
         self.up[info.id] = backend
+        self.learn(backend, info)
         backend.slots = self.slots.add(info.id, info.n_slots)
         return backend
+
+    def learn(self, backend: Backend, info: BackendInfo) -> None:
+        """Take what a backend is now, with its model."""
+        backend.come_up(info)
+        self._count_slots()
+
+    def _count_slots(self) -> None:
+        self.sizes = {}
+        for backend in self.up.values():
+            model = backend.info.namespace
+            self.sizes[model] = self.sizes.get(model, 0) + backend.info.n_slots
 
     def lose(self, name: BackendId) -> None:
         """Note that a backend is down: nothing that belongs to its process is left."""
@@ -326,6 +327,7 @@ class Inventory:
             for slot in self.slots.of(name):
                 self.note_displaced(slot)
             backend.lose()
+            self._count_slots()
         self.slots.lose(name)
 
     def forget(self, name: BackendId) -> None:
@@ -334,6 +336,7 @@ class Inventory:
         self.slots.remove(name)
         self.backends.pop(name, None)
         self.up.pop(name, None)
+        self._count_slots()
         self.sticky = {key: home for key, home in self.sticky.items() if home.backend != name}
         self.homes = {key: home for key, home in self.homes.items() if home != name}
 
@@ -353,5 +356,5 @@ class Inventory:
         tokens = slot.content.resident.tokens
         if count(tokens) > kept and count(tokens) > self.reach(slot):
             self.displaced.add(
-                namespace_of(self.backend_of(slot.id).info, slot.content.tenant), tokens
+                namespace_of(self.backends[slot.id.backend].info, slot.content.tenant), tokens
             )

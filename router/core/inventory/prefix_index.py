@@ -1,17 +1,23 @@
 """A radix tree over token sequences: which items share how many tokens with a prompt.
 
 A lookup walks the prompt once, so its cost depends on the prompt and not on the number of items.
-Shared prefixes are stored once. Items are opaque and hashable.
+Shared prefixes are stored once. Items are opaque and hashable. `Holdings` and `GhostList` are such
+trees over what slots hold, and over what was held.
 """
 
-from collections.abc import Hashable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Generic, TypeVar
 
 from msgspec import Struct
 
-from router.base.tokens import WIDTH, Tokens, common_prefix
+from router.base.tokens import EMPTY, WIDTH, Tokens, common_prefix, count
+from router.base.types import BackendId, Namespace, SlotId, Tenant
+from router.core.model.slots import BackendSlots, Phase, SlotTable
+from router.core.model.tuning import TUNING
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -212,3 +218,124 @@ def _common_bytes(edge: bytes, tokens: bytes, at: int) -> int:
     if part == edge:
         return len(edge)
     return common_prefix(Tokens(edge), Tokens(part)) * WIDTH
+
+
+class Holdings:
+    """An index over the slots of a table, to compare a prompt with all of them at once.
+
+    A query first takes in the changes since the last query. Changes are few, and finding none
+    takes one comparison per backend.
+    """
+
+    def __init__(self) -> None:
+        self._index: PrefixIndex[SlotId] = PrefixIndex()
+        self._known: dict[BackendId, _Known] = {}
+
+    def shared(
+        self, slots: SlotTable, tokens: Tokens, tenant: Tenant | None = None
+    ) -> dict[SlotId, int]:
+        """Return the number of leading tokens that each slot of `tenant` shares; None: any tenant.
+
+        Slots that share none are left out. A leased slot counts with what its lease computes.
+        """
+        self.catch_up(slots)
+        found = self._index.shares(tokens)
+        if tenant is None:
+            return dict(found)
+        return {name: common for name, common in found if slots[name].offered_tenant == tenant}
+
+    def catch_up(self, slots: SlotTable) -> None:
+        """Take in the changes of the table, so that the next query need not wait for it."""
+        idle = Phase.IDLE
+        for backend, bench in slots.benches():
+            known = self._known.get(backend)
+            if known is None or known.bench is not bench:
+                known = self._anew(backend, bench)
+            elif known.changes == bench.changes:
+                continue
+            known.changes, tokens_of = bench.changes, known.tokens
+            for at, slot in enumerate(bench):
+                held = slot.content.resident.tokens if slot.phase is idle else slot.work.pending
+                if held is not tokens_of[at]:
+                    self._change(slot.id, tokens_of[at], held)
+                    tokens_of[at] = held
+
+    def forget(self, backend: BackendId) -> None:
+        """Drop the slots of a backend."""
+        known = self._known.pop(backend, None)
+        for index, before in enumerate(known.tokens if known else ()):
+            self._change(SlotId(backend, index), before, EMPTY)
+
+    def _anew(self, backend: BackendId, bench: BackendSlots) -> "_Known":
+        """Start the entry of a backend that is new or came back."""
+        self.forget(backend)
+        known = self._known[backend] = _Known(bench, -1, [EMPTY] * len(bench.slots))
+        return known
+
+    def _change(self, slot: SlotId, before: Tokens, held: Tokens) -> None:
+        if before:
+            self._index.remove(before, slot)
+        if held:
+            self._index.insert(held, slot)
+
+
+@dataclass(slots=True)
+class _Known:
+    """The indexed tokens of each slot of a backend, and `BackendSlots.changes` at that time."""
+
+    bench: BackendSlots
+    changes: int
+    tokens: list[Tokens]
+
+
+_ITEM_TOKENS = 64  # overhead of a sequence, in tokens
+
+
+@dataclass(slots=True)
+class GhostList:
+    """Token sequences by namespace; beyond `max_tokens` the oldest are dropped.
+
+    A lookup walks a prompt once, however many sequences there are.
+    """
+
+    max_tokens: int = TUNING.ghost_tokens
+    _index: dict[Namespace, PrefixIndex[int]] = field(default_factory=dict)
+    _kept: OrderedDict[int, tuple[Namespace, Tokens]] = field(default_factory=OrderedDict)
+    _total: int = 0
+    _made: int = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, namespace: Namespace, tokens: Tokens) -> None:
+        """Add tokens that were held. Drop the sequences that are a prefix of them or equal."""
+        if not tokens:
+            return
+        index = self._index.get(namespace)
+        for item in [] if index is None else [match.item for match in index.beginnings(tokens)]:
+            self._forget(item)
+        self._made += 1
+        index = self._index.setdefault(namespace, PrefixIndex())
+        index.insert(tokens, self._made)
+        self._kept[self._made] = namespace, tokens
+        self._total += count(tokens) + _ITEM_TOKENS
+        while self._total > self.max_tokens:
+            self._forget(next(iter(self._kept)))
+
+    def nearest(self, namespace: Namespace, tokens: Tokens) -> tuple[int, bool]:
+        """Return how many leading tokens were held once, and whether others followed them."""
+        index = self._index.get(namespace)
+        return index.nearest(tokens) if index else (0, False)
+
+    def forget(self, is_owned: Callable[[Namespace], bool]) -> None:
+        """Drop the sequences of some namespaces."""
+        for item in [item for item, (space, _) in self._kept.items() if is_owned(space)]:
+            self._forget(item)
+
+    def _forget(self, item: int) -> None:
+        namespace, tokens = self._kept.pop(item)
+        index = self._index[namespace]
+        index.remove(tokens, item)
+        if not len(index):  # there may be a namespace for each `cache_salt`
+            del self._index[namespace]
+        self._total -= count(tokens) + _ITEM_TOKENS

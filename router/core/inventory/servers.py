@@ -27,17 +27,10 @@ class Servers:
     limits: tuple[ServerLimit, ...] = ()
     unread: dict[RequestId, Unread] = field(default_factory=dict)
     swaps: int = 0  # servers stopped for another model so far
-    _servers: dict[BackendId, Server] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self._servers)
+    by_name: dict[BackendId, Server] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Server]:
-        return iter(self._servers.values())
-
-    def get(self, name: BackendId) -> Server | None:
-        """Return the server of a backend; None if the router does not start that backend."""
-        return self._servers.get(name)
+        return iter(self.by_name.values())
 
     def configure(
         self, specs: Sequence[ServerSpec], limits: Sequence[ServerLimit], now: float
@@ -45,7 +38,7 @@ class Servers:
         """Take over the servers of a configuration; the preloaded ones are wanted at once."""
         self.limits = tuple(limits)
         for spec in specs:
-            server = self._servers.setdefault(spec.name, Server(spec, since=now))
+            server = self.by_name.setdefault(spec.name, Server(spec, since=now))
             server.spec = spec
             if spec.preload:
                 server.ask(now)

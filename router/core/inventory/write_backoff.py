@@ -33,10 +33,6 @@ class WriteBackoff:
         """Forget all failures."""
         self.failures, self.until, self.reason = 0, None, ""
 
-    def is_due(self, now: float) -> bool:
-        """Return whether the backoff is over."""
-        return self.until is not None and self.until <= now
-
     def end(self) -> None:
         """Allow writes again; the failures still count."""
         self.until = None

@@ -8,11 +8,25 @@ UNLIMITED = -1  # of snapshots
 
 
 class PolicyName(StrEnum):
-    """Policy names, as written in the YAML configuration."""
+    """Policy names, as written in the YAML configuration, and what each allows.
 
-    PREFER_IDLE = "prefer_idle_slot_with_global_restore"
-    PREFER_OWNER = "prefer_owning_slot_with_wait"
-    CHEAPEST = "cheapest"
+    `moves_kv`: state files are saved and restored; the others are baselines. `may_wait`: a request
+    may wait for a busy slot although another slot is idle.
+    """
+
+    moves_kv: bool
+    may_wait: bool
+
+    def __new__(cls, name: str, *allows: bool) -> "PolicyName":
+        """Make a member: its name, and the two flags if they are set."""
+        made = str.__new__(cls, name)
+        made._value_ = name
+        made.moves_kv, made.may_wait = (*allows, False, False)[:2]
+        return made
+
+    PREFER_IDLE = "prefer_idle_slot_with_global_restore", True
+    PREFER_OWNER = "prefer_owning_slot_with_wait", True, True
+    CHEAPEST = "cheapest", True, True
     STICKY = "sticky"
     ROUND_ROBIN = "round_robin"
     LEAST_BUSY = "least_busy"
@@ -34,23 +48,9 @@ class Policy(Struct, frozen=True):
         """Return the chance that content is asked for again; `keep_s`: what its client says."""
         return 1.0 if keep_s else self.reuse_probability
 
-    @property
-    def moves_kv(self) -> bool:
-        """Return whether this policy saves and restores state files; the others are baselines."""
-        return self.name in (
-            PolicyName.PREFER_IDLE,
-            PolicyName.PREFER_OWNER,
-            PolicyName.CHEAPEST,
-        )
-
     def is_long(self, prefill_s: float) -> bool:
         """Return whether a prefill this long goes through the prefill queue before the request."""
         return self.coalesce_above_s is not None and prefill_s >= self.coalesce_above_s
-
-    @property
-    def may_wait(self) -> bool:
-        """Return whether a request may wait for a busy slot although another slot is idle."""
-        return self.name in (PolicyName.PREFER_OWNER, PolicyName.CHEAPEST)
 
 
 class SnapshotLimits(Struct, frozen=True):

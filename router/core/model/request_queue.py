@@ -50,20 +50,20 @@ class Queue:
     """Queued requests by arrival, client and model. Admission also depends on usable slots."""
 
     limits: QueueLimits = field(default_factory=QueueLimits)
-    _waiting: dict[RequestId, Waiting] = field(default_factory=dict)
+    waiting: dict[RequestId, Waiting] = field(default_factory=dict)
     _clients: dict[str | None, dict[RequestId, Waiting]] = field(default_factory=dict)
     _models: dict[str | None, dict[RequestId, Waiting]] = field(default_factory=dict)
     _served_s: dict[str | None, float] = field(default_factory=dict)  # server time of each client
     _floor_s: float = 0.0  # server time that a new client starts with
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def __contains__(self, request: RequestId) -> bool:
-        return request in self._waiting
+        return request in self.waiting
 
     def __iter__(self) -> Iterator[Waiting]:
-        return iter(tuple(self._waiting.values()))
+        return iter(tuple(self.waiting.values()))
 
     @property
     def models(self) -> Set[str | None]:
@@ -76,7 +76,7 @@ class Queue:
         Background requests are yielded after all others, in the same way. A request that is removed
         meanwhile may still be yielded.
         """
-        if len(self._waiting) <= 1:  # the usual case
+        if len(self.waiting) <= 1:  # the usual case
             yield from self
             return
         clients = sorted(self._clients, key=self._served_s.__getitem__)
@@ -116,7 +116,7 @@ class Queue:
     def add(self, request: Request, now: float) -> None:
         """Queue a request. A client gets no credit for time in which it had no request."""
         client = request.client
-        waiting = self._waiting[request.id] = Waiting(request, now)
+        waiting = self.waiting[request.id] = Waiting(request, now)
         if len(self._served_s) > TUNING.clients:
             self._floor_s = sorted(self._served_s.values())[TUNING.clients // 2]
             self._served_s = {
@@ -132,13 +132,13 @@ class Queue:
 
     def serve(self, request: RequestId, seconds: float) -> None:
         """Remove a request and charge its client `seconds`. Raise KeyError if not queued."""
-        client = self._waiting[request].request.client
+        client = self.waiting[request].request.client
         self.remove(request)  # first: `remove` must compute the floor without these seconds
         self._served_s[client] += seconds
 
     def remove(self, request: RequestId) -> Waiting | None:
         """Remove a request and return it. None: it was not queued."""
-        waiting = self._waiting.pop(request, None)
+        waiting = self.waiting.pop(request, None)
         if waiting is None:
             return None
         self._floor_s = max(self._floor_s, min(self._served_s[one] for one in self._clients))
@@ -149,11 +149,11 @@ class Queue:
     def overdue(self, now: float) -> list[Waiting]:
         """Return the requests past their deadline: the first of the queue, if any."""
         late = self.limits.deadline
-        return list(takewhile(lambda w: late(w.since) <= now, self._waiting.values()))
+        return list(takewhile(lambda w: late(w.since) <= now, self.waiting.values()))
 
     def next_deadline(self) -> float:
         """Return the earliest deadline, in clock seconds. inf: there is none."""
-        first = next(iter(self._waiting.values()), None)
+        first = next(iter(self.waiting.values()), None)
         return inf if first is None else self.limits.deadline(first.since)
 
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from router.base.errors import StaleLeaseError
-from router.base.tokens import EMPTY, Tokens, common_prefix, count
+from router.base.tokens import EMPTY, WIDTH, Tokens, common_prefix
 from router.base.types import (
     NO_KEEP,
     NO_TENANT,
@@ -74,7 +74,7 @@ class Resident(Struct, frozen=True):
     may_hold_more: bool = False  # there may be more tokens, of unknown number
 
     def __len__(self) -> int:
-        return count(self.tokens) + self.unread
+        return len(self.tokens) // WIDTH + self.unread
 
     def covers(self, prompt: Prompt) -> bool:
         """Return whether it surely has all of a prompt but its last token."""

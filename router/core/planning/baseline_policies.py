@@ -40,7 +40,8 @@ def baseline(context: PricingContext, room: list[Backend]) -> Plan | None:
         slot = min(free, key=lambda s: in_turn.index(s.id))
     else:
         slot = min(
-            free, key=lambda s: (context.running(inventory.backend_of(s.id)), s.last_used, s.id)
+            free,
+            key=lambda s: (context.running(inventory.backends[s.id.backend]), s.last_used, s.id),
         )
     held, wanted = slot.content.resident.tokens, context.request.prompt.tokens
     foreign = slot.content.tenant != context.request.tenant

@@ -1,22 +1,29 @@
 """Plan a request: price every way to serve it in seconds, and choose the cheapest.
 
+`decide` is for a queued request: as planned, later, elsewhere, or server-placed.
+
 Pure: the same inventory, request and time always give the same plan. `POST /kvferry/plan` calls the
 same function as production.
 """
 
 from math import inf
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from router.base.types import Request, Source
 from router.core.inventory.backend import Backend
 from router.core.inventory.inventory import Inventory
+from router.core.model.jobs import RequestJob
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
 from router.core.model.server_placement import SlotClaim
+from router.core.model.slots import Phase, Slot
 from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import baseline
-from router.core.planning.boundary_saves import boundary_saves
-from router.core.planning.displacement import can_save
-from router.core.planning.pricing import PricingContext
+from router.core.planning.early_saves import boundary_saves
+from router.core.planning.prefill_wait import rank, rank_of, remaining_prefill_s
+from router.core.planning.pricing import PricingContext, can_save
 from router.core.planning.start_candidates import starting_now
 from router.core.planning.wait_candidates import starting_later
 
@@ -36,7 +43,7 @@ def plan(
     """
     context = PricingContext(request, inventory, now)
     room = inventory.room(request, now)
-    if not inventory.policy.moves_kv:
+    if not inventory.policy.name.moves_kv:
         return baseline(context, room)
     if not room:
         return None
@@ -108,7 +115,7 @@ def _prefill_first(request: Request, chosen: Candidate, inventory: Inventory) ->
     2. The prefill takes long: other requests with the same prefix can then share it.
     3. There is no client's request after it.
     """
-    prompt, backend = request.prompt, inventory.backend_of(chosen.slot)
+    prompt, backend = request.prompt, inventory.backends[chosen.slot.backend]
     claim = inventory.claim(backend, request)
     if claim in (SlotClaim.UNMANAGED, SlotClaim.SEVERAL):
         return False
@@ -133,3 +140,71 @@ def _reason(request: Request, chosen: Candidate) -> str:
     if chosen.wait_for is not None:
         return f"waiting for {chosen.wait_for} is cheaper"
     return f"{chosen.source} is cheapest at {chosen.price.total_s:.3f}s"
+
+
+class Decision(NamedTuple):
+    """A plan, and the request as it is sent: perhaps unpinned."""
+
+    request: Request
+    plan: Plan
+
+
+def decide(inventory: Inventory, request: Request, now: float, waited_s: float) -> Decision | None:
+    """Return the best way to serve a request. None: not yet.
+
+    A request that the server places better is sent unpinned if no request has to wait for that;
+    else it is pinned.
+    """
+    if request.server_picks:
+        unpinned = replace(request, pinnable=False)
+        made = _planned(inventory, unpinned, now, waited_s)
+        if made is not None and made.chosen.wait_for is None:
+            return Decision(unpinned, made)
+    made = _planned(inventory, request, now, waited_s)
+    return None if made is None else Decision(request, made)
+
+
+def _planned(inventory: Inventory, request: Request, now: float, waited_s: float) -> Plan | None:
+    """Plan the request elsewhere, or not yet, where it would take the last slot only to wait.
+
+    Another request could use that slot while this one waits in the prefill queue.
+    """
+    while True:
+        made = plan(request, inventory, now, waited_s, losers=0)
+        if made is None or made.chosen.wait_for is not None:
+            return made
+        backend = made.chosen.slot.backend
+        if not _would_hold_last_slot_idle(inventory, request, made, now, waited_s):
+            return made
+        request = replace(request, avoid=request.avoid | {backend})
+
+
+def _would_hold_last_slot_idle(
+    inventory: Inventory, request: Request, made: Plan, now: float, waited_s: float
+) -> bool:
+    """Return True if the request would take the last idle slot and prefill last there.
+
+    As in the prefill queue, a longer wait counts as a shorter prefill, so no request starves.
+    """
+    slots, own_s = inventory.backends[made.chosen.slot.backend].slots, made.chosen.price.prefill_s
+    if not (made.prefill_first and inventory.policy.is_long(own_s)):
+        return False
+    if slots.phases[Phase.IDLE] > 1:
+        return False
+    others = [
+        (slot, remaining_prefill_s(inventory, slot, slot.work.pending)) for slot in slots.prefilling
+    ]
+    others = [
+        (slot, remaining_s) for slot, remaining_s in others if inventory.policy.is_long(remaining_s)
+    ]
+    own = rank(own_s, waited_s, background=request.background)
+    return bool(others) and all(
+        _rank_of(inventory, slot, remaining_s, now) <= own for slot, remaining_s in others
+    )
+
+
+def _rank_of(inventory: Inventory, slot: Slot, remaining_s: float, now: float) -> float:
+    job = inventory.job_in(slot)
+    if not isinstance(job, RequestJob):
+        return rank(remaining_s, 0.0)
+    return rank_of(job, remaining_s, job.waited_s + now - job.since)

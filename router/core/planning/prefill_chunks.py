@@ -22,7 +22,7 @@ def piece(inventory: Inventory, slot: SlotId, wanted: Tokens) -> int | None:
        off. A slot of which nothing is known was usually never used.
     """
     limit_s = inventory.policy.prefill_chunk_s
-    backend = inventory.backend_of(slot)
+    backend = inventory.backends[slot.backend]
     if limit_s is None or not goes_back(backend.info.memory_kind):
         return None
     if not _beside_others(backend, slot):

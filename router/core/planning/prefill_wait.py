@@ -46,7 +46,7 @@ def remaining_prefill_s(inventory: Inventory, slot: Slot, tokens: Tokens) -> flo
     """Return the seconds that computing `tokens` adds to what the slot holds."""
     n, common = count(tokens), common_prefix(slot.content.resident.tokens, tokens)
     there = inventory.reusable(slot, n, common)
-    return inventory.backend_of(slot.id).rates.prefill_s(n - there, there)
+    return inventory.backends[slot.id.backend].rates.prefill_s(n - there, there)
 
 
 def slot_ahead(inventory: Inventory, slot: Slot, now: float) -> list[Ahead]:

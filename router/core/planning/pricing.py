@@ -1,4 +1,7 @@
-"""Price the ways to serve a request, and collect the cheapest ones found so far."""
+"""Price the ways to serve a request, and collect the cheapest ones found so far.
+
+A way costs what it displaces, too: the loss of a slot's content, or its save.
+"""
 
 from bisect import insort
 from collections.abc import Iterable
@@ -7,6 +10,7 @@ from math import exp
 from typing import NamedTuple
 
 from router.base.types import (
+    NO_TENANT,
     BackendId,
     MemoryKind,
     Namespace,
@@ -17,10 +21,104 @@ from router.base.types import (
 )
 from router.core.inventory.backend import Backend
 from router.core.inventory.inventory import Inventory
+from router.core.model.memory_kinds import can_restore
 from router.core.model.plan import Candidate, Price
+from router.core.model.slots import Slot
 from router.core.model.tuning import TUNING
-from router.core.planning.displacement import Displaced
 from router.core.planning.prefill_wait import Ahead, ahead, before_s, rank
+
+
+def can_save(inventory: Inventory, backend: Backend, tokens: int) -> bool:
+    """Return True if a state of `tokens` on this backend can become a useful snapshot.
+
+    A state shorter than its sliding window cannot be extended (llama-server.md section 4.3).
+    """
+    info, size_bytes = backend.info, tokens * backend.rates.bytes_per_token.value
+    return (
+        inventory.policy.name.moves_kv
+        and info.is_managed
+        and info.kv_dir is not None
+        and backend.may_write
+        and can_restore(info.memory_kind)
+        and info.extends
+        and tokens > info.window
+        and inventory.catalog.admits(tokens, size_bytes)
+    )
+
+
+def keeps_snapshots(inventory: Inventory, backend: Backend) -> bool:
+    """Return True if the slots of a backend that is up can be saved and restored with effect."""
+    return can_save(
+        inventory, backend, max(inventory.catalog.limits.min_tokens, backend.info.window + 1)
+    )
+
+
+# Save seconds, expected loss in seconds, and whether to save.
+Displaced = tuple[float, float, bool]
+_NOTHING: Displaced = (0.0, 0.0, False)
+
+
+class Displacing:
+    """Prices of displacement on one backend at this moment, for many slots at once."""
+
+    __slots__ = ("_apart", "_backend", "_inventory", "_stopped")
+
+    def __init__(self, inventory: Inventory, backend: Backend) -> None:
+        self._inventory, self._backend = inventory, backend
+        self._apart = inventory.policy.keeps_apart
+        self._stopped = 1 + backend.slots.running
+
+    def price(self, slot: Slot, kept: int = 0) -> Displaced:
+        """Price the displacement of a slot's content: `(save seconds, expected loss, save it)`.
+
+        `kept` tokens stay useful where they are. The price is weighted by the chance that the
+        content is asked for again, which falls with the uses of other slots since (docs/adr/0015).
+        The number of requests that stop meanwhile is a weight, too: those beside the save now, and
+        as many beside the later restore or prefill. Content that a client asked not to cache is no
+        loss, and never saved.
+
+        1. A snapshot holds the content: it has to be restored later.
+        2. Saving now and restoring later is cheaper than computing it again: it is saved.
+        3. Otherwise the part that no snapshot holds is computed again.
+        """
+        held = slot.content.resident
+        n_held = len(held)
+        if (
+            n_held <= kept
+            or not slot.content.savable
+            or (self._apart and slot.content.tenant == NO_TENANT)
+        ):
+            return _NOTHING
+        rates, stopped = self._backend.rates, self._stopped
+        chance = self._inventory.policy.reuse_chance(slot.content.keep.seconds)
+        chance /= 1 + self._inventory.neglect(slot)
+        if kept and kept >= max(held.checkpoints, default=n_held):
+            # The request goes on from the end of the slot's last prompt: it is the next turn, and
+            # the client has changed the answer that is left over.
+            chance *= 1 - kept / n_held
+        size_bytes = round(n_held * rates.bytes_per_token.value)
+        back_s = chance * stopped * rates.restore_s(size_bytes)
+        missing = n_held - max(self._inventory.reach(slot), kept)
+        if missing <= 0:
+            return 0.0, back_s, False
+        loss_s = chance * stopped * rates.prefill_s(missing, n_held - missing)
+        save_s = rates.save_s(n_held)
+        if save_s * stopped + back_s < loss_s and can_save(self._inventory, self._backend, n_held):
+            return save_s, back_s, True
+        return 0.0, loss_s, False
+
+    def cheapest(self, slots: Iterable[Slot]) -> tuple[Displaced, Slot]:
+        """Return the price and the slot of the least loss; of equals the slot idle for longest.
+
+        Raises ValueError if there are no slots.
+        """
+        ways = ((self.price(slot), slot) for slot in slots)
+        return min(ways, key=lambda way: (way[0][0] + way[0][1], way[1].last_used, way[1].id))
+
+
+def saving_pays(inventory: Inventory, slot: Slot, kept: int = 0) -> Displaced:
+    """Return `Displacing.price` of one slot."""
+    return Displacing(inventory, inventory.backends[slot.id.backend]).price(slot, kept)
 
 
 class RestoreOption(NamedTuple):
@@ -148,7 +246,7 @@ class PricingContext:
         request itself may lose nothing by it. All others lose those seconds of that server, if they
         need it.
         """
-        backend = self.inventory.backend_of(slot)
+        backend = self.inventory.backends[slot.backend]
         rates = backend.rates
         displaced_s, loss_s, save = displaced
         prefill_s = rates.prefill_s(self.n_prompt - reused, reused)

@@ -9,8 +9,16 @@ from router.core.model.plan import Candidate
 from router.core.model.slots import Phase, Resident, Slot
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
-from router.core.planning.displacement import Displaced, Displacing, can_save, saving_pays
-from router.core.planning.pricing import Cheapest, Files, PricingContext, RestoreOption
+from router.core.planning.pricing import (
+    Cheapest,
+    Displaced,
+    Displacing,
+    Files,
+    PricingContext,
+    RestoreOption,
+    can_save,
+    saving_pays,
+)
 
 _NO_FILES = Files([], 0, 0)
 
@@ -64,7 +72,7 @@ def _residents(context: PricingContext, room: list[Backend], found: Cheapest) ->
         slot = inventory.slots[name]
         if slot.phase is not Phase.IDLE or name.backend not in position:
             continue
-        backend = inventory.backend_of(name)
+        backend = inventory.backends[name.backend]
         if not backend.info.is_managed or not backend.reuses(context.request):
             continue
         if hinted and not backend.wants(slot, context.request):
@@ -80,7 +88,7 @@ def _residents(context: PricingContext, room: list[Backend], found: Cheapest) ->
     if not owners:
         return None
     owner = min(owners)[2]
-    backend, held = inventory.backend_of(owner), inventory.slots[owner].content.resident
+    backend, held = inventory.backends[owner.backend], inventory.slots[owner].content.resident
     if not can_save(inventory, backend, len(held)):
         return None
     size_bytes = round(len(held) * backend.rates.bytes_per_token.value)
@@ -246,7 +254,7 @@ def _copy(
 ) -> Candidate | None:
     """Return the way that saves the slot of `owner` and restores it into a slot elsewhere."""
     here, n_held = backend.info, len(owner.held)
-    source = context.inventory.backend_of(owner.slot)
+    source = context.inventory.backends[owner.slot.backend]
     there = source.info
     reused = reusable_tokens(here.memory_kind, context.n_prompt, owner.common, n_held)
     fits = here.kv_dir is not None and can_restore(here.memory_kind) and here.n_ctx >= n_held

@@ -10,8 +10,7 @@ from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Candidate, Price
 from router.core.model.slots import Phase, Slot
 from router.core.model.tuning import TUNING
-from router.core.planning.displacement import can_save
-from router.core.planning.pricing import Cheapest, PricingContext
+from router.core.planning.pricing import Cheapest, PricingContext, can_save
 
 _SOON = (Phase.PREPARING, Phase.ABANDONED)
 _MAY_WAIT = (*_SOON, Phase.RUNNING)
@@ -34,7 +33,7 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
     if context.has_no_say:
         return []
     inventory, shared = context.inventory, context.shared
-    may_wait = inventory.policy.may_wait and patient
+    may_wait = inventory.policy.name.may_wait and patient
     at_least = max(inventory.catalog.limits.min_tokens, 1)
     saved, owners = Cheapest(n), Cheapest(n)
     for slot in _busy(context):
@@ -57,7 +56,7 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
         common = shared.get(slot.id, 0)
         if common < at_least:
             continue  # so little is not saved for others
-        backend = inventory.backend_of(slot.id)
+        backend = inventory.backends[slot.id.backend]
         info, rates = backend.info, backend.rates
         held = count(slot.work.pending)
         reused = reusable_tokens(info.memory_kind, context.n_prompt, common, held)
@@ -116,7 +115,7 @@ def trust_ends(inventory: Inventory, now: float) -> float:
 def _busy(context: PricingContext) -> Iterator[Slot]:
     """Yield slots that could be waited for; on a draining backend, for their files."""
     inventory = context.inventory
-    wanted = _MAY_WAIT if inventory.policy.may_wait else _SOON
+    wanted = _MAY_WAIT if inventory.policy.name.may_wait else _SOON
     for backend in inventory.up.values():
         phases = backend.slots.phases
         if not any(phases[phase] for phase in wanted):
@@ -131,7 +130,7 @@ def _busy(context: PricingContext) -> Iterator[Slot]:
 def _will_be_available(context: PricingContext, slot: Slot) -> bool:
     """Return True if the request may have the slot itself when it is idle."""
     inventory, request = context.inventory, context.request
-    backend = inventory.backend_of(slot.id)
+    backend = inventory.backends[slot.id.backend]
     return inventory.serves(backend, request) and backend.wants(slot, request)
 
 
@@ -141,7 +140,7 @@ def _once_saved(context: PricingContext, slot: Slot, at_least: int) -> Candidate
     Until the save is over no request can have that content. If the slot is another request's
     already, the content is nowhere else.
     """
-    backend, held = context.inventory.backend_of(slot.id), len(slot.content.resident)
+    backend, held = context.inventory.backends[slot.id.backend], len(slot.content.resident)
     common = common_prefix(slot.work.saving, context.request.prompt.tokens)
     reused = reusable_tokens(backend.info.memory_kind, context.n_prompt, common, held)
     if reused < at_least or not can_save(context.inventory, backend, held):
@@ -154,7 +153,7 @@ def _from_file(
     context: PricingContext, slot: Slot, held: int, reused: int, wait_s: float
 ) -> Candidate:
     """Return the way that waits until the slot's content is saved, and restores it."""
-    backend = context.inventory.backend_of(slot.id)
+    backend = context.inventory.backends[slot.id.backend]
     rates = backend.rates
     back_s = rates.save_s(held) + rates.restore_s(round(held * rates.bytes_per_token.value))
     remaining_s = rates.prefill_s(context.n_prompt - reused, reused)

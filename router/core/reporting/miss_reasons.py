@@ -41,7 +41,7 @@ def coverage_of(request: Request, made: Plan, inventory: Inventory) -> Coverage 
     usable, waiting = _in_slots(
         inventory, made.shared, chosen.slot, info, len(request.prompt), most
     )
-    if inventory.policy.moves_kv and can_restore(info.memory_kind):
+    if inventory.policy.name.moves_kv and can_restore(info.memory_kind):
         usable = max(usable, _in_snapshots(inventory.catalog, request, info, most))
     namespace = namespace_of(info, request.tenant)
     evicted = inventory.catalog.gone.nearest(namespace, tokens)

@@ -7,7 +7,6 @@ from router.config.loader import path_text, read_text, read_yaml
 from router.config.open_doors import open_doors
 from router.config.schema import BackendConfig, Config, ConfigError, Problem, TokenizerMode, load
 from router.config.values import NO_LIMIT, format_duration, format_size
-from router.core.model.policy import Policy
 from router.tools.doctor.environment import (
     Lack,
     unset_variables,
@@ -66,7 +65,7 @@ def summary(config: Config) -> str:
         f" queue of up to {config.queue.max_requests} requests,"
         f" deadline {_or_no_limit(config.queue.deadline_s)}.",
     ]
-    moves_kv = Policy(name=policy.name).moves_kv
+    moves_kv = policy.name.moves_kv
     # The first reason why no snapshot is written; else the limits of what is written.
     if not moves_kv:
         said.append(f"Nothing is saved or restored: policy {policy.name} never moves KV.")

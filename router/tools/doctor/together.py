@@ -14,7 +14,6 @@ from router.base.types import Namespace
 from router.config.loader import path_text
 from router.config.open_doors import open_doors
 from router.config.schema import Config, TokenizerMode
-from router.core.model.policy import Policy
 from router.llama.attach.attached import Attached
 from router.llama.attach.diagnosis import Trouble, Unusable
 from router.store import shapes
@@ -50,7 +49,7 @@ def verdict(all_facts: Sequence[Facts], config: Config) -> tuple[int, str]:
     refused += [f"kv_dir of {facts.name}" for facts in all_facts if _shut_out(facts, config)]
     able = [facts.name for facts in all_facts if restores(facts)]
     untried = [facts.name for facts in all_facts if facts.untried and facts.name not in able]
-    moves_kv = Policy(name=config.policy.name).moves_kv
+    moves_kv = config.policy.name.moves_kv
     if unusable:
         return 1, f"Not ready: {', '.join(unusable)} cannot be used; see above."
     if refused:
@@ -217,7 +216,7 @@ def _folders(all_facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _settings(config: Config) -> Iterator[Finding]:
-    if not Policy(name=config.policy.name).moves_kv:
+    if not config.policy.name.moves_kv:
         return
     if not config.store.enabled:
         yield Finding(

@@ -65,7 +65,7 @@ class Losses:
         """Count the tokens that the request displaces from its slot."""
         slot = state.inventory.slots[chosen.slot]
         kept = 0 if chosen.source is not Source.RESIDENT else chosen.reused_tokens
-        backend = state.inventory.backend_of(chosen.slot)
+        backend = state.inventory.backends[chosen.slot.backend]
         covered = state.inventory.catalog.covered(
             backend.info.namespace, slot.content.resident.tokens
         )

@@ -173,7 +173,7 @@ class _Teller:
 
     def __init__(self, progress: Progress, setup: Setup, experiment: Experiment) -> None:
         self._progress = progress
-        budget = f", budget {format_size(setup.budget_bytes)}" if setup.policy.moves_kv else ""
+        budget = f", budget {format_size(setup.budget_bytes)}" if setup.policy.name.moves_kv else ""
         self._what = f"{setup.policy.name.name.lower()}{budget}"
         self._total = experiment.source().total
         self._told = perf_counter()

@@ -29,7 +29,7 @@ class Experiment:
         """Yield the runs in order. A policy that never moves KV has no budget and one run."""
         for name in self.policies:
             policy = structs.replace(self.setup.policy, name=name)
-            for budget_bytes in self.budgets if policy.moves_kv else (0,):
+            for budget_bytes in self.budgets if policy.name.moves_kv else (0,):
                 yield replace(self.setup, policy=policy, budget_bytes=budget_bytes)
 
     def run(self, setup: Setup, told: Told = lambda _: None) -> Result:

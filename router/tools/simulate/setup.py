@@ -53,7 +53,7 @@ class Setup:
                     n_ctx=max(self.n_ctx // self.scale, 2),
                     namespace=Namespace(name if self.on_demand is not None else "simulated"),
                     # As in production: no KV directory without a store and a policy that moves KV.
-                    kv_dir=KV_DIR if self.budget_bytes and self.policy.moves_kv else None,
+                    kv_dir=KV_DIR if self.budget_bytes and self.policy.name.moves_kv else None,
                     memory_kind=self.memory_kind,
                     cuts=self.memory_kind is MemoryKind.FULL,
                     bytes_per_token=hardware.bytes_per_token,

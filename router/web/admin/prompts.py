@@ -10,7 +10,7 @@ from router.base.types import Outcome, Reported
 from router.core.model.tenancy import salted
 from router.engine.engine import Engine, Timing
 from router.llama import json_offload
-from router.llama.bodies.cache_hints import seconds_of
+from router.llama.bodies.hints import seconds_of
 from router.llama.routes import shape_of
 from router.llama.wire import parse_completion
 from router.web.admin.guard import Guard

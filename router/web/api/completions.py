@@ -29,7 +29,7 @@ from router.engine.engine import Engine
 from router.hosts.choice import is_stale
 from router.llama import json_offload
 from router.llama.bodies.filters import NO_FILTERS, Filters
-from router.llama.bodies.session import session_of
+from router.llama.bodies.hints import session_of
 from router.llama.multipart import is_form
 from router.llama.routes import Shape
 from router.llama.wire import InfillPrompt, ParsedRequest, parse_completion

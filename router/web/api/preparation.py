@@ -9,8 +9,8 @@ from collections.abc import Callable
 from router.base.types import PrefillProgress, SlotId, Source
 from router.llama import trial
 from router.llama.early_events import StreamIdentity
-from router.web.api import upstream_request
 from router.web.api.backend_selection import BackendSelection
+from router.web.api.sending import slot_headers
 from router.web.api.suspects import Suspects
 from router.web.server.call import Call
 
@@ -46,7 +46,7 @@ class Preparation:
         if self._slot is not None:
             return
         self._slot = slot
-        told = upstream_request.headers(slot, source, reused_tokens)
+        told = slot_headers(slot, source, reused_tokens)
         self._headers = self._call.names() | told
         parsed = self._call.parsed
         if parsed is not None and (fields := trial.unproven(parsed)):

@@ -7,7 +7,7 @@ from time import perf_counter
 from aiohttp import web
 
 from router.base.errors import BackendError
-from router.base.types import BackendId, Outcome, OwnPrefill, Reported
+from router.base.types import BackendId, Outcome, OwnPrefill, Reported, SlotId, Source
 from router.core.model import events as ev
 from router.engine.engine import Engine, Grant, Timing
 from router.engine.loop_throttle import LoopThrottle
@@ -16,7 +16,7 @@ from router.llama.attach.monitor import Monitor
 from router.llama.http1 import OnHead
 from router.llama.replies import IDENTITY
 from router.llama.server_client import RelayedResponse, Relaying
-from router.web.api import upstream_request
+from router.llama.wire import ParsedRequest, kept_in_place, pin_slot, strip_slot
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.reports import End, Reports
 from router.web.api.suspects import Suspects
@@ -69,7 +69,7 @@ class Sender:
         self._suspects.sent(request.id, backend)
         try:
             chosen, at = grant.plan.chosen, grant.lease.slot
-            own = call.names() | upstream_request.headers(at, chosen.source, chosen.reused_tokens)
+            own = call.names() | slot_headers(at, chosen.source, chosen.reused_tokens)
             async with self._asked(call, grant, monitor, call.sink.on_head(own)) as upstream:
                 answer, outcome = await relay(
                     call,
@@ -109,7 +109,7 @@ class Sender:
         if call.trace is not None:
             headers = call.trace.inject(headers)
         saved, caches = monitor.saves, monitor.caches
-        body = upstream_request.body(grant, call.raw, call.parsed, saved=saved, caches=caches)
+        body = body_for(grant, call.raw, call.parsed, saved=saved, caches=caches)
         return monitor.client.relay(method, target, headers, body, yields=True, on_head=on_head)
 
     def is_to_blame(self, call: Call, backend: BackendId) -> bool:
@@ -134,3 +134,42 @@ class Sender:
         if not (own.tokens or creation or hides) or encoded:
             return None
         return AnswerCounts(parsed.shape, own, tells_creation=creation, hides_timings=hides)
+
+
+def body_for(
+    grant: Grant,
+    raw: bytes,
+    parsed: ParsedRequest | None,
+    *,
+    saved: bool = False,
+    caches: bool = True,
+) -> bytes:
+    """Return the client's body, pinned to the leased slot if the grant says so.
+
+    Without `parsed` the body is unchanged. `saved`: the slot may become a state file afterwards.
+    Not `caches`: the server reuses nothing unless the request says so (--no-cache-prompt).
+    """
+    if parsed is None:
+        return raw
+    more = kept_in_place(parsed.body) if saved else {}
+    if not caches and "cache_prompt" not in parsed.body and not parsed.lora:
+        more["cache_prompt"] = True
+    if (fields := parsed.counts_asked) is not None:
+        more["response_fields"] = fields
+    slot = grant.lease.slot.index
+    if parsed.lora:
+        # No KV in the slot was computed with these adapters, though the server may assume so.
+        return pin_slot(raw, parsed.body, slot if grant.pin else -1, cache_prompt=False, **more)
+    if grant.pin:
+        return pin_slot(raw, parsed.body, slot, **more)
+    return strip_slot(raw, parsed.body, **more)
+
+
+def slot_headers(slot: SlotId, source: Source, reused_tokens: int) -> dict[str, str]:
+    """Return the answer's headers: backend, slot, source and reused tokens."""
+    return {
+        "x-kvferry-backend": slot.backend,
+        "x-kvferry-slot": str(slot.index),
+        "x-kvferry-source": source,
+        "x-kvferry-reused-tokens": str(reused_tokens),
+    }

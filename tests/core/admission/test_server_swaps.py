@@ -329,7 +329,7 @@ def test_a_process_that_lives_and_does_not_answer_is_ended() -> None:
     w.run(10.0 + TUNING.server_hangs_s + 20)
     assert [name for _, name in w.stops] == w.hanging == ["a"]
     assert "2" in w.answered
-    found = w.s.state.inventory.servers.get(BackendId("a"))
+    found = w.s.state.inventory.servers.by_name.get(BackendId("a"))
     assert found is not None
     assert (found.failures, found.problem) == (1, "it did not answer for 60 s")
 

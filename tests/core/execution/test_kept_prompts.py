@@ -79,7 +79,7 @@ def test_a_boundary_save_is_protected() -> None:
 def test_a_save_pays_sooner_where_the_prompt_comes_back(keep_s: float, saves: int) -> None:
     s = answered(keep_s=keep_s)
     # 10 s of prefill, 4 s of save and 4 s of restore: too little is spared for an even chance.
-    s.state.inventory.backend_of(A0).rates = rates(prefill_s=0.01, transfer_s=4.0)
+    s.state.inventory.backends[A0.backend].rates = rates(prefill_s=0.01, transfer_s=4.0)
     assert len(s.handle(ev.Tick(), NOW + 10)) == saves
 
 

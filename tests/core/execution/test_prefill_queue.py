@@ -423,7 +423,7 @@ def test_prefill_that_waited_goes_on_sooner_after_its_piece() -> None:
     s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 6)
     assert of(s.handle(ev.Begun(RequestId("r")), NOW + 6)) == ["Prefill r2"]
 
-    line = ahead(s.state.inventory, s.state.inventory.backend_of(A0), NOW + 6)
+    line = ahead(s.state.inventory, s.state.inventory.backends[A0.backend], NOW + 6)
     assert before_s(line, 1.8) == pytest.approx(5.12)
     assert before_s(line, 1.9) == pytest.approx(5.12 + 4.88)  # r2 has waited for 6 s
 
@@ -433,7 +433,7 @@ def test_one_whose_state_is_read_is_before_those_who_need_more() -> None:
     s = scheduler(backend("a", 2), snapshots=[snap], idle_save_after_s=None, coalesce_above_s=0.5)
     assert names(arrive(s, "r", run_of(1001, 8))) == ["Restore"]
 
-    (rest,) = ahead(s.state.inventory, s.state.inventory.backend_of(A0), NOW)
+    (rest,) = ahead(s.state.inventory, s.state.inventory.backends[A0.backend], NOW)
     assert rest.remaining_s == pytest.approx(1.01, abs=0.01)
     assert before_s([rest], 2.0) == rest.remaining_s
     assert before_s([rest], 0.6) == 0

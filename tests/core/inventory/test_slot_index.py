@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from router.base.tokens import common_prefix, pack
 from router.base.types import RequestId
-from router.core.inventory.slot_index import Holdings
+from router.core.inventory.prefix_index import Holdings
 from router.core.model.slots import NO_WORK, Content, Resident, SlotTable, Work
 from tests.support.scheduler.build import A0, A1, A, B, tokens
 

@@ -4,7 +4,7 @@ import pytest
 
 from router.base.types import Source
 from router.core.model.plan import Candidate, Price
-from router.core.model.policy import Policy, PolicyName
+from router.core.model.policy import PolicyName
 from tests.support.scheduler.build import A0, A1, B0
 
 BASE = Candidate(A1, Source.RESIDENT, 5, Price(prefill_s=1.0))
@@ -51,5 +51,5 @@ def test_a_nanosecond_is_a_tie() -> None:
 
 
 def test_only_the_first_three_policies_move_kv_and_two_may_wait() -> None:
-    assert [n for n in PolicyName if Policy(n).moves_kv] == list(PolicyName)[:3]
-    assert [n for n in PolicyName if Policy(n).may_wait] == list(PolicyName)[1:3]
+    assert [n for n in PolicyName if n.moves_kv] == list(PolicyName)[:3]
+    assert [n for n in PolicyName if n.may_wait] == list(PolicyName)[1:3]

@@ -20,7 +20,7 @@ from router.core.model.effects import Account, Delete, Dispatch, Prefill, Save, 
 from router.core.model.plan import Plan
 from router.core.model.policy import SnapshotLimits
 from router.core.model.slots import Content, Resident
-from router.core.planning.boundary_saves import boundary_saves
+from router.core.planning.early_saves import boundary_saves
 from router.core.planning.planner import plan
 from router.core.reporting.request_records import record_of
 from router.core.scheduler import Scheduler

@@ -6,7 +6,7 @@ from router.base.tokens import Tokens
 from router.base.types import BackendId, BackendInfo, Outcome, Prompt, SlotId
 from router.core.model import events as ev
 from router.core.model.policy import PolicyName
-from router.core.planning.deferral import decide
+from router.core.planning.planner import decide
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import A, B, backend, request, run_of, scheduler
 from tests.support.scheduler.drive import NOW, arrive, finish, launched, names

@@ -11,8 +11,8 @@ from router.core.inventory.inventory import Inventory
 from router.core.model.policy import PolicyName, SnapshotLimits
 from router.core.model.rates import Mean
 from router.core.model.slots import NO_WORK, Content, Resident
-from router.core.planning.displacement import can_save, saving_pays
 from router.core.planning.planner import plan
+from router.core.planning.pricing import can_save, saving_pays
 from tests.support.scheduler.build import (
     A0,
     A1,

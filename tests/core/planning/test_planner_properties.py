@@ -173,7 +173,7 @@ def test_what_is_reused_is_there_and_of_the_same_namespace(made: Inventory, aske
         if way.source in (Source.COLD, Source.NONE) and info.is_managed:
             assert way.reused_tokens == 0
         no_say = asked.prompt.unknown or asked.whole_backend or not asked.reuse
-        if made.policy.moves_kv:
+        if made.policy.name.moves_kv:
             assert (way.source is Source.NONE) == (bool(no_say) or not info.is_managed)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from router.llama.bodies.cache_hints import NO_HINTS, CacheHints
+from router.llama.bodies.hints import NO_HINTS, CacheHints
 from router.llama.routes import Shape
 from router.llama.wire import parse_request
 

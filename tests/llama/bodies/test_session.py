@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from router.base.types import NO_TENANT, Tenant
-from router.llama.bodies.session import session_of
+from router.llama.bodies.hints import session_of
 
 CLAUDE = "user_abc_account_1b2c_session_0f0e-77"
 CLAUDE_JSON = '{"device_id":"d","account_uuid":"a","session_id":"0f0e-77"}'

@@ -49,7 +49,7 @@ class ServerWorld:
         self.feed(ev.ServersConfigured(tuple(self.specs), tuple(self.limits)))
 
     def phase(self, name: str) -> ServerPhase:
-        server = self.s.state.inventory.servers.get(BackendId(name))
+        server = self.s.state.inventory.servers.by_name.get(BackendId(name))
         assert server is not None
         return server.phase
 
@@ -126,7 +126,7 @@ class ServerWorld:
         if self.fails(name):
             self.feed(ev.ServerEnded(name, "it does not start"))
             return
-        server = self.s.state.inventory.servers.get(name)
+        server = self.s.state.inventory.servers.by_name.get(name)
         assert server is not None
         models = frozenset(server.spec.models)
         info = backend(name, self.n_slots, namespace=server.spec.model, models=models)

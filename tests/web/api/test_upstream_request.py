@@ -11,7 +11,7 @@ from router.core.model.plan import Candidate, Plan, Price
 from router.engine.engine import Grant
 from router.llama.routes import Shape
 from router.llama.wire import parse_body, parse_request
-from router.web.api import upstream_request
+from router.web.api.sending import body_for, slot_headers
 from tests.support.scheduler.build import A1
 
 
@@ -41,7 +41,7 @@ def test_it_goes_to_the_slot_that_was_granted(
     raw = orjson.dumps(asked)
     parsed = parse_request(Shape.COMPLETION, parse_body(raw))
 
-    assert orjson.loads(upstream_request.body(grant(pin=pin), raw, parsed)) == sent
+    assert orjson.loads(body_for(grant(pin=pin), raw, parsed)) == sent
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,9 @@ def test_a_server_moves_nothing_by_itself(
     given = orjson.dumps(asked)
     parsed = parse_request(Shape.COMPLETION, parse_body(given))
 
-    assert parse_body(upstream_request.body(grant(pin=True), given, parsed, saved=True)) == expected
+    assert parse_body(body_for(grant(pin=True), given, parsed, saved=True)) == expected
     del expected["id_slot"]
-    assert (
-        parse_body(upstream_request.body(grant(pin=False), given, parsed, saved=True)) == expected
-    )
+    assert parse_body(body_for(grant(pin=False), given, parsed, saved=True)) == expected
     assert parse_body(given) == asked
 
 
@@ -92,17 +90,17 @@ def test_all_fields_are_sent_as_they_came(fields: dict[str, object], pin: bool) 
         return
     expected = given_body | ({"id_slot": 1} if pin else {})
 
-    assert parse_body(upstream_request.body(grant(pin=pin), raw, parsed)) == expected
+    assert parse_body(body_for(grant(pin=pin), raw, parsed)) == expected
 
 
 def test_what_was_not_read_is_sent_as_it_is() -> None:
-    assert upstream_request.body(grant(pin=True), b"\x00", None) == b"\x00"
+    assert body_for(grant(pin=True), b"\x00", None) == b"\x00"
 
 
 def test_the_client_is_told_where_it_ran_and_what_was_there() -> None:
     found = grant(pin=True)
     chosen = found.plan.chosen
-    told = upstream_request.headers(found.lease.slot, chosen.source, chosen.reused_tokens)
+    told = slot_headers(found.lease.slot, chosen.source, chosen.reused_tokens)
     assert told == {
         "x-kvferry-backend": "a",
         "x-kvferry-slot": "1",
