@@ -212,6 +212,7 @@ class Request(Struct, frozen=True):
     slot_hint: int | None = None
     tenant: Tenant = NO_TENANT  # the prompt's tenant, where tenants are kept apart
     client: str | None = None  # the queue is fair between clients
+    sender: str | None = None  # the address that it came from
     session: Session | None = None  # a hint: tokens decide, where they are known
     keep_s: float = 0.0  # its client says that it asks for the prompt again within this time
     background: bool = False  # served after all that are not
@@ -229,8 +230,8 @@ class Request(Struct, frozen=True):
 
     @property
     def owner(self) -> str:
-        """Return who sent it: a tenant, or a client without a key."""
-        return (self.client if self.caller is None else self.caller.tenant) or "-"
+        """Return who sent it: a tenant, or an address. A key that nobody checks names none."""
+        return (self.sender if self.caller is None else self.caller.tenant) or "-"
 
     @property
     def takes_one_slot(self) -> bool:

@@ -401,6 +401,11 @@ class Config(ConfigSection):
         if self.policy.name is PolicyName.PASSTHROUGH and self.auth.keeps_apart:
             message = "passthrough cannot keep tenants apart: set auth.share_cache: all"
             misfits.append((("policy", "name"), message))
+        for at, tenant in enumerate(self.auth.tenants):
+            key = "tokens_per_minute" if tenant.tokens_per_minute else "tokens_per_day"
+            if self.policy.name is PolicyName.PASSTHROUGH and getattr(tenant, key):
+                message = "has no effect with policy passthrough, which counts no tokens"
+                misfits.append((("auth", "tenants", at, key), message))
         if self.policy.name is PolicyName.PASSTHROUGH and self.servers.models:
             message = "passthrough cannot tell when a server may be stopped: choose another policy"
             misfits.append((("policy", "name"), message))

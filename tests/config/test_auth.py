@@ -36,6 +36,12 @@ def auth(*keys: tuple[str, str, str], limits: str = "", share: str = "none") -> 
         ("auth: {keys: [{hash: 'sha256:00'}]}", "auth.keys[0].name", "is required"),
         (f"auth: {{keys: [{{name: a, hash: {GOOD}}}]}}", "auth.keys[0].hash", "never the key"),
         (auth(("a", GOOD, "x")) + "\npolicy: passthrough", "policy.name", "share_cache: all"),
+        (
+            auth(("a", GOOD, "x"), limits="{name: x, tokens_per_day: 5}", share="all")
+            + "\npolicy: passthrough",
+            "auth.tenants[0].tokens_per_day",
+            "has no effect",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(text: str, path: str, said: str) -> None:

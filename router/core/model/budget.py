@@ -1,4 +1,7 @@
-"""What tenants may use: tokens in a minute and on a day of UTC. Pure but for the wall time."""
+"""What tenants may use: tokens in a minute and on a day of UTC. Pure but for its two clocks.
+
+Minutes are of a clock that nobody sets: a step of the wall time would end one early.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -33,12 +36,14 @@ class Limits(Struct, frozen=True):
 class Budget:
     """The tokens that tenants with limits have used."""
 
-    def __init__(self, wall_now: Callable[[], float] = lambda: 0.0) -> None:
-        """Set up without limits. `wall_now`: UNIX seconds."""
+    def __init__(
+        self, wall_now: Callable[[], float] = lambda: 0.0, now: Callable[[], float] | None = None
+    ) -> None:
+        """Set up without limits. `wall_now`: UNIX seconds; `now`: clock seconds, by default them."""
         self.limits: Mapping[str, Limits] = {}  # by tenant
         # What each tenant used on a day, counted since 1970: for a start, or a clock that is set.
         self.costs_of_day: Callable[[int], Mapping[str, Cost]] = lambda _: {}
-        self._wall_now = wall_now
+        self._clocks = {"minute": now or wall_now, "day": wall_now}
         self._used = {window: defaultdict[str, float](float) for window in _WINDOWS_S}
         self._number = dict.fromkeys(_WINDOWS_S, 0)  # of each window, since 1970
 
@@ -68,7 +73,7 @@ class Budget:
     @property
     def window_left_s(self) -> float:
         """Return the seconds until a window ends."""
-        return 60 - self._wall_now() % 60
+        return 60 - self._clocks["minute"]() % 60
 
     def refusal(self, tenant: str) -> TenantQuotaError | None:
         """Return the error for a tenant that has used its tokens; None: it may use some."""
@@ -76,7 +81,7 @@ class Budget:
             return None
         found: list[TenantQuotaError] = []
         for window, seconds in _WINDOWS_S.items():
-            limit, now = self.limits[tenant].of(window), self._wall_now()
+            limit, now = self.limits[tenant].of(window), self._clocks[window]()
             if limit is not None and self._used[window][tenant] >= limit:
                 left_s = seconds - now % seconds
                 told = f"this tenant has used its {limit} tokens of this {window}"
@@ -95,9 +100,8 @@ class Budget:
                 used[tenant] = limits.tokens(cost)
 
     def _begin_windows(self) -> None:
-        now = self._wall_now()
         for window, seconds in _WINDOWS_S.items():
-            if (number := int(now // seconds)) != self._number[window]:
+            if (number := int(self._clocks[window]() // seconds)) != self._number[window]:
                 self._number[window] = number
                 self._used[window].clear()
                 if window == "day":

@@ -53,6 +53,7 @@ class _From(TypedDict):
 
     tenant: Tenant
     client: str | None
+    sender: str | None
     clients_id: str | None
     caller: Caller | None
     body_bytes: int
@@ -253,6 +254,7 @@ class Completions:
         return {
             "tenant": self._keys.tenant(call.caller, salt) if hop is None else hop.tenant,
             "client": call.client,
+            "sender": call.sender if hop is None else hop.client,
             "clients_id": call.clients_id,
             "caller": call.caller,
             "body_bytes": len(call.raw),

@@ -28,7 +28,8 @@ _NOT_ENCODED = frozenset({"", "identity"})
 # A compressed body may expand so many times: prompts do 3 to 10 times, text of one letter 1,000.
 _MOST_EXPANDED = 30
 _SMALL = 1024 * 1024  # bytes; a smaller body may expand more, and is held until its answer ends
-# Of the memory for bodies, kept for operators and other hosts. Chosen.
+# Of the memory for bodies: what is kept for operators and other hosts, half of it for operators
+# alone. Chosen.
 _KEPT_SHARE = 4
 DIGEST_BYTES = 16
 _SAMPLE = 64 * 1024  # bytes of either end of a large body
@@ -110,14 +111,14 @@ class Bodies:
         """Count a body as one of `size` bytes, or raise BodiesFullError.
 
         A client may hold half of what others leave free, so there is always room for one more. A
-        part is kept for operators and for other hosts.
+        part is kept for other hosts, whose clients cannot fill that of operators.
         """
         client, held = _owner(call), call.held_bytes
         more, most = size - held, self._settings.body_memory_bytes
         if more <= 0:
             return
-        if call.hop is None and not call.is_trusted:
-            most -= most // _KEPT_SHARE
+        if not call.is_trusted:
+            most -= most // (_KEPT_SHARE if call.hop is None else 2 * _KEPT_SHARE)
         of_client = self._held[client]
         left = most - (self.held_bytes - of_client)
         # A client's only body may be as large as a body may be.

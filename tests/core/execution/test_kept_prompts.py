@@ -46,6 +46,13 @@ def test_what_an_idle_save_writes_is_protected() -> None:
     assert until(s) == NOW + 310
 
 
+def test_a_key_that_nobody_checks_is_no_owner() -> None:
+    s = scheduler(backend("a", 1), coalesce_above_s=None)
+    arrive(s, prompt=Prompt(LONG), keep_s=300.0, client="key made up", sender="192.0.2.1")
+    finish(s, prompt_tokens=1000, generated_tokens=1)
+    assert slot(s, A0).content.keep.owner == "192.0.2.1"
+
+
 def test_without_a_hint_nothing_is_protected() -> None:
     s = answered()
     idle_save(s)

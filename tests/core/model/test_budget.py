@@ -32,6 +32,17 @@ def test_a_tenant_without_a_limit_may_use_all() -> None:
     assert budget(max_requests=1).left("alice") == inf
 
 
+def test_a_step_of_the_wall_time_ends_no_minute() -> None:
+    clock, steady = Clock(), Clock()
+    made = Budget(clock, steady)
+    made.limit({"alice": Limits(tokens_per_minute=30)})
+    made.spend("alice", Cost(computed=30))
+    clock.now += 90
+    assert made.left("alice") == 0
+    steady.now += 60
+    assert made.left("alice") == 30
+
+
 def test_windows_of_a_minute_and_a_day_end() -> None:
     clock = Clock()
     made = budget(clock, tokens_per_minute=30, tokens_per_day=100)

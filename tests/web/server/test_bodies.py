@@ -7,12 +7,19 @@ import re
 import sys
 import zlib
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import aiohttp
 import pytest
 
+from router.base.errors import BodiesFullError
+from router.web.server.bodies import Bodies
+from router.web.server.call import Call
+from router.web.server.settings import Settings
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import RunningRouter, running
 
@@ -79,6 +86,27 @@ async def test_bodies_in_progress_have_a_limit(kvferry: RunningRouter, fake: Fak
         fake.prefill_gate.set()
     assert [await first, await small] == [200, 200]
     await kvferry.until(lambda _: held(kvferry) == 0)
+
+
+def test_nobody_fills_what_is_kept_for_operators() -> None:
+    """Of 800 bytes clients get 600, and those of other hosts 700."""
+    bodies = Bodies(Settings(body_memory_bytes=800, max_body_bytes=800))
+
+    def fill(*, hop: bool = False) -> None:
+        for number in range(1000):
+            peer = SimpleNamespace(client=f"peer {number}") if hop else None
+            call = SimpleNamespace(hop=peer, is_trusted=False, held_bytes=0, caller=None)
+            call.sender = str(number)
+            with suppress(BodiesFullError):
+                bodies._take(cast(Call, call), 10)
+
+    fill()
+    assert bodies.held_bytes == 600
+    fill(hop=True)
+    assert bodies.held_bytes == 700
+    operator = SimpleNamespace(hop=None, is_trusted=True, held_bytes=0, caller=None, sender="op")
+    bodies._take(cast(Call, operator), 40)
+    assert bodies.held_bytes == 740
 
 
 async def test_what_was_announced_does_not_count(kvferry: RunningRouter) -> None:
