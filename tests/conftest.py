@@ -4,6 +4,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +24,8 @@ settings.load_profile("kvferry")
 REAL_FIXTURES = frozenset({"llama_server", "server_argv"})
 # Starting takes 0.3 s on an idle machine; a server that needs a minute never starts.
 START_TIMEOUT_S = 60.0
+
+_homes = count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,6 +53,15 @@ def _no_task_ends_by_a_bug(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "bugs" not in request.fixturenames:
         assert not tasks.failures
+
+
+@pytest.fixture(autouse=True)
+def _state_of_its_own(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let no router of a test see the purges of another one's, nor those of a person."""
+    home = tmp_path_factory.getbasetemp() / f"state-{next(_homes)}"
+    monkeypatch.setenv("XDG_STATE_HOME", str(home))
 
 
 @pytest.fixture

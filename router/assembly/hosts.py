@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -124,6 +124,7 @@ async def hosts_of(
     keys: Keys,
     registry: CollectorRegistry,
     clock: MonotonicClock,
+    purges: Callable[[], str],
 ) -> AsyncIterator[Hosts | None]:
     """Yield the connection to the fleet; None without one. Raises StartError."""
     fleet = config.fleet
@@ -164,6 +165,7 @@ async def hosts_of(
             keeps_apart=keys.known.keeps_apart,
             snapshots=view.store.n_snapshots,
             told=next(told),
+            purges=purges(),
         )
 
     directory = None
@@ -225,6 +227,7 @@ class _Kept:
 
     engine: Engine
     store: KvStore
+    memories: Sequence[Callable[[str], None]]  # what else of a tenant is kept in memory
 
     def snapshots(self) -> Iterator[Snapshot]:
         """Yield all that are whole and in use, the most valuable first."""
@@ -244,14 +247,17 @@ class _Kept:
         found = {tenant_of(one.namespace) for one, _, _ in view.snapshots()}
         return found | view.slot_tenants()
 
-    def is_noted(self, note: str) -> bool:
-        """Return whether a purge was obeyed, by this run or an earlier one."""
-        return note in self.store.purges
+    def purges(self) -> Mapping[str, str]:
+        """Return the purges that are noted here and hold everywhere: tenants by id."""
+        return self.store.purges.everywhere
 
     async def purge(self, tenant: Tenant, note: str) -> None:
         """Delete all that is here of a tenant, and note that the purge was obeyed."""
-        await self.engine.purge_tenant(tenant)
-        await self.store.purge(Tenant(tenant.partition(TENANT_SALT)[0]), note)
+        owner = Tenant(tenant.partition(TENANT_SALT)[0])
+        await self.engine.purge_tenant(owner)
+        await self.store.purge(owner, note)
+        for forget in self.memories:
+            forget(owner)
 
 
 class ColdStore(NamedTuple):
@@ -287,13 +293,16 @@ async def cold_of(
     config: ColdConfig,
     engine: Engine,
     store: KvStore,
+    memories: Sequence[Callable[[str], None]],
 ) -> ColdTier | None:
     """Return the cold tier; None: there is none. Raises StartError."""
     if config.url is None:
         return None
     settings = ColdSettings(config.after_s, config.keep_s)
     parts = await cold_parts(config)
-    return ColdTier(*parts, store.exchange, _Kept(engine, store), settings, wall_now)
+    store.purges.folder_of = lambda namespace: parts.names.tenant(tenant_of(namespace))
+    kept = _Kept(engine, store, memories)
+    return ColdTier(*parts, store.exchange, kept, settings, wall_now)
 
 
 def _key(path: Path) -> bytes:

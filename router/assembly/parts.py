@@ -1,7 +1,9 @@
 """The first two stages of a router: parts that know no backend, then the watch over backends."""
 
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
@@ -20,6 +22,7 @@ from router.assembly.reactions import BackendReactions, EngineReactions, StoreRe
 from router.assembly.servers_on_demand import ServersOnDemand
 from router.assembly.tokenizer_registry import TokenizerRegistry
 from router.base.clock import MonotonicClock, wall_now
+from router.base.errors import RouterError
 from router.base.tasks import Tasks
 from router.base.types import BackendId, Standing, Stats
 from router.config.schema import BackendConfig, Config, TokenizerMode
@@ -33,6 +36,8 @@ from router.llama.attach.monitor import Monitor
 from router.llama.client import LlamaClient
 from router.llama.replies import Process
 from router.llama.server_client import Connections
+from router.servers.launch import state_dir
+from router.store import purges
 from router.store.store import KvStore
 from router.telemetry.decision_log import DecisionLog
 from router.telemetry.metrics import PrometheusTelemetry
@@ -64,6 +69,11 @@ class Parts:
     tasks: Tasks
     drivers: dict[Process, BackendId]
 
+    @property
+    def memories(self) -> Sequence[Callable[[str], None]]:
+        """Return what forgets a tenant, besides the store and the core."""
+        return self.decision_log.forget, lambda _: self.tokenizers.forget()
+
 
 async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExitStack) -> Parts:
     """Return the parts, which end with `stack`. Raises StartError."""
@@ -81,12 +91,13 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         group_access=kept.group_access,
         blobs=blobs_of(config),
         is_of=lambda namespace, tenant: is_of(tenant_of(namespace), tenant),
+        purges=_list_of_purges(),
     )
     TierCollector(registry, BLOBS, store.tier_status)
     stack.push_async_callback(store.aclose)
     clients: dict[BackendId, LlamaClient] = {}
     on_demand = ServersOnDemand(config, connections)
-    budget = Budget(wall_now)
+    budget = Budget(wall_now, clock.now)
     engine = Engine(
         Scheduler(State(budget=budget)), clients, store, clock, telemetry, throttle, on_demand
     )
@@ -113,6 +124,13 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         tasks,
         {},
     )
+
+
+def _list_of_purges() -> Path | None:
+    """Return the list of this user's purges; None: the user has no home."""
+    with suppress(RouterError):
+        return state_dir() / purges.NAME
+    return None
 
 
 async def _usage_of(config: Config, budget: Budget, stack: AsyncExitStack) -> UsageBook:

@@ -8,6 +8,7 @@ import resource
 import signal
 import ssl
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ from router.assembly.reload import Reload
 from router.assembly.web import Stages, app_of, live_of
 from router.base.errors import RouterError
 from router.base.ports import Tracing
-from router.base.tasks import spawn
+from router.base.tasks import in_thread, spawn, within
 from router.base.types import KvDir
 from router.base.urls import authority
 from router.config import values
@@ -55,6 +56,7 @@ log = structlog.get_logger(__name__)
 
 # For answers still under way when everything else has stopped.
 _CLOSE_S = 1.0
+_THREADS_END_S = 5.0
 
 
 @dataclass(slots=True)
@@ -138,11 +140,12 @@ async def build(
             in_force.keys,
             parts.registry,
             parts.clock,
+            lambda: parts.store.purges.digest,
         )
         hosts = await stack.enter_async_context(joined)
         if hosts is not None:
             parts.certificates.credentials = hosts.credentials
-        cold = await cold_of(config.cold, engine, parts.store)
+        cold = await cold_of(config.cold, engine, parts.store, parts.memories)
         if cold is not None:
             stack.push_async_callback(cold.aclose)
             TierCollector(parts.registry, COLD, cold.status)
@@ -293,7 +296,8 @@ async def serve(
         stopping.set()
 
     _allow_descriptors()
-    loop = asyncio.get_running_loop()
+    loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(thread_name_prefix="kvferry")
+    loop.set_default_executor(threads)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     asked = asyncio.Event()
@@ -315,7 +319,12 @@ async def serve(
         log.info("stopping", grace_s=router.config.shutdown_grace_s)
         rereading.cancel()
         await router.stop()
-    if router.store.works or (router.cold is not None and router.cold.works):
+    hangs = router.store.works or (router.cold is not None and router.cold.works)
+    try:
+        await within(in_thread(threads.shutdown, "end of threads"), _THREADS_END_S, "a thread")
+    except TimeoutError:
+        hangs = True
+    if hangs:
         log.warning("stopped_with_a_hanging_directory")
         os._exit(0)  # the interpreter would wait for the thread
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from router.base.errors import BackendError, BackendRefusedError
-from router.base.tasks import Tasks
+from router.base.tasks import Tasks, in_thread, within
 from router.base.types import BackendId, Namespace
 from router.config.schema import TokenizerConfig, TokenizerMode
 from router.llama.client import LlamaClient
@@ -29,6 +29,7 @@ log = structlog.get_logger(__name__)
 # it is loaded all the same.
 _LOOKS_S = 1.0
 _QUIET, _QUIET_MOST = 5, 60
+_LOADING_S = 60.0  # for a vocabulary: a file on a mount that hangs never comes
 
 
 @dataclass(slots=True)
@@ -210,16 +211,17 @@ class TokenizerRegistry:
 
         None: the backend tokenizes. A failure is logged.
         """
-        path = self._config.path
-        if self._config.mode is TokenizerMode.AUTO:
-            path = Path(props.model_path)
-            if not await asyncio.to_thread(path.is_file):
-                return None
+        is_auto = self._config.mode is TokenizerMode.AUTO
+        path = Path(props.model_path) if is_auto else self._config.path
         if path is None:
             return None
+
+        def load() -> Encoder | None:
+            return None if is_auto and not path.is_file() else load_local(path, tuple(specials))
+
         try:
-            return await asyncio.to_thread(load_local, path, tuple(specials))
-        except LocalTokenizerError as error:
+            return await within(in_thread(load, "tokenizer"), _LOADING_S, str(path))
+        except (LocalTokenizerError, TimeoutError) as error:
             # `auto` then means `backend`, as documented; `local` was asked for.
             asked = self._config.mode is TokenizerMode.LOCAL
             log.log(

@@ -68,7 +68,7 @@ class Stages:
         return Purging(
             self.parts.engine,
             self.parts.store,
-            (self.parts.decision_log.forget, lambda _: self.parts.tokenizers.forget()),
+            self.parts.memories,
             self.cold,
             lambda: () if hosts is None else hosts.peers.all(),
             stop_fetches,
@@ -104,6 +104,8 @@ async def app_of(made: Stages, live: Live) -> App:
         peers = NoPeers() if hosts is None else hosts.peers
         fetching = Fetching(peers, cold, engine, store, client, fetch_metrics, now)
         purging = made.purging(fetching.stop)
+        if hosts is not None:
+            parts.tasks.supervise(purging.hear, name="purges of other hosts")
         if hosts is None:
             elsewhere = FromCold(engine, fetching, parts.decision_log)
         else:

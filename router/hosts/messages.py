@@ -14,6 +14,7 @@ READ = "/peer/read"
 EXPORT = "/peer/export"
 PART = "/peer/part"
 PURGE = "/peer/purge"
+PURGED = "/peer/purged"
 # Headers of a forwarded request: the host that forwards it, the request's id there, the caller as
 # that host knows it, and the price that was quoted.
 HOP = "x-kvferry-hop"
@@ -85,6 +86,7 @@ class Hello(Struct, frozen=True):
     keeps_apart: bool = False  # tenants
     snapshots: int = 0  # that it could hand out
     told: int = 0  # how often this incarnation has described itself: an older word counts no more
+    purges: str = ""  # a digest of the purges that it knows
 
 
 class QuoteAsk(Struct, frozen=True, array_like=True):
@@ -137,9 +139,10 @@ class ExportAsk(Struct, frozen=True, array_like=True):
 
 
 class PurgeAsk(Struct, frozen=True, array_like=True):
-    """A tenant of which all snapshots are to go, those with a salt too."""
+    """A tenant of which all snapshots are to go, those with a salt too. `note`: the purge's id."""
 
     tenant: str
+    note: str
 
 
 class PurgeReply(Struct, frozen=True, array_like=True):

@@ -18,6 +18,7 @@ from router.hosts.messages import (
     HOP_MODEL,
     PROTOCOL,
     PURGE,
+    PURGED,
     QUOTE,
     READ,
     READ_PATH,
@@ -40,6 +41,7 @@ _reply_of = msgpack_decoder(QuoteReply)
 _hello_of = json_decoder(Hello)
 _read_of = json_decoder(PromptRead)
 _purged_of = msgpack_decoder(PurgeReply)
+_purges_of = json_decoder(dict[str, str])
 _MAX_BYTES = 1024 * 1024
 _MAX_MANIFEST_BYTES = 64 * 1024 * 1024  # with the tokens
 _LONGEST_BREAK_S = 30.0
@@ -216,9 +218,17 @@ class Peer(ServerClient):
         except UndecodableError as error:
             raise BackendError("it does not answer as a kvferry does") from error
 
-    async def purge(self, tenant: str, limit_s: float) -> int:
+    async def purges(self, limit_s: float) -> dict[str, str]:
+        """Return the purges that the host knows, each with its tenant. Raises BackendError."""
+        payload = await self._call("GET", PURGED, None, limit_s, _MAX_BYTES)
+        try:
+            return _purges_of(payload)
+        except UndecodableError as error:
+            raise BackendError("it does not answer as a kvferry does") from error
+
+    async def purge(self, tenant: str, note: str, limit_s: float) -> int:
         """Let the host delete what it has of a tenant; return how much. Raises BackendError."""
-        payload = await self._post(PURGE, _ENCODER.encode(PurgeAsk(tenant)), limit_s)
+        payload = await self._post(PURGE, _ENCODER.encode(PurgeAsk(tenant, note)), limit_s)
         try:
             purged = _purged_of(payload)
         except UndecodableError as error:

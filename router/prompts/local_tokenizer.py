@@ -68,6 +68,8 @@ def load_local(path: Path, specials: Iterable[str] = ()) -> LocalTokenizer:
     LocalTokenizerError.
     """
     is_gguf = path.suffix == ".gguf"
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe: nobody may ever write it
+        raise LocalTokenizerError("is no regular file")
     try:
         made, dropped = (_from_gguf if is_gguf else _from_json)(path)
     except OSError as error:

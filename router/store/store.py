@@ -62,6 +62,7 @@ class KvStore:
         group_access: bool = False,
         blobs: BlobSettings | None = None,
         is_of: Callable[[Namespace, str], bool] = lambda *_: False,
+        purges: Path | None = None,
     ) -> None:
         """Configure the store; `load` opens `kv_dirs`.
 
@@ -69,9 +70,9 @@ class KvStore:
         of the machine (not of the router) may lose snapshots, but never brings back a wrong one.
         `group_access`: the group of a directory may read and write in it, as a backend of another
         user has to. `blobs`: split snapshots in the background, and store equal bytes once.
-        `is_of` says whether a namespace is a tenant's.
+        `is_of` says whether a namespace is a tenant's. `purges`: the list of this user's purges.
         """
-        self.purges = Purges(is_of)
+        self.purges = Purges(is_of, purges)
         self._kv_dirs = tuple(dict.fromkeys(kv_dirs))
         self.listener: StoreListener = NullListener()
         self._wall_now = wall_now

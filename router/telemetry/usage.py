@@ -7,9 +7,11 @@ import asyncio
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, suppress
 from dataclasses import astuple, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +65,7 @@ class UsageSums:
         self.server_s += other.server_s
 
 
+_NEWEST = "SELECT DISTINCT day FROM usage ORDER BY day DESC LIMIT ?"
 _COLUMNS = tuple(one.name for one in fields(UsageSums))
 _CREATE = (
     "CREATE TABLE IF NOT EXISTS usage (day TEXT, tenant TEXT, model TEXT, "
@@ -101,20 +104,10 @@ class UsageFile:
         with self._db:
             self._db.executemany(_ADD, [(*place, *astuple(sums)) for place, sums in found.items()])
 
-    def rows(self) -> dict[Place, UsageSums]:
-        """Return the rows. One that kvferry did not write is left out, and stays in the file."""
-        names = ", ".join((*Place._fields, *_COLUMNS))
-        found = list(self._db.execute(f"SELECT {names} FROM usage"))  # noqa: S608 - our names
-        good = [row for row in found if _is_row(row)]
-        if len(good) < len(found):
-            log.warning("usage_rows_unreadable", rows=len(found) - len(good))
-        return {Place(*row[:3]): UsageSums(*row[3:]) for row in good}
-
     def forget(self) -> None:
         """Delete all rows but those of the newest days."""
-        days = "SELECT DISTINCT day FROM usage ORDER BY day DESC LIMIT ?"
         with self._db:
-            self._db.execute(f"DELETE FROM usage WHERE day NOT IN ({days})", (_KEEP_DAYS,))  # noqa: S608
+            self._db.execute(f"DELETE FROM usage WHERE day NOT IN ({_NEWEST})", (_KEEP_DAYS,))  # noqa: S608
 
     def close(self) -> None:
         """Close the file."""
@@ -131,6 +124,7 @@ class UsageBook:
         self._budget.costs_of_day = self._costs_of_day
         self._path: Path | None = None
         self._file: UsageFile | None = None
+        self._read = False
         self._stored: dict[Place, UsageSums] = {}  # in the file, or for good in memory
         self._fresh: dict[Place, UsageSums] = {}  # not yet in the file
         self._writing: dict[Place, UsageSums] = {}
@@ -196,9 +190,11 @@ class UsageBook:
 
     async def _write(self) -> None:
         if self._path is not None and self._file is None:
-            self._file, known = await in_thread(partial(_opened, self._path), "usage")
-            _merge(self._stored, known)
-            self._budget.recount()
+            if not self._read:  # also of a file that cannot be written: a limit holds over a start
+                _merge(self._stored, await in_thread(partial(_known, self._path), "usage"))
+                self._read = True
+                self._budget.recount()
+            self._file = await in_thread(partial(_opened, self._path), "usage")
         if not self._fresh:
             return
         self._writing, self._fresh = self._fresh, {}
@@ -245,10 +241,36 @@ class UsageBook:
         return _name(self._wall_now() - ago * 86400)
 
 
-def _opened(path: Path) -> tuple[UsageFile, dict[Place, UsageSums]]:
+def _opened(path: Path) -> UsageFile:
     file = UsageFile(path)
-    file.forget()
-    return file, file.rows()
+    with suppress(sqlite3.Error):  # on a full disk
+        file.forget()
+    return file
+
+
+def _known(path: Path) -> dict[Place, UsageSums]:
+    """Return the rows of a file that perhaps cannot be written. Blocks. Raises sqlite3.Error."""
+    if not path.exists():
+        return {}
+    try:
+        return _rows_of(path, "mode=ro")
+    except sqlite3.OperationalError as error:
+        if "no such table" in str(error):
+            return {}
+        return _rows_of(path, "mode=ro&immutable=1")  # without the log of writes beside it
+
+
+def _rows_of(path: Path, how: str) -> dict[Place, UsageSums]:
+    """Return the rows of the newest days. One that kvferry did not write is left out."""
+    names = ", ".join((*Place._fields, *_COLUMNS))
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as db:
+        db.text_factory = partial(str, encoding="utf-8", errors="replace")
+        sql = f"SELECT {names} FROM usage WHERE day IN ({_NEWEST})"  # noqa: S608 - our names
+        found = list(db.execute(sql, (_KEEP_DAYS,)))
+    good = [row for row in found if _is_row(row)]
+    if len(good) < len(found):
+        log.warning("usage_rows_unreadable", rows=len(found) - len(good))
+    return {Place(*row[:3]): UsageSums(*row[3:]) for row in good}
 
 
 def _merge(into: dict[Place, UsageSums], more: Mapping[Place, UsageSums]) -> None:
@@ -258,7 +280,7 @@ def _merge(into: dict[Place, UsageSums], more: Mapping[Place, UsageSums]) -> Non
 
 def _is_row(row: tuple[Any, ...]) -> bool:
     return all(isinstance(each, str) for each in row[:3]) and all(
-        isinstance(each, int | float) and each >= 0 for each in row[3:]
+        isinstance(each, int | float) and 0 <= each < inf for each in row[3:]
     )
 
 

@@ -25,6 +25,8 @@ from bench.report import Report
 from tests.support.models.tiny_models import is_plain, vocabulary
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.thorough
+
 Json = dict[str, Any]
 
 

@@ -13,6 +13,8 @@ from tests.support.conversations.prompts import Json, ids, sentences
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import Answer, RunningRouter, running
 
+pytestmark = pytest.mark.thorough
+
 N = 900
 # Every cold prompt of this length is computed by the router first.
 EAGER = "policy: {coalesce_above: 1ms}"

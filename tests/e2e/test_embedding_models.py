@@ -12,6 +12,8 @@ from tests.support.models.encoder import tiny_encoder
 from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.running_router import Answer, Json, is_quiet, running
 
+pytestmark = pytest.mark.thorough
+
 TEXTS = ("a ferry", "a boat", "the northern pier")
 
 

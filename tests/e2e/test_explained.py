@@ -10,6 +10,8 @@ from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import Json, chat, ids
 from tests.support.servers.running_router import PATIENCE_S, Answer, RunningRouter, running
 
+pytestmark = pytest.mark.thorough
+
 _POLL_S = 0.01
 
 

@@ -10,6 +10,8 @@ from tests.support.conversations.conversing import all_but_one, probabilities
 from tests.support.conversations.prompts import ids
 from tests.support.servers.running_router import Answer, running
 
+pytestmark = pytest.mark.thorough
+
 GREEDY: dict[str, Any] = {"n_predict": 64, "n_probs": 5}
 
 

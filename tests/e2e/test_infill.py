@@ -11,6 +11,8 @@ from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import Json, sentences
 from tests.support.servers.running_router import Answer, RunningRouter, running
 
+pytestmark = pytest.mark.thorough
+
 CODE = sentences(1, 40)
 EXTRA = [{"filename": f"{n}.py", "text": sentences(10 + n, 20)} for n in range(2)]
 

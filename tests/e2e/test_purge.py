@@ -12,6 +12,8 @@ from tests.support.conversations.conversing import all_but_one, saved
 from tests.support.conversations.prompts import ids
 from tests.support.servers.running_router import RunningRouter, running
 
+pytestmark = pytest.mark.thorough
+
 LONG = 2400
 # No slot is saved unless the test wants it, and no prompt is prefilled before its request.
 KEEP_STILL = """

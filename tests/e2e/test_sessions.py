@@ -13,6 +13,8 @@ from tests.conftest import StartServer
 from tests.support.conversations.prompts import sentences
 from tests.support.servers.running_router import Json, RunningRouter, running
 
+pytestmark = pytest.mark.thorough
+
 SYSTEM = sentences(1, 30)
 KINDS = {"user": "input_text", "assistant": "output_text"}  # of parts, in /v1/responses
 UUID = "3f6c2a70-1111-4222-8333-944455566677"

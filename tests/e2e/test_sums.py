@@ -3,12 +3,15 @@
 import asyncio
 from itertools import count
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import runs_on, saved
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.servers.running_router import Answer, RunningRouter, running
+
+pytestmark = pytest.mark.thorough
 
 PARTS = ("resident", "snapshot", "computed")
 TALKS, TURNS = 3, 3

@@ -10,6 +10,8 @@ from tests.support.conversations.conversing import saved
 from tests.support.conversations.prompts import ids
 from tests.support.servers.running_router import running
 
+pytestmark = pytest.mark.thorough
+
 CTX = 4096
 
 

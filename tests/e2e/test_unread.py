@@ -14,6 +14,8 @@ from tests.support.conversations.measuring import Direct, direct
 from tests.support.conversations.prompts import Json, sentences
 from tests.support.servers.running_router import Answer, RunningRouter, running
 
+pytestmark = pytest.mark.thorough
+
 UNREAD = "tokenizer: {mode: 'off'}"
 N = 12
 

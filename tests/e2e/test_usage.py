@@ -25,6 +25,8 @@ from tests.support.servers.router_process import Elsewhere
 from tests.support.servers.running_router import Json, RunningRouter, configuration_text, running
 from tests.tools.test_cli import starting
 
+pytestmark = pytest.mark.thorough
+
 KEYS = {"alice": "kvf_" + "a" * 40, "bob": "kvf_" + "b" * 40}
 
 

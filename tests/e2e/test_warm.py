@@ -12,6 +12,8 @@ from tests.support.conversations.prompts import chat, ids, sentences
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import Json, RunningRouter, running
 
+pytestmark = pytest.mark.thorough
+
 WARM, CHAT, COMPLETION = "/kvferry/warm", "/v1/chat/completions", "/completion"
 LONG = [3 + n % 200 for n in range(900)]
 TALK = chat(1, sentences(2, 5), length=20)

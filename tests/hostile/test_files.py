@@ -37,6 +37,19 @@ async def test_a_configuration_that_hangs_does_not_keep_the_process(
         assert await process.end(signal.SIGTERM) == 0
 
 
+async def test_a_vocabulary_that_never_comes_stops_nothing(
+    llama_server: StartServer, tmp_path: Path
+) -> None:
+    server, path, pipe = await llama_server(), tmp_path / "kvferry.yaml", tmp_path / "t.gguf"
+    os.mkfifo(pipe)
+    yaml = f"listen: 127.0.0.1:0\ntokenizer: {{mode: local, path: {pipe}}}"
+    path.write_text(configuration_text([("a", server.url)], None, yaml=yaml))
+    async with serving("--config", str(path)) as process:
+        assert (await process.event("local_tokenizer_not_used"))["reason"] == "is no regular file"
+        await process.event("backend_up")
+        assert await process.end(signal.SIGTERM) == 0
+
+
 @pytest.mark.parametrize("spoil", ["damaged", "directory", "locked"])
 async def test_a_book_of_usage_that_cannot_be_used_stops_nothing(
     llama_server: StartServer, tmp_path: Path, spoil: str

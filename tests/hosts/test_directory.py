@@ -14,6 +14,8 @@ from router.hosts.directory import Directory, signed
 from router.hosts.messages import Hello
 from tests.support.servers.redis_server import RedisServer
 
+pytestmark = pytest.mark.thorough
+
 PATIENCE_S = 30.0
 SECRET = b"the secret of the fleet"
 

@@ -11,6 +11,8 @@ from router.base.types import KvDir
 from tests.e2e.test_upgrades import DIRECTORIES
 from tests.support.files.stores import Stores
 
+pytestmark = pytest.mark.thorough
+
 FILES = sorted(DIRECTORIES[-1].iterdir())[:2]  # a record, and its state file
 EACH = 307  # bits between two flips of a state file: 150 starts
 

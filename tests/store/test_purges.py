@@ -36,6 +36,7 @@ class Run:
             fsync=False,
             blobs=settings if blobs else None,
             is_of=lambda namespace, tenant: is_of(tenant_of(namespace), tenant),
+            purges=self.root / "state" / purges.NAME,
         )
         return store, await store.load()
 
@@ -90,6 +91,39 @@ async def test_blobs_of_a_run_whose_setting_is_off_do_not_come_back(tmp_path: Pa
     store, found = await runs.start("a", blobs="blobs")
     assert [one.id for one in found] == [bobs.id]
     await store.flush()
+    await store.aclose()
+
+
+async def test_runs_without_a_common_directory_know_each_others_purges(tmp_path: Path) -> None:
+    runs = Run(tmp_path)
+    store, _ = await runs.start("a")
+    for namespace in (ALICE, BOB):
+        await save(store, tmp_path / "a", namespace)
+    await store.aclose()
+    store, _ = await runs.start("b")
+    assert await store.purge(Tenant("alice"), "note-1") == {}
+    await store.aclose()
+
+    store, found = await runs.start("a")
+    assert [one.namespace for one in found] == [BOB]
+    await store.aclose()
+
+
+async def test_a_folder_is_obeyed_by_a_directory_that_opens_later(tmp_path: Path) -> None:
+    """The cold tier tells a folder of a tenant of which nothing was here then."""
+    runs = Run(tmp_path)
+    store, _ = await runs.start("a")
+    for namespace in (ALICE, BOB):
+        await save(store, tmp_path / "a", namespace)
+    await store.aclose()
+    store, _ = await runs.start("b")
+    store.purges.folder_of = lambda namespace: f"folder of {tenant_of(namespace)}"
+    await store.purge(Tenant("#folder of alice"), "note-1")
+    (again,) = await store.add([KvDir(str(tmp_path / "a"))])
+    assert again.namespace == BOB
+    await store.aclose()
+    store, found = await runs.start("a", "b")  # without a cold tier nobody knows whose it is
+    assert [one.namespace for one in found] == [BOB]
     await store.aclose()
 
 

@@ -229,12 +229,36 @@ async def test_rows_of_others_are_left_out(tmp_path: Path) -> None:
     book.over(RECORD)
     await book.aclose()
     with closing(sqlite3.connect(path)) as file, file:
-        for bad in ("'many'", "-1", "x'00'"):
-            file.execute(f"INSERT INTO usage VALUES ('d', 't', {bad}, 0, 0, 0, {bad}, 0, 0)")
+        for day, bad in enumerate(("'many'", "-1", "x'00'", "9e999", "cast(x'ff' as text)")):
+            file.execute(f"INSERT INTO usage VALUES ('d{day}', 't', {bad}, 0, 0, 0, {bad}, 0, 0)")
 
     again = UsageBook(Clock())
     await again.open(path)
     assert [row["requests"] for row in again.rows(99_999)] == [1]
+    await again.aclose()
+
+
+@pytest.mark.parametrize("where", ["forget", "__init__"])
+async def test_a_full_disk_gives_no_new_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """What a tenant has used today is read, though nothing can be written."""
+    path = tmp_path / "usage.sqlite"
+    book = UsageBook(Clock())
+    await book.open(path)
+    book.over(replace(RECORD, caller=ALICE))
+    await book.save()
+    await book.aclose()
+
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(UsageFile, where, full)
+    budget = Budget(Clock())
+    budget.limit({"alice": Limits(tokens_per_day=50)})
+    again = UsageBook(Clock(), budget)
+    await again.open(path)
+    assert budget.left("alice") == 0
     await again.aclose()
 
 

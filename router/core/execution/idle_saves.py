@@ -82,7 +82,7 @@ def forget_tenant(state: State, tenant: Tenant) -> None:
     inventory.displaced.forget(is_owned)
     for backend in inventory.backends.values():
         backend.sent.forget(is_owned)
-    for backend in state.inventory.backends.values():
+        backend.slots.reaches.clear()
         for slot in backend.slots:
             at_rest = slot.phase is Phase.IDLE or bool(slot.work.saving)
             if at_rest and is_of(slot.content.tenant, tenant):

@@ -8,14 +8,10 @@ UNLIMITED = -1  # of snapshots
 
 
 class PolicyName(StrEnum):
-    """Policy names, as written in the YAML configuration, and what each allows.
+    """Policy names, as written in the YAML configuration."""
 
-    `moves_kv`: state files are saved and restored; the others are baselines. `may_wait`: a request
-    may wait for a busy slot although another slot is idle.
-    """
-
-    moves_kv: bool
-    may_wait: bool
+    moves_kv: bool  # state files are saved and restored; the others are baselines
+    may_wait: bool  # a request may wait for a busy slot although another slot is idle
 
     def __new__(cls, name: str, *allows: bool) -> "PolicyName":
         """Make a member: its name, and the two flags if they are set."""

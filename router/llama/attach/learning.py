@@ -1,14 +1,15 @@
 """Learning all facts of a backend when it is attached, and those that its probe finds."""
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from hashlib import blake2b
 
 from msgspec.structs import replace
 
 from router.base.errors import BackendRefusedError
 from router.base.ports import SnapshotStore
+from router.base.tasks import in_thread, within
 from router.base.types import BackendInfo, KvDir, KvSettings, MemoryKind, Namespace, SlotStatus
 from router.llama.attach.attached import Attached
 from router.llama.attach.model_file import model_digest
@@ -18,6 +19,8 @@ from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
 from router.llama.replies import ModelsInfo, Props
 from router.store.format.head import VERSION
+
+_DIGEST_S = 30.0  # for the digest of a model's file
 
 # Returns what a probe of an equal process found; None: there was none.
 Recall = Callable[[Props, ModelsInfo], ProbeResult | None]
@@ -71,7 +74,7 @@ async def attach(
         found = await probe.run(allowed, makes_way)
     seen = _seen(found, props, settings)
     facts = digest(props, models, lora, _layout_name(found, props), settings.flags)
-    file = await asyncio.to_thread(model_digest, props.model_path, models.size)
+    file = await _model_digest(props, models)
     info = BackendInfo(
         id=client.id,
         n_slots=props.total_slots,
@@ -133,6 +136,14 @@ def _seen(found: ProbeResult, props: Props, settings: KvSettings) -> str:
 def has_adapters(lora: bytes) -> bool:
     """Return whether an answer to `GET /lora-adapters` names any."""
     return lora.strip() not in (b"", b"[]")
+
+
+async def _model_digest(props: Props, models: ModelsInfo) -> str:
+    """Return the digest of the model's file; empty if its file system does not answer."""
+    reading = in_thread(partial(model_digest, props.model_path, models.size), "model")
+    with contextlib.suppress(TimeoutError):
+        return await within(reading, _DIGEST_S, props.model_path)
+    return ""
 
 
 def _layout_name(found: ProbeResult, props: Props) -> str:

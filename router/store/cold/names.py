@@ -2,7 +2,7 @@
 
     states/TENANT/MODEL/ID.TOKENS.BYTES.DIGEST.MARKS.SIGN   a manifest
     blobs/TENANT/AB/ABCD...                                 the bytes of one blob
-    purged/TENANT.TIME.SIGN                                 all of this tenant before it is to go
+    purged/TENANT.TIME.NOTE.SIGN                            all of this tenant before it is to go
 
 TENANT and MODEL are keyed hashes. One listing of `states/` tells every host what there is: MARKS
 are hashes of the first 32, 64, 128, ... tokens, DIGEST is one of all tokens. No name tells a token.
@@ -32,7 +32,7 @@ _STATE = re.compile(
     r"\.((?:[A-Za-z0-9_-]{8}){1,16})\.([0-9a-f]{16})"
 )
 _BLOB = re.compile(r"blobs/[0-9a-f]{16}/([0-9a-f]{2})/\1[0-9a-f]{62}")
-_PURGE = re.compile(r"purged/([0-9a-f]{16})\.([0-9]{1,12})\.([0-9a-f]{16})")
+_PURGE = re.compile(r"purged/([0-9a-f]{16})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{16})")
 _BROKEN = re.compile(r"-[0-9a-f]{8}\.new")  # ends the name of a write that did not end
 
 StateKey = tuple[str, str, int, bytes]
@@ -57,10 +57,14 @@ class StateName(Struct, frozen=True):
 
 
 class PurgeNote(NamedTuple):
-    """All that the tenant of a folder had before a time, by the place's clock, is to go."""
+    """All that the tenant of a folder had before a time, by the place's clock, is to go.
+
+    `id`: of the purge, the same at all places.
+    """
 
     tenant: str
     before: float
+    id: str
 
 
 def is_ours(path: str) -> bool:
@@ -105,17 +109,17 @@ class Names:
         numbers, digest = (int(found[4]), int(found[5])), bytes.fromhex(found[6])
         return StateName(found[1], found[2], found[3], *numbers, digest, marks, path)
 
-    def purge(self, tenant: Tenant, at: float) -> str:
-        """Return the name that tells of a purge."""
-        told = f"{PURGED}{self.tenant(tenant)}.{int(at) + 1}"
+    def purge(self, folder: str, at: float, note: str) -> str:
+        """Return the name that tells of a purge of a tenant's folder."""
+        told = f"{PURGED}{folder}.{int(at) + 1}.{note}"
         return f"{told}.{self._sign(told)}"
 
     def read_purge(self, path: str) -> PurgeNote | None:
         """Return the purge of an object's name. None: it is none, or not ours."""
         found = _PURGE.fullmatch(path)
-        if found is None or found[3] != self._sign(path.rpartition(".")[0]):
+        if found is None or found[4] != self._sign(path.rpartition(".")[0]):
             return None
-        return PurgeNote(found[1], float(found[2]))
+        return PurgeNote(found[1], float(found[2]), found[3])
 
     def hasher(self, facts: str, tenant: Tenant) -> PrefixHasher:
         """Return the hasher of a model's and tenant's prompts; a salt is a part of the tenant."""

@@ -1,6 +1,6 @@
 """What the cold tier needs of the rest: the snapshots of this host."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from router.base.types import Snapshot, Tenant
@@ -25,8 +25,8 @@ class KeptSnapshots(Protocol):
     def tenants(self) -> set[Tenant]:
         """Return the tenants of snapshots and slots."""
 
-    def is_noted(self, note: str) -> bool:
-        """Return whether a purge was obeyed, by this run or an earlier one."""
+    def purges(self) -> Mapping[str, str]:
+        """Return the purges that are noted here and hold everywhere: tenants by id."""
 
     async def purge(self, tenant: Tenant, note: str) -> None:
         """Delete all that is here of a tenant, and note that the purge was obeyed."""

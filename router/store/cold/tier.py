@@ -36,6 +36,7 @@ from router.store.cold.objects import MissingError, Objects
 from router.store.cold.ports import KeptSnapshots, Owned
 from router.store.cold.seals import Seal
 from router.store.io_pool import Threads
+from router.store.purges import FOLDER
 
 T = TypeVar("T")
 
@@ -63,9 +64,6 @@ class ColdSettings(Struct, frozen=True):
 
     after_s: float = 3600.0
     keep_s: float = 15 * 24 * 3600.0
-
-
-_NOBODY = (Tenant("?"),)  # no tenant's name: a purge is noted though nothing of its tenant is here
 
 
 class ColdTier:
@@ -100,7 +98,6 @@ class ColdTier:
         self._seen: set[str] = set()  # blobs
         self._failed: dict[SnapshotId, float] = {}  # until when not to copy them
         self._purging: Counter[str] = Counter()  # folders of tenants
-        self._obeyed: set[str] = set()  # names of purges
         self._doubted = asyncio.Event()
         self._putting = asyncio.Lock()  # of one object: a purge waits for its end
         self._store_now = 0.0
@@ -455,21 +452,20 @@ class ColdTier:
             self._young.discard(state.key)
         return len(found)
 
-    async def purge(self, tenant: Tenant) -> int:
+    async def purge(self, tenant: Tenant, note: str) -> int:
         """Delete all that a tenant has in the tier; return the number of objects.
 
-        Hosts that are down are told by an object: they delete what they have of before, and copy
-        nothing of it. Raises KvError.
+        `note`: the id of the purge, 32 hex digits. Hosts that are down are told by an object: they
+        delete what they have of before, and copy nothing of it. Raises KvError.
         """
-        folder = self._names.tenant(tenant)
+        is_folder = tenant.startswith(FOLDER)
+        folder = tenant.removeprefix(FOLDER) if is_folder else self._names.tenant(tenant)
         self._purging[folder] += 1
         try:
             async with self._putting:
                 now = await self._works.bulk(self._objects.clock)
-                note = self._names.purge(tenant, now)
-                self._obeyed.add(note)
-                await self._works.bulk(partial(self._objects.put, note, b"kvferry"))
-            await self._kept.purge(tenant, note)
+                name = self._names.purge(folder, now, note)
+                await self._works.bulk(partial(self._objects.put, name, b"kvferry"))
             return await self._clear(folder)
         finally:
             self._purging[folder] -= 1
@@ -504,21 +500,24 @@ class ColdTier:
         """Delete what this host has of tenants that were purged on another one, whenever it came.
 
         A host may have copied a state meanwhile. What was written in the first `after_s` seconds is
-        of before the purge, whoever wrote it; both times are of the store.
+        of before the purge, whoever wrote it; both times are of the store. A purge that only this
+        host knows of, of a run without the tier, is made up for.
         """
-        purges = [(path, one) for path in paths if (one := self._names.read_purge(path))]
-        folders: dict[str, list[Tenant]] = {}
-        if any(path not in self._obeyed for path, _ in purges):
-            for tenant in self._kept.tenants():
-                folders.setdefault(self._names.tenant(tenant), []).append(tenant)
-        for path, (folder, before) in purges:
+        purges = [one for path in paths if (one := self._names.read_purge(path))]
+        noted = self._kept.purges()
+        fresh = [one for one in purges if one.id not in noted]
+        here = {self._names.tenant(tenant): tenant for tenant in self._kept.tenants()}
+        for folder, before, _ in purges:
             if self._store_now - before < self._settings.after_s + 2 * _LISTED_S:
                 await self._clear(folder, before + self._settings.after_s)
-            if path not in self._obeyed:
-                self._obeyed.add(path)
-                for tenant in () if self._kept.is_noted(path) else folders.get(folder, _NOBODY):
-                    log.info("purged_by_another_host", tenant=tenant)
-                    await self._kept.purge(tenant, path)
+        for folder, _, note in fresh:
+            tenant = here.get(folder, Tenant(f"{FOLDER}{folder}"))
+            log.info("purged_by_another_host", tenant=tenant)
+            await self._kept.purge(tenant, note)
+        there = {one.id for one in purges}
+        if not self._unwritable:
+            for note, tenant in [(n, Tenant(who)) for n, who in noted.items() if n not in there]:
+                await self.purge(tenant, note)
 
 
 class _OwnError(Exception):

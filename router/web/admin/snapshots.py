@@ -33,7 +33,7 @@ from router.store.blobs import manifests
 from router.store.files import final_name
 from router.web.admin.guard import Guard
 from router.web.admin.state_json import snapshot_row
-from router.web.fleet.purging import Purging, Reached
+from router.web.fleet.purging import Purging, Reached, new_note
 from router.web.server.bodies import Bodies
 from router.web.server.call import Call
 from router.web.server.error_responses import json_response
@@ -192,16 +192,16 @@ class Snapshots:
         async for found in self._fitting(wanted):
             sums.add(found)
             doomed += [item.snapshot for item in found]
-        reached: list[Reached] = []
+        reached, note = list[Reached](), new_note(everywhere=wanted.everywhere)
         if not wanted.dry_run:
             log.info("purged", by=call.http.remote, **asdict(sums))
             if is_of_one_tenant:
-                here = await self._purging.here(Tenant(wanted.tenant))
+                here = await self._purging.here(Tenant(wanted.tenant), note)
                 reached += [here] if here.problem else []
             else:
                 await self._engine.purge([one.id for one in doomed])
             if wanted.everywhere:
-                reached += await self._purging.elsewhere(Tenant(wanted.tenant))
+                reached += await self._purging.elsewhere(Tenant(wanted.tenant), note)
             else:
                 reached += await self._purging.in_cold(doomed)
         return json_response(

@@ -36,6 +36,7 @@ from router.hosts.messages import (
     HOP_MODEL,
     PART,
     PURGE,
+    PURGED,
     QUOTE,
     READ,
     READ_PATH,
@@ -55,7 +56,7 @@ from router.llama.wire import parse_completion
 from router.web.api.backend_selection import BackendSelection
 from router.web.fleet.fetching import Fetching
 from router.web.fleet.handing_out import HandingOut
-from router.web.fleet.purging import Purging
+from router.web.fleet.purging import Purging, is_note
 from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS
 
@@ -99,6 +100,7 @@ class PeerRoutes:
             READ: "POST",
             EXPORT: "POST",
             PURGE: "POST",
+            PURGED: "GET",
             PART: "GET",
         }.get(path)
         if wanted is None:
@@ -113,6 +115,8 @@ class PeerRoutes:
             return _packed(await self._export(raw))
         if path == PURGE:
             return _packed(await self._purge(raw))
+        if path == PURGED:
+            return _packed(msgspec.json.encode(self._purging.notes))
         if path == PART:
             return await self._handing_out.part(call.http)
         return _packed(msgspec.json.encode(await self._read(call.http, raw)))
@@ -134,9 +138,9 @@ class PeerRoutes:
             ask = _purge_of(raw)
         except UndecodableError as error:
             raise BadRequestError(f"not a tenant to purge: {error}") from error
-        if not ask.tenant:
-            raise BadRequestError("not a tenant to purge: it has no name")
-        here = await self._purging.here(Tenant(ask.tenant))
+        if not ask.tenant or not is_note(ask.note):
+            raise BadRequestError("not a tenant to purge: it has no name, or the purge has no id")
+        here = await self._purging.here(Tenant(ask.tenant), ask.note)
         log.info("purged_for_another_host", snapshots=here.count)
         return msgspec.msgpack.encode(PurgeReply(here.count, here.problem))
 

@@ -1,10 +1,16 @@
-"""Delete all that hosts and the cold tier keep of one tenant, and say who could not be reached."""
+"""Delete all that hosts and the cold tier keep of one tenant, and say who could not be reached.
+
+Who could not is told when it is back: each host tells the purges that it knows.
+"""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from secrets import token_hex
 
+import structlog
 from msgspec import Struct
 
 from router.base.errors import BackendError, KvError
@@ -13,10 +19,15 @@ from router.base.types import Snapshot, Tenant
 from router.engine.engine import Engine
 from router.hosts.peer import Peer
 from router.store.cold.tier import ColdTier
+from router.store.purges import HERE
 from router.store.store import KvStore
 from router.web.fleet.cold import NAME
 
+log = structlog.get_logger(__name__)
+
 _LIMIT_S = 60.0  # for one host
+_LOOKS_S = 1.0  # between two looks for purges that peers know
+_NOTE = re.compile("[0-9a-f]{32}")
 
 
 class Reached(Struct, frozen=True):
@@ -38,28 +49,50 @@ class Purging:
     peers: Callable[[], Iterable[Peer]]
     stop_fetches: Callable[[Tenant], None]
 
-    async def here(self, tenant: Tenant) -> Reached:
+    @property
+    def notes(self) -> dict[str, str]:
+        """Return the purges that all hosts obey: tenants by id."""
+        return self.store.purges.everywhere
+
+    async def here(self, tenant: Tenant, note: str) -> Reached:
         """Delete the snapshots of a tenant on this host, and what is known of its prompts.
 
         Those in use are deleted after their last use. What idle slots have of it is neither saved
-        nor reused.
+        nor reused. `note`: the id of the purge, from `new_note`.
         """
         self.stop_fetches(tenant)
         count = await self.engine.purge_tenant(tenant)
-        problems = await self.store.purge(tenant, token_hex(16))
+        problems = await self.store.purge(tenant, note)
         for forget in self.memories:
             forget(tenant)
         told = "; ".join(f"{kv_dir}: {why}" for kv_dir, why in problems.items())
         return Reached("this host", count, told or None)
 
-    async def elsewhere(self, tenant: Tenant) -> list[Reached]:
+    async def hear(self) -> None:
+        """Obey the purges that peers know and this host does not, for ever."""
+        heard: dict[str, str] = {}  # the digest of each peer whose notes are known
+        while True:
+            for peer in self.peers():
+                told = "" if peer.hello is None or peer.problem else peer.hello.purges
+                if told in ("", self.store.purges.digest, heard.get(peer.key)):
+                    continue
+                with suppress(BackendError):
+                    notes = await peer.purges(_LIMIT_S)
+                    heard[peer.key] = told
+                    for note in notes.keys() - self.notes.keys():
+                        if is_note(note) and notes[note]:
+                            log.info("purged_by_another_host", tenant=notes[note])
+                            await self.here(Tenant(notes[note]), note)
+            await asyncio.sleep(_LOOKS_S)
+
+    async def elsewhere(self, tenant: Tenant, note: str) -> list[Reached]:
         """Delete what the other hosts and the cold tier have of a tenant.
 
         It goes on to its end if the operator does not wait.
         """
-        told = [_reached(peer.name, peer.purge(tenant, _LIMIT_S)) for peer in self.peers()]
+        told = [_reached(peer.name, peer.purge(tenant, note, _LIMIT_S)) for peer in self.peers()]
         if self.cold is not None:
-            told.append(_reached(NAME, self.cold.purge(tenant)))
+            told.append(_reached(NAME, self.cold.purge(tenant, note)))
         reached: list[Reached] = []
 
         async def work() -> None:
@@ -73,6 +106,16 @@ class Purging:
         if self.cold is None:
             return []
         return [await _reached(NAME, self.cold.forget(snapshots))]
+
+
+def new_note(*, everywhere: bool = True) -> str:
+    """Return the id of a new purge, of this host alone or not."""
+    return token_hex(16) if everywhere else f"{HERE}{token_hex(16)}"
+
+
+def is_note(told: str) -> bool:
+    """Return whether another host's word is the id of a purge."""
+    return _NOTE.fullmatch(told) is not None
 
 
 async def _reached(holder: str, count: Awaitable[int]) -> Reached:

@@ -26,6 +26,8 @@ from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.hosts import HOST, fleet_yaml, host, hosts
 from tests.support.servers.running_router import RunningRouter
 
+pytestmark = pytest.mark.thorough
+
 LONG = "a long prompt of one tenant. " * 100
 KEYS = f"""
 auth:

@@ -62,8 +62,8 @@ def test_a_name_cannot_be_changed_or_made_without_the_key() -> None:
     for old, new in ((".300.", ".301."), (".1000.", ".999."), (made.tenant, made.model)):
         assert NAMES.read_state(made.path.replace(old, new)) is None
     assert Names(b"another key").read_state(made.path) is None
-    note = NAMES.purge(ALICE, 1000.5)
-    assert NAMES.read_purge(note) == PurgeNote(NAMES.tenant(ALICE), 1001.0)
+    note = NAMES.purge(NAMES.tenant(ALICE), 1000.5, "ab" * 16)
+    assert NAMES.read_purge(note) == PurgeNote(NAMES.tenant(ALICE), 1001.0, "ab" * 16)
     assert NAMES.read_purge(note.replace("1001", "2001")) is None
     assert Names(b"another key").read_purge(note) is None
 
@@ -73,7 +73,7 @@ def test_our_names_are_told_from_those_of_others() -> None:
     ours = [
         state(list(range(300))).path,
         NAMES.blob("0" * 16, Blob(b"b" * 32, 5)),
-        NAMES.purge(ALICE, 1.0),
+        NAMES.purge(NAMES.tenant(ALICE), 1.0, "ab" * 16),
     ]
     assert all(is_ours(path) and is_ours(f"{path}-0123abcd.new") for path in ours)
     others = [

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class Host:
     now: float = field(default_factory=wall_now)
     owners: dict[SnapshotId, Tenant] = field(default_factory=dict)
     held: dict[SnapshotId, Snapshot] = field(default_factory=dict)
-    notes: set[str] = field(default_factory=set)
+    notes: dict[str, str] = field(default_factory=dict)
     tier: ColdTier = field(init=False)
 
     def snapshots(self) -> Iterator[Snapshot]:
@@ -55,11 +55,15 @@ class Host:
     def tenants(self) -> set[Tenant]:
         return set(self.owners.values())
 
-    def is_noted(self, note: str) -> bool:
-        return note in self.notes
+    def purges(self) -> Mapping[str, str]:
+        return dict(self.notes)
+
+    async def purge_everywhere(self, tenant: str, note: str = "ab" * 16) -> int:
+        await self.purge(Tenant(tenant), note)
+        return await self.tier.purge(Tenant(tenant), note)
 
     async def purge(self, tenant: Tenant, note: str) -> None:
-        self.notes.add(note)
+        self.notes[note] = tenant
         for name in [name for name, owner in self.owners.items() if is_of(owner, tenant)]:
             self.held.pop(name, None)
 
@@ -411,7 +415,7 @@ async def test_a_purge_leaves_nothing_of_a_tenant_and_all_of_others(hosts: Hosts
     before = len(hosts.files(STATES)) + len(hosts.files(BLOBS))
     for one in alices:
         del here.held[one.id]
-    deleted = await here.tier.purge(Tenant("alice"))
+    deleted = await here.purge_everywhere("alice")
     left = len(hosts.files(STATES)) + len(hosts.files(BLOBS))
 
     assert deleted == before - left > 0
@@ -445,7 +449,7 @@ async def test_what_is_being_copied_of_a_purged_tenant_is_not_left(
     told: list[int] = []
 
     async def purge() -> None:
-        told.append(await here.tier.purge(Tenant("alice")))
+        told.append(await here.purge_everywhere("alice"))
 
     purging = spawn(purge(), name="purge")
     await asyncio.sleep(0)
@@ -474,7 +478,7 @@ async def test_a_host_that_was_down_obeys_a_purge_before_it_copies(
     here, late = await hosts.start(), await hosts.start()
     await here.tier.refresh()
     mine, bobs = await late.put(state(700), "alice"), await late.put(state(700), "bob")
-    await here.tier.purge(Tenant("alice"))
+    await here.purge_everywhere("alice")
     assert await late.copy() == 1
 
     assert mine.id not in late.held
@@ -495,14 +499,14 @@ async def test_a_purge_does_not_ask_when_a_state_was_saved(hosts: Hosts, ahead_s
     await here.tier.refresh()
     mine = await late.put(state(700), "alice")
     late.held[mine.id] = replace(mine, saved_at=late.now + ahead_s)
-    await here.tier.purge(Tenant("alice"))
+    await here.purge_everywhere("alice")
     await late.tier.refresh()
     assert mine.id not in late.held
 
 
 async def test_a_purge_that_was_noted_is_not_obeyed_again(hosts: Hosts) -> None:
     here, late = await hosts.start(), await hosts.start()
-    await here.tier.purge(Tenant("alice"))
+    await here.purge_everywhere("alice")
     late.notes |= here.notes  # an earlier run of this host has obeyed it
     mine = await late.put(state(700), "alice")
     await late.tier.refresh()
@@ -515,7 +519,7 @@ async def test_what_was_copied_during_a_purge_is_found_and_removed(hosts: Hosts)
     for host in (here, other):
         await host.tier.refresh()
     await other.put(state(700), "alice")
-    await here.tier.purge(Tenant("alice"))
+    await here.purge_everywhere("alice")
     other.held = dict(other.held)
     await other.tier.copy_due()
     assert len(hosts.files(STATES)) == 1
@@ -539,13 +543,25 @@ async def test_a_purged_snapshot_takes_its_state_along(hosts: Hosts) -> None:
 async def test_notes_of_purges_are_private_and_end(hosts: Hosts) -> None:
     here = await hosts.start(keep_s=DAY_S)
     await here.tier.refresh()
-    await here.tier.purge(Tenant("alice"))
+    await here.purge_everywhere("alice")
     (note,) = hosts.files(PURGED)
     assert "alice" not in note.name
     age([note], 3 * DAY_S)
     here.tier._swept_at = None
+    here.notes.clear()  # a host that knows of a purge would make up for it
     await here.tier.refresh()
     assert hosts.files(PURGED) == []
+
+
+async def test_a_purge_of_a_run_without_the_tier_is_made_up_for(hosts: Hosts) -> None:
+    here = await hosts.start()
+    mine, bobs = await here.put(state(700), "alice"), await here.put(state(700), "bob")
+    await here.copy()
+    await here.purge(Tenant("alice"), "cd" * 16)
+    await here.tier.refresh()
+    assert len(hosts.files(STATES)) == len(hosts.files(PURGED)) == 1
+    assert mine.id not in here.held
+    assert here.found(bobs.tokens, "bob").n_tokens == 700
 
 
 async def test_a_state_under_a_false_name_is_not_used(hosts: Hosts) -> None:
@@ -616,7 +632,7 @@ async def test_a_tenant_whose_objects_stay_is_not_said_to_be_purged(
     await here.copy()
     monkeypatch.setattr(SharedDirectory, "delete", lambda *_: None)
     with pytest.raises(KvError, match="could not be deleted"):
-        await here.tier.purge(Tenant("alice"))
+        await here.purge_everywhere("alice")
 
 
 async def test_nothing_is_forgotten_that_is_not_known(hosts: Hosts) -> None:

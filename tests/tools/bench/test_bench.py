@@ -16,6 +16,8 @@ from tests.support.conversations.measuring import direct
 from tests.support.conversations.prompts import ids
 from tests.support.servers.running_router import running
 
+pytestmark = pytest.mark.thorough
+
 Capture = pytest.CaptureFixture[str]
 
 

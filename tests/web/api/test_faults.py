@@ -17,6 +17,8 @@ from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import generate
 from tests.support.servers.running_router import Answer, Json, RunningRouter, running
 
+pytestmark = pytest.mark.thorough
+
 PROMPT = "p" * 300
 LONG = "l" * 3500  # more than policy.coalesce_above: prefilled by the router first
 STREAM: Json = {"stream": True}

@@ -22,6 +22,8 @@ from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import RunningRouter, configuration_text, running
 from tests.tools.test_cli import serving
 
+pytestmark = pytest.mark.thorough
+
 SECRET = "xyzzyplugh"
 BODY = {"prompt": "x", "n_predict": 4}
 Lines = list[Any]

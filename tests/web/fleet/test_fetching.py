@@ -27,6 +27,8 @@ from tests.support.servers.fake_wire import N_VOCAB
 from tests.support.servers.hosts import HOST, hosts
 from tests.support.servers.running_router import Answer, RunningRouter
 
+pytestmark = pytest.mark.thorough
+
 
 def ids(seed: int, n: int) -> list[int]:
     """Return tokens that the fake server knows."""

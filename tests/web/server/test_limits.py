@@ -19,6 +19,8 @@ from tests.support.servers.recorder import exchange
 from tests.support.servers.running_router import PATIENCE_S, Json, RunningRouter, running
 from tests.web.server.test_smuggling import get, statuses
 
+pytestmark = pytest.mark.thorough
+
 GOOD = get(b"GET /kvferry/health HTTP/1.1", b"Host: x\r\nConnection: close\r\n")
 KEPT = get(b"GET /kvferry/health HTTP/1.1")
 
