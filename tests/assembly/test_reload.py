@@ -206,13 +206,6 @@ async def test_a_smaller_store_gives_snapshots_up(setting: Setting) -> None:
     await setting.kvferry.until(lambda _: len(list(setting.kv_dir.glob("kvf-*.kv"))) == 1)
 
 
-async def test_policy(b: FakeLlama, setting: Setting) -> None:
-    answer = await setting.reload("policy: cheapest")
-
-    assert [change["key"] for change in answer.json["changed"]] == ["policy.name"]
-    assert (await setting.kvferry.state())["policy"] == "cheapest"
-
-
 async def test_what_does_not_fit_what_stays_changes_nothing(tmp_path: Path, a: FakeLlama) -> None:
     """Valid file, but the policy in force cannot keep its tenants apart."""
     path = tmp_path / "kvferry.yaml"
@@ -263,15 +256,6 @@ async def test_a_part_of_a_section(setting: Setting) -> None:
 
 
 # -- backends --------------------------------------------------------------------------------------
-
-
-async def test_a_backend_is_added(b: FakeLlama, setting: Setting) -> None:
-    answer = await setting.reload(backends=[("a", setting.a), ("b", b)])
-    await setting.kvferry.until_is("b", "up")
-
-    assert answer.json["backends"] == {"added": ["b"], "removed": [], "changed": []}
-    metrics = await setting.kvferry.metrics()
-    assert metrics['kvferry_backend_up{backend="b"}'] == 1
 
 
 async def test_a_new_directory_is_opened_and_what_is_in_it_offered(
@@ -351,23 +335,6 @@ async def test_nor_is_one_missed_that_nobody_knows_to_be_gone(
         assert_good(answer, OTHER)
         assert (answer.slot[0], answer.source) == ("b", "cold")
         await a.come_up()
-
-
-async def test_what_passes_through_ends_before_its_backend_is_gone(
-    tmp_path: Path, a: FakeLlama, b: FakeLlama
-) -> None:
-    path, yaml = tmp_path / "kvferry.yaml", "policy: passthrough"
-    async with running([("a", a.url)], tmp_path / "kv", yaml=yaml, path=path) as kvferry:
-        a.decode_gate.clear()
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(kvferry.complete(PROMPT, stream=True))
-            await a.until(lambda: a.slots[0].busy)
-            await Setting(tmp_path, kvferry, a).reload(yaml, [("b", b)])
-            await kvferry.until_is("b", "up")
-            await kvferry.until_is("a", "draining")
-            a.decode_gate.set()
-        assert_good(task.result())
-        await kvferry.until_is("a", "gone")
 
 
 async def test_another_url_under_the_same_name(b: FakeLlama, setting: Setting) -> None:

@@ -1,8 +1,6 @@
 """Every bench still runs, with counts so small that its numbers mean nothing."""
 
-import io
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from rich.console import Console
 
 from bench import (
     agent,
@@ -33,8 +30,6 @@ from bench import (
     tenants,
     watched,
 )
-from bench.client import Stream
-from bench.report import Report, median, percentile, shown
 from bench.rivals import RIVALS
 from tests.support.paths import ROOT
 
@@ -267,62 +262,6 @@ def test_watched(tmp_path: Path) -> None:
     assert {row["n"] for row in rows} == {60}
     shares = [row[f"{part} % of CPU"] for row in rows for part in ("page", "metrics")]
     assert all(isinstance(share, float) and 0 < share < 100 for share in shares)
-
-
-@pytest.mark.parametrize(
-    ("values", "percent", "expected"),
-    [([3.0, 1.0, 2.0], 50, 2.0), ([1.0, 2.0], 50, 1.0), ([1.0] * 99 + [9.0], 99, 1.0)],
-)
-def test_percentile_is_a_value_that_was_seen(
-    values: list[float], percent: float, expected: float
-) -> None:
-    assert percentile(values, percent) == expected
-
-
-def test_nothing_has_no_percentile() -> None:
-    assert math.isnan(median([]))
-
-
-def test_cells_are_short() -> None:
-    assert [shown(c) for c in (None, "a", 12345, 1234.5, 0.012345)] == [
-        *("", "a", "12,345", "1,234", "0.0123")
-    ]
-
-
-def test_a_row_fits_its_columns() -> None:
-    report = Report("b", "t", ["one", "two"], {})
-
-    with pytest.raises(ValueError, match="1 cells for 2 columns"):
-        report.add("one")
-
-
-def test_a_wide_table_is_shown_in_parts_and_saved_as_one(tmp_path: Path) -> None:
-    report = Report(
-        "b", "t", ["who", "n", "s"], {}, parts={"one": ["who", "n"], "two": ["who", "s"]}
-    )
-    report.add("a", 1_000, 0.12345)
-    report.add("b", None, math.nan)
-    report.notes.append("true")
-    console = Console(width=80, record=True, file=io.StringIO())
-    report.show(console)
-
-    printed = console.export_text()
-    assert printed.index("one") < printed.index("1,000") < printed.index("two")
-    *lines, note, _ = report.markdown().splitlines()
-    assert lines == [
-        *("| who | n |", "|---|---|", "| a | 1,000 |", "| b |  |", ""),
-        *("| who | s |", "|---|---|", "| a | 0.123 |", "| b |  |", ""),
-    ]
-    assert note == "- true"
-    report.write(tmp_path / "t.json")
-    assert json.loads((tmp_path / "t.json").read_text())["rows"] == [
-        {"who": "a", "n": 1_000, "s": 0.12345},
-        {"who": "b", "n": None, "s": None},
-    ]
-
-
-def test_gaps_are_between_reads() -> None:
-    assert Stream(reads_s=[1.0, 1.5, 3.5]).gaps_s == [0.5, 2.0]
 
 
 @pytest.mark.real

@@ -1,16 +1,6 @@
 """Breakers by a clock of the test: breaks after failures in a row."""
 
-import pytest
-
 from router.hosts.breaker import Breaker
-
-
-@pytest.mark.parametrize("failures", [0, 1, 2])
-def test_few_failures_begin_no_break(failures: int) -> None:
-    breaker = Breaker(10.0, lambda: 0.0)
-    for _ in range(failures):
-        breaker.failure()
-    assert not breaker.is_open
 
 
 def test_breaks_double_up_to_the_longest() -> None:
@@ -25,15 +15,6 @@ def test_breaks_double_up_to_the_longest() -> None:
             now += 0.5
         breaks.append(now - begun)
     assert breaks == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
-
-
-def test_a_success_begins_the_count_anew() -> None:
-    breaker = Breaker(10.0, lambda: 0.0)
-    for _ in range(2):
-        breaker.failure()
-        breaker.failure()
-        breaker.success()
-    assert not breaker.is_open
 
 
 def test_many_failures_overflow_nothing() -> None:

@@ -61,16 +61,6 @@ async def until_members(asking: Host, *names: str) -> None:
         raise AssertionError(f"{found} instead of {names}") from None
 
 
-async def test_hosts_find_each_other_with_their_addresses(redis_server: RedisServer) -> None:
-    async with host(redis_server, "a") as a, host(redis_server, "b") as b:
-        await until(lambda: not a.directory.problem and not b.directory.problem)
-        found = await a.directory.members()
-
-        assert found is not None
-        assert {one.name for one in found} == {"a", "b"}
-        assert {one.url for one in found} == {"http://127.0.0.1:1"}
-
-
 async def test_what_no_host_has_signed_is_ignored(redis_server: RedisServer) -> None:
     """One value that is no text ended the loop that finds and checks peers, on every host."""
     async with host(redis_server, "a") as a:

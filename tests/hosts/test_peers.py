@@ -98,26 +98,6 @@ async def until(is_so: Callable[[], bool]) -> None:
                 return
 
 
-async def test_a_peer_is_used_for_its_models() -> None:
-    async with listening(Host(hello("a"))) as host, watching(host.url) as peers:
-        await until(lambda: bool(peers.usable("m")))
-
-        assert [peer.name for peer in peers.usable("m").peers.values()] == ["a"]
-        assert [peer.name for peer in peers.usable(None).peers.values()] == ["a"]
-        assert not peers.usable("other")
-        assert peers.models() == [frozenset({"m"})]
-
-
-async def test_a_host_leaves_itself_out() -> None:
-    me = Host(replace(hello("me"), incarnation=OWN))
-    other = Host(hello("a"))
-    async with listening(me), listening(other), watching(me.url, other.url) as peers:
-        await until(lambda: bool(peers.usable("m")))
-        await peers.until_checked()
-
-        assert [peer.name for peer in peers.all()] == ["a"]
-
-
 async def test_a_host_under_two_addresses_is_one_peer() -> None:
     one, other = Host(hello("a")), Host(hello("a"))
     async with listening(one), listening(other), watching(one.url, other.url) as peers:
@@ -181,17 +161,6 @@ async def test_another_protocol_is_not_used(says: dict[str, Any], told: str) -> 
         assert told in peer.problem
         host.says = hello("a")
         await until(lambda: bool(peers.usable("m")))
-
-
-async def test_a_peer_that_goes_is_noticed_and_one_that_comes_back() -> None:
-    host = Host(hello("a"))
-    async with watching(host.url) as peers:
-        assert not peers.usable("m")
-        async with listening(host):
-            await until(lambda: bool(peers.usable("m")))
-        await until(lambda: not peers.usable("m"))
-        async with listening(host):
-            await until(lambda: bool(peers.usable("m")))
 
 
 async def test_failures_in_a_row_leave_a_peer_alone_for_a_while() -> None:

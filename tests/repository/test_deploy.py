@@ -103,17 +103,6 @@ def test_compose_file_is_valid() -> None:
     assert set(parsed.service_names()) == set(SERVICES)
 
 
-@pytest.mark.parametrize(
-    ("where", "wrong"),
-    [("prots", ["80:80"]), ("depends_on", {"kv-dir": {"condition": "nonsense"}})],
-)
-def test_the_parser_would_say_so(where: str, wrong: object) -> None:
-    broken = COMPOSE | {"services": SERVICES | {"kvferry": ROUTER | {where: wrong}}}
-
-    with pytest.raises(ValueError, match=where):
-        PyCompose.from_yaml(yaml.safe_dump(broken))
-
-
 @pytest.mark.parametrize("profile", ["cuda", "cpu"])
 def test_each_backend_is_one_server_of_each_profile(profile: str) -> None:
     servers = [one for one in LLAMAS.values() if one["profiles"] == [profile]]

@@ -7,25 +7,6 @@ from router.servers import prebuilt
 from tests.conftest import StartServer
 
 
-def test_prebuilt_has_the_defaults_of_llama_server() -> None:
-    """server.cpp:168-173: no -np is four slots and unified KV, an explicit -np is not unified."""
-    auto = prebuilt.build_params(prebuilt.parse_args(["-m", "m"]))
-    explicit = prebuilt.build_params(prebuilt.parse_args(["-m", "m", "-np", "4"]))
-
-    assert (auto.n_parallel, auto.kv_unified) == (4, True)
-    assert (explicit.n_parallel, explicit.kv_unified) == (4, False)
-    assert (auto.cache_ram_mib, auto.cache_idle_slots, auto.endpoint_slots) == (8192, True, True)
-    assert (auto.n_ctx, auto.endpoint_metrics, auto.swa_full) == (0, False, False)
-
-
-def test_prebuilt_pools_as_it_is_told() -> None:
-    """Without the flag the model decides: no pooling for a model that was made to talk."""
-    alone = prebuilt.build_params(prebuilt.parse_args(["-m", "m"]))
-    mean = prebuilt.build_params(prebuilt.parse_args(["-m", "m", "--pooling", "mean"]))
-
-    assert (int(alone.pooling_type), int(mean.pooling_type)) == (-1, 1)
-
-
 def test_prebuilt_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     """A flag that is silently ignored would make its tests worthless."""
     with pytest.raises(SystemExit) as caught:

@@ -34,24 +34,6 @@ async def test_the_end_of_a_process(tmp_path: Path) -> None:
     process.end()
 
 
-async def test_a_program_that_cannot_be_run(tmp_path: Path) -> None:
-    kept = ServerLog(tmp_path / "a.log", 10_000)
-    process = await ServerProcess.spawn(["/no/such/program"], dict(os.environ), kept, 1.0)
-    assert await process.wait() == 1
-    assert b"/no/such/program" in kept.tail(1000)
-
-
-async def test_server_runs_without_a_writable_log(tmp_path: Path) -> None:
-    (tmp_path / "a.log").mkdir()
-    kept = ServerLog(tmp_path / "a.log", 10_000)
-
-    process = await ServerProcess.spawn([sys.executable, "-c", "print(1)"], {}, kept, 1.0)
-
-    assert await process.wait() == 0
-    kept.fit()
-    assert kept.tail(100) == b""
-
-
 def test_lines_after_a_position(tmp_path: Path) -> None:
     kept = ServerLog(tmp_path / "a.log", 100)
     assert (kept.end(), kept.after(0, 100)) == (0, (b"", 0))

@@ -13,7 +13,6 @@ import pytest
 from router.base.types import BackendId
 from router.servers import supervisor
 from router.servers.launch import Launch
-from router.servers.program import is_heard_by
 from router.servers.supervisor import Supervisor
 
 A = BackendId("a")
@@ -105,29 +104,6 @@ async def test_an_answer_of_another_process_on_the_port_is_none(
     assert not made.ready.is_set()
     await made.servers.aclose()
     impostor.close()
-
-
-async def test_a_listener_is_found_in_the_family_of_a_process() -> None:
-    code = "import socket, sys; s = socket.create_server(('127.0.0.1', 0));"
-    code += "print(s.getsockname()[1], flush=True); sys.stdin.read()"
-    wrapper = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", wrapper),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    port = int(await process.stdout.readline())
-    assert is_heard_by(port, process.pid)
-    assert is_heard_by(port, os.getpid())  # an ancestor
-    other = await asyncio.create_subprocess_exec("sleep", "60")
-    assert not is_heard_by(port, other.pid)
-    other.kill()
-    assert process.stdin is not None
-    process.stdin.close()
-    for one in (process, other):
-        await one.wait()
-    assert is_heard_by(1, os.getpid())  # no process listens: not known
 
 
 @pytest.mark.parametrize(

@@ -83,16 +83,6 @@ async def scrape(
     }
 
 
-async def test_every_backend_is_there_under_its_name() -> None:
-    other = GOOD.replace(b" 637", b" 5")
-    found = await scrape({"a": http(GOOD), "b": http(other)})
-
-    assert found[UP, "a"] == found[UP, "b"] == 1
-    assert found["llamacpp:prompt_tokens_total", "a"] == 637
-    assert found["llamacpp:prompt_tokens_total", "b"] == 5
-    assert len(found) == 2 * 4
-
-
 async def test_names_stay_as_the_backend_gave_them() -> None:
     """llama-server has a counter without `_total`, which the library's parser appends to every
     counter."""
@@ -131,14 +121,6 @@ async def test_one_that_fails_is_left_out_and_told_so(answer: bytes | None) -> N
 
     assert (found[UP, "a"], found[UP, "b"]) == (0, 1)
     assert {backend for name, backend in found if name != UP} == {"b"}
-
-
-async def test_a_backend_that_is_down_is_told_so() -> None:
-    async with Connections() as connections:
-        client = LlamaClient(BackendId("a"), "http://127.0.0.1:9", connections, Timeouts())
-        text = await BackendMetrics({client.id: client}, CollectorRegistry()).text()
-
-    assert b'kvferry_backend_scrape_up{backend="a"} 0.0' in text
 
 
 async def test_where_two_differ_about_a_type_the_first_one_holds() -> None:

@@ -112,10 +112,3 @@ def test_failed_attempts_are_logged_beside_the_last_error() -> None:
     made.rejected(RequestId("a"), "no_backend", "gone")
 
     assert [entry.outcome for entry in made.recent(9)] == ["ok"]
-
-
-def test_off_keeps_nothing() -> None:
-    made = journal_of("a", limit=0)
-    made.rejected(RequestId("b"), "queue_full", "too many")
-
-    assert made.recent(9) == []

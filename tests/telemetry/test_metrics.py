@@ -235,27 +235,6 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 
 
 @pytest.mark.parametrize(
-    ("source", "kind"),
-    [
-        (Source.RESIDENT, "resident"),
-        (Source.SNAPSHOT, "snapshot"),
-        (Source.COPY, "snapshot"),
-        (Source.COLD, "resident"),
-        (Source.NONE, "resident"),
-    ],
-)
-def test_reused_and_computed_make_the_prompt(
-    registry: CollectorRegistry, telemetry: PrometheusTelemetry, source: Source, kind: str
-) -> None:
-    telemetry.request(record(source=source))
-
-    for name, expected in (("resident", 0), ("snapshot", 0), (kind, 90), ("computed", 10)):
-        if name != kind or expected:
-            found = value(registry, "kvferry_prompt_tokens_total", source=name)
-            assert found == expected
-
-
-@pytest.mark.parametrize(
     ("source", "by"),
     [
         (Source.RESIDENT, "resident"),

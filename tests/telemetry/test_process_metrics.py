@@ -1,14 +1,12 @@
 """Metrics without a request: lag of the event loop, size of the disks, versions."""
 
 import asyncio
-import platform
 import shutil
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from router.base import tasks
 from router.telemetry.process_metrics import Vitals
 
 
@@ -63,26 +61,6 @@ async def test_the_loop_is_as_late_as_the_clock_says(monkeypatch: pytest.MonkeyP
     assert registry.get_sample_value(f"{name}_count") == 3
     assert registry.get_sample_value(f"{name}_sum") == pytest.approx(1.0)
     assert registry.get_sample_value(f"{name}_bucket", {"le": "0.001"}) == 2
-
-
-def test_what_runs_here() -> None:
-    registry = CollectorRegistry()
-    Vitals(registry, Clock(), list, "1.2.3")
-
-    build = {"version": "1.2.3", "python": platform.python_version()}
-    assert registry.get_sample_value("kvferry_build_info", build) == 1
-
-
-async def test_tasks_running_are_counted_by_kind() -> None:
-    registry = CollectorRegistry()
-    Vitals(registry, Clock(), list, "1.2.3")
-    running = [tasks.spawn(asyncio.sleep(60), name=f"probe {name}") for name in "ab"]
-
-    assert registry.get_sample_value("kvferry_tasks", {"task": "probe"}) == 2
-    for task in running:
-        task.cancel()
-    await asyncio.wait(running)
-    assert registry.get_sample_value("kvferry_tasks", {"task": "probe"}) is None
 
 
 SIZE, FREE = "kvferry_kv_dir_size_bytes", "kvferry_kv_dir_free_bytes"

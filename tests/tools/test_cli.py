@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -50,26 +50,6 @@ def test_wrong_usage(arguments: list[str], capsys: Capture) -> None:
     err = capsys.readouterr().err
     assert err.startswith("usage: kvferry")
     assert "Traceback" not in err
-
-
-def test_help_names_every_command(capsys: Capture) -> None:
-    assert run("--help") == 0
-
-    out = capsys.readouterr().out
-    for command in (
-        "serve",
-        "check",
-        "doctor",
-        "drain",
-        "undrain",
-        "reload",
-        "demo",
-        "simulate",
-        "bench",
-        "top",
-        "snapshots",
-    ):
-        assert command in out
 
 
 # --- check ----------------------------------------------------------------------------------------
@@ -197,8 +177,6 @@ def test_doctor_without_a_backend_that_answers(capsys: Capture) -> None:
 
 
 # --- serve as a process ---------------------------------------------------------------------------
-
-Started = Callable[..., Coroutine[Any, Any, "Process"]]
 
 
 class Process:

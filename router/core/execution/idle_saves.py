@@ -114,12 +114,12 @@ def wakeup(state: State) -> float:
     In clock seconds; inf: never.
     """
     inventory, after_s = state.inventory, state.inventory.policy.idle_save_after_s
-    backoffs = (backend.backoff.until for backend in inventory.backends.values())
-    times = [until for until in backoffs if until is not None]
+    at = min((one.backoff.until or inf for one in inventory.backends.values()), default=inf)
     if after_s is not None and not state.stopping and inventory.policy.name.moves_kv:
-        unsaved, gated = inventory.slots.unsaved(), inventory.gated
-        times += [at + after_s for name, at in unsaved.items() if name not in gated]
-    return min(times, default=inf)
+        for name, since in inventory.slots.unsaved().items():
+            if name not in inventory.gated:
+                at = min(at, since + after_s)
+    return at
 
 
 def _save(state: State, slot: Slot, now: float, reason: SaveReason = SaveReason.IDLE) -> None:

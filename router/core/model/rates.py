@@ -18,7 +18,8 @@ _SHOWN_AT, _NO_TIME_S = 1000, 1e-9
 class LinearFit:
     """`y = a·u + b·v` fitted to decayed observations; never negative.
 
-    With u = 1, `a` is the offset and `b` the slope. Prefill uses u = tokens, v = tokens x depth.
+    With u = 1, `a` is the offset and `b` the slope. Of a prefill `u` is its tokens, and `v` the
+    pairs of tokens that attention reads: tokens x (depth + tokens / 2).
     """
 
     a: float
@@ -146,7 +147,7 @@ class Rates:
 
     def prefill_s(self, tokens: int, depth: int = 0) -> float:
         """Return seconds to prefill `tokens` after `depth` others; superlinear by attention."""
-        return self.prefill.predict(tokens, _attended(tokens, depth))
+        return tokens * (self.prefill.a + self.prefill.b * (depth + tokens / 2))
 
     @property
     def speeds(self) -> Speeds:
@@ -163,7 +164,7 @@ class Rates:
         """Learn from `timings.prompt_n`, `cache_n` and `prompt_ms`."""
         # Fewer than 16 tokens measure the overhead of a batch, not the rate of prefill.
         if tokens >= 16 and seconds > 0:
-            self.prefill.observe(tokens, _attended(tokens, depth), seconds)
+            self.prefill.observe(tokens, tokens * (depth + tokens / 2), seconds)
 
     def observe_prompt(self, reported: Reported) -> None:
         """Learn from the prompt part of a backend's report, if all three numbers are in it."""
@@ -173,15 +174,15 @@ class Rates:
 
     def save_s(self, tokens: int) -> float:
         """Return seconds to save a state of `tokens`; the backend does nothing else meanwhile."""
-        return self.save.predict(1.0, tokens * self.bytes_per_token.value)
+        return self.save.a + self.save.b * tokens * self.bytes_per_token.value
 
     def restore_s(self, size_bytes: int) -> float:
         """Return seconds to restore `size_bytes`; the backend does nothing else meanwhile."""
-        return self.restore.predict(1.0, size_bytes)
+        return self.restore.a + self.restore.b * size_bytes
 
     def rewrite_s(self, size_bytes: int) -> float:
         """Return seconds to rewrite a state file into `size_bytes`, without a backend."""
-        return self.rewrite.predict(1.0, size_bytes)
+        return self.rewrite.a + self.rewrite.b * size_bytes
 
     def observe_save(
         self, tokens: int, size_bytes: int, seconds: float, handling_s: float = 0.0
@@ -206,8 +207,3 @@ class Rates:
             self.output_tokens.observe(tokens)
             self.output_s_per_token.observe(seconds / tokens)
             self.output_fastest_s = min(self.output_fastest_s, seconds / tokens)
-
-
-def _attended(tokens: int, depth: int) -> float:
-    """Count the token pairs that attention reads to prefill `tokens` after `depth` others."""
-    return tokens * (depth + tokens / 2)

@@ -342,7 +342,10 @@ class SlotTable:
 
     def any_idle(self) -> bool:
         """Return whether any slot is idle."""
-        return any(bench.has_idle for bench in self._benches.values())
+        for bench in self._benches.values():
+            if bench.phases[Phase.IDLE]:
+                return True
+        return False
 
     def add(self, backend: BackendId, n_slots: int) -> BackendSlots:
         """Add the slots of a backend that has just come up, all empty; return them.

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from router.tools.console import client
-from router.tools.console.client import TOKEN_ENV, CallError, RouterClient, connected
+from router.tools.console.client import CallError, RouterClient, connected
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -26,15 +26,6 @@ async def answering(handler: Handler) -> AsyncIterator[RouterClient]:
     app.router.add_route("*", "/{path:.*}", any_path)
     async with TestServer(app) as server, connected(f"{server.make_url('/')}") as made:
         yield made
-
-
-async def test_a_refusal_is_told_in_the_routers_words() -> None:
-    async def refuse(_: web.BaseRequest) -> web.Response:
-        return web.json_response({"error": {"message": "not from here"}}, status=403)
-
-    async with answering(refuse) as router:
-        with pytest.raises(CallError, match=r"^not from here$"):
-            await router.call("DELETE", "/x")
 
 
 @pytest.mark.parametrize("body", ["", "<html>", "[]", '{"error": "x"}'])
@@ -60,19 +51,6 @@ async def test_decisions_are_optional(status: int, body: str, found: list[object
 
     async with answering(answer) as router:
         assert await router.decisions(7) == found
-
-
-@pytest.mark.parametrize("token", [None, "sesame"])
-async def test_the_token_goes_along(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
-    monkeypatch.delenv(TOKEN_ENV, raising=False)
-    if token:
-        monkeypatch.setenv(TOKEN_ENV, token)
-
-    async def echo(request: web.BaseRequest) -> web.Response:
-        return web.json_response({"got": request.headers.get("Authorization")})
-
-    async with answering(echo) as router:
-        assert (await router.call("GET", "/x"))["got"] == (f"Bearer {token}" if token else None)
 
 
 @pytest.mark.parametrize(

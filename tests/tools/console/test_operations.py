@@ -87,11 +87,6 @@ async def test_a_name_that_there_is_not(kvferry: RunningRouter) -> None:
             await action(kvferry.url, "b")
 
 
-async def test_nobody_there() -> None:
-    with pytest.raises(CallError, match="no router answers"):
-        await drain("http://127.0.0.1:9", "a")
-
-
 async def test_reload(
     a: FakeLlama, kvferry: RunningRouter, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -62,21 +62,6 @@ async def test_once(
     assert "gpu1 down no process listens on this host and port; start" in text
 
 
-def test_no_router(capsys: Capture) -> None:
-    assert main(["top", "--url", UNUSED_URL]) == 1
-    assert (
-        capsys.readouterr().err
-        == f"kvferry: no router answers at {UNUSED_URL}: Connection refused\n"
-    )
-
-
-async def test_something_else_answers(capsys: Capture) -> None:
-    async with FakeLlama() as fake:
-        assert await run("top", "--url", fake.url) == 1
-
-    assert "is not a kvferry" in capsys.readouterr().err
-
-
 async def test_a_terminal_is_left_as_it_was(tmp_path: Path) -> None:
     """Ctrl-C ends the command without traceback or error; the earlier screen comes back."""
     async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as kvferry:

@@ -10,19 +10,6 @@ from router.tools.console.warm import body_of, path_of
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
 
-@pytest.mark.parametrize(
-    ("content", "body"),
-    [
-        (b'{"messages": []}', {"messages": []}),
-        (b"Dear Sir", {"prompt": "Dear Sir"}),
-        (b"[1, 2]", {"prompt": "[1, 2]"}),  # a text that looks like JSON
-        (b"", {"prompt": ""}),
-    ],
-)
-def test_json_object_is_a_body_and_all_else_a_text(content: bytes, body: dict[str, Any]) -> None:
-    assert body_of(content) == body
-
-
 def test_other_files_are_refused() -> None:
     with pytest.raises(CallError, match="neither JSON nor a text"):
         body_of(b"\xff\xfe\x00")

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from router.tools.demo.chat import ChatAnswer
-from router.tools.demo.conversation import SCRIPT, Conversations
+from router.tools.demo.conversation import SCRIPT
 from router.tools.demo.demo import demo
-from router.tools.demo.table import Row, summary
 from tests.support.models.tiny_models import tiny_model
 
 pytestmark = pytest.mark.thorough
@@ -151,26 +149,3 @@ async def test_broken_model(
 
 
 # --- parts ----------------------------------------------------------------------------------------
-
-
-def test_conversations_grow_as_in_a_chat_client() -> None:
-    people = Conversations()
-    for step in SCRIPT:
-        asked = people.ask(step)
-        assert asked[-1]["role"] == "user"
-        people.answered(step, step.what)
-
-    roles = {who: [m["role"] for m in mine] for who, mine in people.messages.items()}
-    assert roles["Ada"] == ["system"] + ["user", "assistant"] * 5
-    assert roles["Cid"] == ["system"] + ["user", "assistant"] * 2
-    texts = [m["content"] for m in people.messages["Ada"]]
-    assert "Ada, in a second window" not in texts  # regenerated
-    assert "Ada regenerates the answer" in texts
-
-
-def test_summary() -> None:
-    row = Row("x", ChatAnswer("", 100, 0, 1.0), ChatAnswer("", 100, 80, 0.25, "a", "0", "snapshot"))
-
-    assert (row.resident, row.snapshot) == (0, 80)
-    assert "20 prompt tokens computed instead of 100 (5.0 times fewer)" in summary([row])
-    assert "0.25 s on average instead of 1.00 s (4.0 times sooner)" in summary([row])

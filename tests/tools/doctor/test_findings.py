@@ -18,7 +18,6 @@ from router.tools.doctor.facts import Facts, Folder, SavedFile, Words
 from router.tools.doctor.findings import Finding, Level, of_backend, restores
 from router.tools.doctor.together import of_several, verdict
 
-UNUSED_URL = "http://127.0.0.1:9"
 GOOD = Facts(
     BackendConfig.model_validate({"url": "http://127.0.0.1:8081", "name": "one", "kv_dir": "/kv"}),
     folder=Folder(True, 0o700, os.geteuid(), True, (1, 1)),
@@ -308,12 +307,6 @@ def test_what_serve_needs_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # --- between backends -----------------------------------------------------------------------------
-
-
-def test_same_namespace_can_exchange() -> None:
-    found = of_several([facts(), facts("two", media_marker="<m2>")], config())
-
-    assert [f.what for f in found] == ["one and two can use each other's KV"]
 
 
 def test_one_server_under_two_urls() -> None:

@@ -33,17 +33,6 @@ def test_two_hosts_accept_each_other(tmp_path: Path) -> None:
     assert one.proof == other.proof
 
 
-def test_a_host_of_another_authority_is_refused(tmp_path: Path) -> None:
-    ours = load_credentials(make_certificate(tmp_path / "ours", "a"))
-    theirs = load_credentials(make_certificate(tmp_path / "theirs", "a"))
-    assert ours.server is not None
-    assert theirs.client is not None
-
-    with pytest.raises(ssl.SSLError):
-        handshake(ours.server, theirs.client)
-    assert ours.proof != theirs.proof
-
-
 def test_only_the_owner_reads_them(tmp_path: Path) -> None:
     make_certificate(tmp_path / "fleet", "a")
     found = [path for path in (tmp_path / "fleet").rglob("*") if path.is_file()]

@@ -1,12 +1,10 @@
 """Runs over policies and budgets, and their numbers."""
 
-import dataclasses
 from functools import partial
 
 import pytest
 
 from router.core.model.policy import UNLIMITED, PolicyName
-from router.tools.simulate.accounting import percentiles
 from router.tools.simulate.experiment import Experiment
 from router.tools.simulate.machines.hardware import PRESETS
 from router.tools.simulate.setup import Setup
@@ -16,7 +14,6 @@ LINES = [
     TraceRow(20_000.0 * n, 2048, 80, (n % 3, 10 + n % 3, 20 + n % 3, 30 + n))  # three in turn
     for n in range(12)
 ]
-GIB = 1024**3
 
 
 def experiment(scale: int = 1, **more: object) -> Experiment:
@@ -27,15 +24,6 @@ def experiment(scale: int = 1, **more: object) -> Experiment:
         "budgets": (0, UNLIMITED),
     }
     return Experiment(**(given | more))  # type: ignore[arg-type]
-
-
-def test_a_policy_without_snapshots_is_run_once() -> None:
-    runs = [(s.policy.name, s.budget_bytes) for s in experiment().runs()]
-    assert runs == [
-        (PolicyName.PREFER_IDLE, 0),
-        (PolicyName.PREFER_IDLE, UNLIMITED),
-        (PolicyName.ROUND_ROBIN, 0),
-    ]
 
 
 def test_shares() -> None:
@@ -71,15 +59,3 @@ def test_scale_changes_little() -> None:
     assert coarse.reused_tokens == exact.reused_tokens
     assert coarse.ttft_s["p50"] == pytest.approx(exact.ttft_s["p50"], rel=0.05)
     assert coarse.saved_bytes == pytest.approx(exact.saved_bytes, rel=0.05)
-
-
-def test_explains() -> None:
-    made = dataclasses.replace(experiment(), explain=True)
-    none = made.run(next(made.runs()))
-    assert sum(none.losses.values()) >= none.oracle_tokens - none.reused_tokens > 0
-    assert sum(none.displaced.values()) > 0
-
-
-def test_percentiles_by_nearest_rank() -> None:
-    assert percentiles([3.0, 1.0, 2.0, 4.0]) == {"mean": 2.5, "p50": 2.0, "p90": 4.0, "p99": 4.0}
-    assert percentiles([]) == {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}

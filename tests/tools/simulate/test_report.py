@@ -1,6 +1,5 @@
 """Results of a simulation as tables, plots and JSON."""
 
-import orjson
 import pytest
 from rich.console import Console
 
@@ -25,26 +24,11 @@ def results() -> list[Result]:
     return [made.run(setup) for setup in made.runs()]
 
 
-def test_tables(results: list[Result], capsys: pytest.CaptureFixture[str]) -> None:
-    report.show(Console(), results)
-    out = capsys.readouterr().out
-    for word in ("prefer_idle", "sticky", "no limit", "TTFT", "of limit", "slot"):
-        assert word in out
-    assert "…" not in out.replace("in …", "")
-
-
 def test_bars(results: list[Result]) -> None:
     title, *rows = report.bars(results).splitlines()
     assert "limit" in title
     assert len(rows) == 3
     assert rows[1].count("#") > rows[0].count("#")
-
-
-def test_json(results: list[Result]) -> None:
-    read = orjson.loads(report.as_json({"seed": 1}, results))
-    assert read["settings"] == {"seed": 1}
-    assert [r["budget_bytes"] for r in read["results"]] == [0, -1, 0]
-    assert read["results"][1]["reused_share"] == results[1].reused_share
 
 
 def test_refusals_are_told(results: list[Result], capsys: pytest.CaptureFixture[str]) -> None:

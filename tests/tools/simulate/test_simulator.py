@@ -198,22 +198,6 @@ def test_losses_add_up() -> None:
     assert losses.tokens.total() > 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", [MemoryKind.FULL, MemoryKind.HYBRID])
-def test_the_same_again(policy: PolicyName, kind: MemoryKind) -> None:
-    """Two runs are equal to the last digit; every request is answered; tokens add up."""
-
-    def once() -> Simulator:
-        of = setup(policy, servers=2, slots=2, hardware=PRESETS["gpu-8b"], memory_kind=kind)
-        of = dataclasses.replace(of, budget_bytes=4 * 1024**3)
-        return play(of, Workload(WORKLOADS["agent"], 80, 8, 32_768, 5))
-
-    one, two = once(), once()
-    assert one.meter == two.meter
-    assert one.now == two.now
-    conserved(one, 80)
-
-
 def conserved(made: Simulator, requests: int) -> None:
     meter = made.meter
     assert meter.arrived == requests

@@ -75,9 +75,3 @@ def test_stops_before_the_context_does() -> None:
     habits = dataclasses.replace(HABITS, turns=(500, 500))
     for ask in served(Workload(habits, 300, 2, 4_096, 1)):
         assert len(ask.prompt) + count(ask.answer) < 4_096
-
-
-def test_some_leave() -> None:
-    habits = dataclasses.replace(HABITS, leave_chance=1.0, title_chance=0.0)
-    asks = served(Workload(habits, 20, 2, 32_768, 1))
-    assert all(ask.leaves_after_s is not None for ask in asks)

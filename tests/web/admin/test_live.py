@@ -241,11 +241,6 @@ async def may_watch(kvferry: RunningRouter) -> bool:
         return response.status == 200
 
 
-async def test_only_the_head(kvferry: RunningRouter) -> None:
-    async with kvferry.session.head(kvferry.url + "/kvferry/events") as response:
-        assert (response.status, response.content_type) == (200, "text/event-stream")
-
-
 async def test_the_router_stops_with_a_page_open(tmp_path: Path) -> None:
     """The streams end at once and properly: a delayed stream would be cut off in mid-chunk."""
     async with FakeLlama() as fake, aiohttp.ClientSession() as session:
@@ -354,20 +349,6 @@ async def test_streams_end_for_those_who_may_not_look_any_more(
             assert not operator.content.at_eof()
 
 
-async def test_nobody_looks_when_nobody_watches(world: World) -> None:
-    world.show(Connection())
-    await world.look()
-    world.viewers[0].cancel()
-    await world.tasks.join()
-    assert world.looks
-
-    connection = Connection()
-    world.number = 5
-    world.show(connection)
-    assert (await connection.next()).name == ""
-    assert (await connection.next()).data["host"]["router"]["number"] == 5
-
-
 async def test_a_request_that_was_sent_once_more(world: World) -> None:
     """A retry replaces its entry in the decision log; older entries are not sent again."""
     world.entries = older = [LoggedDecision(RequestId("x"), 0.0, "ok", "")]
@@ -387,42 +368,6 @@ async def test_a_request_that_was_sent_once_more(world: World) -> None:
     assert told == [("y", "backend_error"), ("y", "ok")]
 
 
-async def test_what_came_since_the_last_look_is_told_once(world: World) -> None:
-    """A viewer that comes before the next read gets a new decision only as a change."""
-    world.entries = [LoggedDecision(RequestId("x"), 0.0, "ok", "")]
-    first, second = Connection(), Connection()
-    world.show(first)
-    await first.next()
-    await first.next()
-    world.number = 1
-    await first.next()  # the picture cached for `first` is stale
-    world.entries = [LoggedDecision(RequestId("y"), 1.0, "ok", ""), *world.entries]
-    world.number = 2
-    world.show(second)
-    decisions: list[Json] = []
-    number = 0
-    while number != 2:
-        data = (await second.next()).data
-        decisions += data.get("decisions", [])
-        number = data["host"]["router"]["number"] if data else number
-
-    assert sorted(row["id"] for row in decisions) == ["x", "y"]
-
-
-async def test_two_viewers_are_one_look(world: World) -> None:
-    connections = [Connection(), Connection()]
-    for connection in connections:
-        world.show(connection)
-    for connection in connections:
-        await connection.next()
-    before = world.looks
-    world.number = 1
-    found = [await c.next() for c in connections] + [await c.next() for c in connections]
-
-    assert {event.name for event in found} == {"picture", "change"}
-    assert world.looks <= before + 2
-
-
 async def test_who_is_too_slow_gets_another_picture(world: World) -> None:
     slow = Connection()
     world.show(slow)
@@ -440,22 +385,6 @@ async def test_who_is_too_slow_gets_another_picture(world: World) -> None:
     assert first.name == event.name == "picture"
     assert event.data["host"]["router"]["number"] == 3 * live._KEPT
     assert len(world.live._messages) == live._KEPT
-
-
-async def test_who_pauses_shortly_misses_nothing(world: World) -> None:
-    slow = Connection()
-    world.show(slow)
-    await slow.next()
-    await slow.next()
-    slow.takes.clear()
-    for number in range(live._KEPT // 2):
-        world.number = number + 1
-        await world.look()
-    slow.takes.set()
-    found = [(await slow.next()).data for _ in range(live._KEPT // 2)]
-
-    seen = [data["host"]["router"]["number"] for data in found]
-    assert seen == list(range(1, live._KEPT // 2 + 1))
 
 
 async def test_who_takes_nothing_is_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,14 +419,3 @@ async def test_a_bug_ends_the_streams(world: World, bugs: Counter[str]) -> None:
 
     world.live._subject = Subject(broken, lambda: 0, world.survey, lambda _: [])
     await world.viewers[0]
-
-
-@pytest.mark.parametrize(("n", "pause_s"), [(0, 5.0), (10_000, 5.0), (100_000, 50.0)])
-async def test_many_snapshots_are_surveyed_less_often(n: int, pause_s: float) -> None:
-    made = World()
-    made.live._subject = Subject(made.picture, lambda: n, made.survey, lambda _: [])
-    before = asyncio.get_running_loop().time()
-    await made.live._survey_if_due()
-
-    assert made.live._survey_due >= before + pause_s
-    assert made.live._survey_due < asyncio.get_running_loop().time() + pause_s + 1.0

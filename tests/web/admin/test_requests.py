@@ -54,35 +54,6 @@ async def test_a_limit_that_is_none(kvferry: RunningRouter, limit: str) -> None:
     assert "limit" in answer.json["error"]["message"]
 
 
-async def test_one_that_was_served(kvferry: RunningRouter) -> None:
-    await kvferry.complete(LONG)
-    answer = await kvferry.complete(LONG[:200] + "x" * 50)
-    await kvferry.until_quiet()
-    told = (await kvferry.get(f"/kvferry/requests/{name_of(answer)}")).json
-
-    chosen = told["plan"]["chosen"]
-    assert (chosen["source"], chosen["reused_tokens"]) == ("resident", 200)
-    assert told["planned_tokens"] == told["prompt_tokens"] - told["computed_tokens"] == 200
-    assert told["missed"] == {"diverged": 50}
-    nearest = told["nearest"]
-    assert nearest["slot"] == {"backend": "a", "index": answer.slot[1]}
-    assert (nearest["common_tokens"], nearest["held_tokens"], nearest["diverges"]) == (
-        200,
-        307,
-        True,
-    )
-    assert nearest["before"] == {"ids": [ord("p")] * 10, "text": None}
-    assert nearest["prompt"] == {"ids": [ord("x")] * 10, "text": None}
-    assert nearest["held"] == {"ids": [ord("p")] * 10, "text": None}
-
-
-async def test_one_that_was_rejected(kvferry: RunningRouter) -> None:
-    answer = await kvferry.post("/completion", [])
-    told = (await kvferry.get(f"/kvferry/requests/{name_of(answer)}")).json
-
-    assert (told["outcome"], told["plan"], told["nearest"]) == ("bad_request", None, None)
-
-
 async def test_one_that_nobody_knows(kvferry: RunningRouter) -> None:
     """The query itself makes no entry."""
     answer = await kvferry.get("/kvferry/requests/nobody")

@@ -1,6 +1,5 @@
 """Snapshots over HTTP: the list is complete, and only the chosen snapshots are discarded."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -156,27 +155,6 @@ async def test_no_such_snapshot(kvferry: RunningRouter, number: str) -> None:
 # -- purge and delete ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("wanted", "goes"),
-    [
-        ({"all": True}, [1, 2, 3, 4]),
-        ({"older_than": "150m"}, [1, 2]),
-        ({"id": ["00000001", "00000004ff"]}, [1, 4]),
-    ],
-)
-async def test_purge(kvferry: RunningRouter, wanted: dict[str, Any], goes: list[int]) -> None:
-    """A dry run gives the same answer and discards nothing."""
-    await told(kvferry, *FOUR)
-    tried = await purged(kvferry, dry_run=True, **wanted)
-    assert await left(kvferry) == [1, 2, 3, 4]
-    done = await purged(kvferry, **wanted)
-
-    assert done.json["count"] == len(goes)
-    assert done.json["size_bytes"] == sum(FOUR[n - 1].size_bytes for n in goes)
-    assert done.json | {"dry_run": True} == tried.json
-    assert await left(kvferry) == [n for n in (1, 2, 3, 4) if n not in goes]
-
-
 async def test_delete_one(kvferry: RunningRouter) -> None:
     await told(kvferry, *FOUR)
     async with kvferry.session.delete(f"{kvferry.url}{PATH}/00000002") as response:
@@ -238,28 +216,3 @@ async def test_with_a_token(fake: FakeLlama, monkeypatch: pytest.MonkeyPatch) ->
         shown = {"Authorization": "Bearer sesame"}
         assert (await f.post(f"{PATH}/purge", {"all": True}, headers=shown)).status == 200
         assert await left(f) == []
-
-
-async def test_the_file_is_there_for_as_long_as_it_is_restored_from(
-    fake: FakeLlama, tmp_path: Path
-) -> None:
-    async with running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as kvferry:
-        await kvferry.complete("p" * 300, id_slot=0)
-        await kvferry.until(lambda state: state["snapshots"]["count"] == 1)
-        await kvferry.until_quiet()
-        (row,) = (await kvferry.get(PATH)).json["snapshots"]
-        file = tmp_path / row["file"]
-
-        fake.action_gate.clear()
-        async with asyncio.TaskGroup() as group:
-            asked = group.create_task(kvferry.complete("p" * 400, id_slot=1))
-            await kvferry.until(lambda state: fake.actions_waiting == 1)
-            said = (await purged(kvferry, all=True)).json
-            assert (await kvferry.get(PATH)).json["snapshots"] == []
-            assert file.exists()
-            fake.action_gate.set()
-
-        assert (said["count"], said["in_use"]) == (1, 1)
-        assert (asked.result().status, asked.result().cached) == (200, 300)
-        await kvferry.until(lambda _: not file.exists())
-    assert fake.violations == []

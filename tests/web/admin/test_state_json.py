@@ -1,7 +1,5 @@
 """The state as rows: the row of a slot, the summary of the snapshots, and the changes."""
 
-import asyncio
-import json
 from typing import get_args
 
 import pytest
@@ -11,17 +9,12 @@ from hypothesis import strategies as st
 from router.base.tokens import pack
 from router.base.types import (
     BackendId,
-    KvDir,
     Lease,
-    MemoryKind,
-    Namespace,
     RequestId,
     SlotId,
-    Snapshot,
     SnapshotId,
     Source,
 )
-from router.core.inventory.catalog import Catalog
 from router.core.model.effects import SaveReason
 from router.core.model.jobs import (
     CutStep,
@@ -34,10 +27,9 @@ from router.core.model.jobs import (
     Step,
 )
 from router.core.model.plan import Candidate, Plan, Price
-from router.core.model.policy import SnapshotLimits
 from router.core.model.slots import Slot
 from router.engine.scheduler_view import slot_view
-from router.web.admin.state_json import Changes, Picture, changes, slot_row, survey
+from router.web.admin.state_json import Changes, Picture, changes, slot_row
 from tests.support.scheduler.build import request
 
 HOLDER = RequestId("r")
@@ -70,52 +62,6 @@ def test_changes_lead_from_one_picture_to_the_other(before: Picture, after: Pict
     told = changes(before, after)
 
     assert not_empty(applied(before, told)) == not_empty(after)
-
-
-@given(pictures, pictures)
-def test_only_what_changed_is_told(before: Picture, after: Picture) -> None:
-    assert changes(after, after) == {}
-    for section, found in changes(before, after).items():
-        assert found
-        for key, row in found.items():
-            assert before.get(section, {}).get(key) != row
-
-
-def catalog_of(n: int) -> Catalog:
-    catalog = Catalog(SnapshotLimits())
-    for i in range(n):
-        tokens = pack([i, *[7] * (1 + i % 5)])
-        name = SnapshotId(f"{i:032x}")
-        snapshot = Snapshot(name, Namespace("n"), KvDir("/kv"), tokens, 10)
-        catalog.add(snapshot, MemoryKind.FULL, 1.0)
-    return catalog
-
-
-async def test_ten_thousand_snapshots_in_few_numbers() -> None:
-    catalog = catalog_of(10_000)
-    used = SnapshotId(f"{1234:032x}")
-    catalog.add_reference(used, 0.0)
-    turns = 0
-
-    async def another() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    other = asyncio.get_running_loop().create_task(another())
-    found = json.loads(json.dumps(await survey(catalog.snapshots())))
-    other.cancel()
-
-    assert found["sizes"] == [[2, 2000, 20_000], [4, 4000, 40_000], [8, 4000, 40_000]]
-    assert (found["top"][0]["id"], found["top"][0]["in_use"]) == (used, 1)
-    assert len(found["top"]) == 10
-    assert turns >= 10
-    assert len(json.dumps(found)) < 4000
-
-
-async def test_no_snapshots() -> None:
-    assert await survey([]) == {"sizes": [], "top": []}
 
 
 def job_of(doing: Step | None) -> RequestJob:

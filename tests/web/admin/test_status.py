@@ -5,13 +5,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import make_mocked_request
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.base.types import RequestId
-from router.web.admin.routes import Audience
-from router.web.server.call import Call
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import render_chat
 from tests.support.servers.running_router import RunningRouter, running
@@ -113,31 +108,6 @@ async def test_gauges_are_the_state_as_it_is(kvferry: RunningRouter) -> None:
     assert "kvferry_snapshot_tokens_limit" not in metrics
     speed = metrics['kvferry_prefill_tokens_per_second{backend="a"}']
     assert round(speed, 1) == backend["rates"]["prefill_tokens_per_s"]
-
-
-async def test_a_scrape_lets_others_have_their_turn(
-    kvferry: RunningRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("router.web.admin.status._LONG_S", 0.0)
-    turns, over = 0, asyncio.Event()
-
-    async def others() -> None:
-        nonlocal turns
-        while not over.is_set():
-            turns += 1
-            await asyncio.sleep(0)
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(others())
-        call = Call(make_mocked_request("GET", "/metrics"), RequestId("r"))
-        handler = kvferry.router.app.own.find(call.http, "/metrics", Audience.ALL)
-        assert handler is not None
-        answer = await handler(call)
-        assert isinstance(answer, web.Response)
-        text = answer.body
-        over.set()
-    assert isinstance(text, bytes)
-    assert turns > text.count(b"# TYPE") // 2 > 20
 
 
 async def test_one_scrape_for_all(fake: FakeLlama, tmp_path: Path) -> None:

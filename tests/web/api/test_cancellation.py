@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.running_router import PATIENCE_S, Answer, Json, RunningRouter, running
+from tests.support.servers.running_router import Answer, Json, RunningRouter, running
 
 PROMPT = "p" * 300  # more than store.min_tokens: gets a snapshot
 OTHER = "q" * 300
-LONG = "l" * 3500  # more than policy.coalesce_above: prefilled by the router first
 STREAM: Json = {"stream": True}
 
 
@@ -90,22 +89,6 @@ async def test_while_queued(fake: FakeLlama, kvferry: RunningRouter) -> None:
     assert fake.counts["completion", 0] == before["completion", 0] + 1
 
 
-async def test_all_who_queue_leave(fake: FakeLlama, kvferry: RunningRouter) -> None:
-    fake.decode_gate.clear()
-    async with asyncio.TaskGroup() as group:
-        first = group.create_task(kvferry.complete("first"))
-        await kvferry.until(phase("running"))
-        others = [group.create_task(kvferry.complete(f"other {i}")) for i in range(20)]
-        await kvferry.until(waiting(20))
-        for task in others:
-            task.cancel()
-        await kvferry.until(waiting(0))
-        fake.decode_gate.set()
-        assert (await first).status == 200
-    await kvferry.until_quiet()
-    assert not any("other" in str(prompt) for prompt in prompts(fake))
-
-
 async def test_during_a_restore(fake: FakeLlama, kvferry: RunningRouter) -> None:
     """A restore cannot be cancelled: at its end the slot is free and holds the restored tokens."""
     cold = await saved(kvferry, PROMPT)
@@ -121,37 +104,6 @@ async def test_during_a_restore(fake: FakeLlama, kvferry: RunningRouter) -> None
     again = await kvferry.complete(PROMPT)
     assert (again.text, again.source) == (cold.text, "resident")
     assert len(prompts(fake)) == asked + 1
-
-
-async def test_during_the_routers_own_prefill(fake: FakeLlama, kvferry: RunningRouter) -> None:
-    """The prefill is stopped, and the client's own request is never sent."""
-    fake.prefill_gate.clear()
-    async with leaving(kvferry, LONG):
-        await fake.until(lambda: fake.slots[0].busy)
-        assert (await kvferry.state())["slots"][0]["phase"] == "preparing"
-    await fake.until(lambda: not fake.slots[0].busy)
-    await kvferry.until_quiet()
-    fake.prefill_gate.set()
-
-    assert LONG not in prompts(fake)
-    assert (await kvferry.complete("next")).status == 200
-
-
-@pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
-async def test_during_a_silent_prefill(
-    fake: FakeLlama, kvferry: RunningRouter, fields: Json
-) -> None:
-    """The connection to the backend is closed at once, although no byte has come yet."""
-    fake.prefill_gate.clear()
-    async with leaving(kvferry, PROMPT, **fields):
-        await fake.until(lambda: fake.slots[0].busy)
-        await kvferry.until(phase("running"))
-    await fake.until(lambda: not fake.slots[0].busy)
-    state = await kvferry.until_quiet()
-    fake.prefill_gate.set()
-
-    assert state["slots"][0]["resident_tokens"] == 0  # nothing was computed
-    assert (await kvferry.complete("next")).status == 200
 
 
 async def test_in_the_middle_of_a_stream(fake: FakeLlama, kvferry: RunningRouter) -> None:
@@ -190,39 +142,6 @@ async def test_slot_is_not_leased_again_before_the_backend_is_idle(
         assert fake.slots[0].busy
         fake.decode_gate.set()
         assert (await task).status == 200
-
-
-async def test_slow_reader_slows_the_backend(fake: FakeLlama, kvferry: RunningRouter) -> None:
-    """Data that the client does not read is not fetched: the data waits in the backend."""
-    fake.faults.padding_bytes = 256 * 1024
-    body = {"prompt": "x", "n_predict": 1000, **STREAM}  # a quarter of a gigabyte
-    async with kvferry.session.post(
-        kvferry.url + "/completion", json=body, read_bufsize=2**14
-    ) as response:
-        async with asyncio.timeout(PATIENCE_S):
-            sent = -1
-            while fake.chunks_sent != sent or not fake.stuck:
-                sent = fake.chunks_sent
-                await asyncio.sleep(0.05)
-        # Socket buffers in both directions and two small ones of the router: some megabytes.
-        assert 0 < fake.chunks_sent < 200
-        response.close()
-    await kvferry.until_quiet()
-    assert fake.chunks_sent < 200
-
-
-async def test_slow_reader_gets_everything(fake: FakeLlama, kvferry: RunningRouter) -> None:
-    fake.faults.padding_bytes = 64 * 1024
-    body = {"prompt": "x", "n_predict": 100, **STREAM}
-    size = 0
-    async with kvferry.session.post(
-        kvferry.url + "/completion", json=body, read_bufsize=2**14
-    ) as response:
-        async for chunk in response.content.iter_chunked(2**14):
-            size += len(chunk)
-            await asyncio.sleep(0)
-    assert size > 100 * 64 * 1024
-    await kvferry.until_quiet()
 
 
 async def test_leaving_between_the_grant_and_the_request(

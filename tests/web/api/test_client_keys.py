@@ -124,11 +124,6 @@ async def test_no_other_does(fake: FakeLlama, headers: dict[str, str]) -> None:
     assert metrics[f'kvferry_refused_keys_total{{reason="{reason}"}}'] == 1
 
 
-async def test_without_keys_it_is_open(fake: FakeLlama) -> None:
-    async with running([("a", fake.url)], None) as kvferry:
-        assert (await kvferry.post("/completion", PROMPT)).status == 200
-
-
 ROUTES = [
     ("GET", "/health"),
     ("GET", "/v1/health"),

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from router.servers.program import free_port
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import generate
 from tests.support.servers.running_router import Answer, Json, RunningRouter, running
@@ -91,37 +90,6 @@ async def stopped_reading(
 
 
 # --- before the first byte: the client has seen nothing, so the router retries --------------------
-
-
-@pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
-async def test_dies_before_the_first_byte(two: Two, fields: Json) -> None:
-    async with running(two.backends, None) as kvferry:
-        two.a.faults.die_at_once = True
-        answer = await kvferry.complete(PROMPT, **fields)
-
-        assert_good(answer, PROMPT, "b")
-        await kvferry.until_quiet()
-
-
-async def test_crashes_during_prefill(two: Two) -> None:
-    """The process is gone: its slots are lost, and are empty when the backend comes back."""
-    async with running(two.backends, None) as kvferry:
-        await to_a(kvferry)
-        two.a.prefill_gate.clear()
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(kvferry.complete(PROMPT))
-            await two.a.until(lambda: two.a.slots[0].busy)
-            await two.a.go_down()
-        assert_good(await task, PROMPT, "b")
-        await kvferry.until(lambda state: not state["backends"][0]["up"])
-        two.a.prefill_gate.set()
-        await two.a.come_up()
-        await kvferry.until_up("a")
-        state = await kvferry.until_quiet()
-        assert [slot["resident_tokens"] for slot in state["slots"] if slot["backend"] == "a"] == [
-            0,
-            0,
-        ]
 
 
 async def test_suspect_with_an_adapter_is_sent_alone(two: Two) -> None:
@@ -216,20 +184,6 @@ async def test_all_fail(two: Two, fault: str) -> None:
         again = await kvferry.complete(PROMPT)
         assert again.status == (200 if fault == "hang" else 503)
         assert (await kvferry.complete("another")).status == 200
-
-
-async def test_only_one_backend_and_it_recovers(two: Two) -> None:
-    """Without another backend the router retries on the same one."""
-    async with running(two.backends[:1], None) as kvferry:
-        two.a.faults.die_at_once = True
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(kvferry.complete(PROMPT))
-            before = two.a.counts["completion", 0] + two.a.counts["completion", 1]
-            await two.a.until(
-                lambda: two.a.counts["completion", 0] + two.a.counts["completion", 1] > before
-            )
-            two.a.faults.die_at_once = False
-        assert_good(await task, PROMPT, "a")
 
 
 # --- after the first byte: sent bytes cannot be taken back ----------------------------------------
@@ -338,18 +292,6 @@ async def test_all_down(two: Two) -> None:
         assert (await kvferry.state())["queue"] == []
 
 
-async def test_queue_is_full(two: Two) -> None:
-    async with running(two.backends[:1], None, yaml="queue: {max_requests: 1}") as kvferry:
-        two.a.decode_gate.clear()
-        async with asyncio.TaskGroup() as group:
-            served = [group.create_task(kvferry.complete(f"{i}")) for i in range(3)]
-            await kvferry.until(lambda state: len(state["queue"]) == 1)
-            refused = await kvferry.complete("one too many")
-            two.a.decode_gate.set()
-        assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
-        assert [task.result().status for task in served] == [200, 200, 200]
-
-
 async def test_deadline_in_the_queue(two: Two) -> None:
     async with running(two.backends[:1], None, yaml="queue: {deadline: 200ms}") as kvferry:
         two.a.decode_gate.clear()
@@ -381,32 +323,6 @@ async def test_restart_between_two_looks(two: Two) -> None:
 
         answer = await kvferry.complete(PROMPT)
         assert (answer.source, answer.cached) == ("cold", 0)
-
-
-async def test_snapshots_outlive_the_backend(two: Two) -> None:
-    async with running(two.backends[:1], two.kv_dir) as kvferry:
-        await to_a(kvferry)
-        await kvferry.until(lambda state: state["snapshots"]["count"] == 1)
-        await kvferry.until_quiet()
-        await two.a.go_down()
-        await kvferry.until(lambda state: not state["backends"][0]["up"])
-        await two.a.come_up()
-        await kvferry.until_up("a")
-
-        answer = await kvferry.complete(PROMPT)
-        assert (answer.source, answer.cached) == ("snapshot", len(PROMPT) - 1)
-
-
-async def test_backend_that_comes_later(two: Two, tmp_path: Path) -> None:
-    port = free_port()
-    late = FakeLlama(kv_dir=tmp_path, port=port)
-    backends = [*two.backends[:1], ("late", f"http://127.0.0.1:{port}")]
-    async with running(backends, tmp_path, wait_for=["a"]) as kvferry:
-        assert (await kvferry.complete(PROMPT)).slot[0] == "a"
-        async with late:
-            await kvferry.until_up("late")
-            await two.a.go_down()
-            assert (await kvferry.complete(PROMPT)).slot[0] == "late"
 
 
 @pytest.mark.fault(

@@ -1,14 +1,12 @@
 """Requests that only the router may make never reach a backend, however they are spelled."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import orjson
 import pytest
 import pytest_asyncio
 from aiohttp.test_utils import make_mocked_request
 
-from router.llama.routes import why_forbidden
 from router.web.server.head_checks import check_head
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import RunningRouter, running
@@ -149,35 +147,3 @@ async def test_paths_that_a_backend_would_read_otherwise(
 def test_every_other_escape_is_read_alike() -> None:
     for byte in range(1, 128):
         check_head(make_mocked_request("GET", f"/x%{byte:02X}?%u0069=%zz"))
-
-
-@pytest.mark.parametrize("target", ["*", "somewhere.else:80"])
-@pytest.mark.asyncio(loop_scope="module")
-async def test_targets_that_are_no_path(
-    fake: FakeLlama, kvferry: RunningRouter, target: str
-) -> None:
-    before = len(fake.seen)
-    status, _ = await send(kvferry, "OPTIONS", target)
-
-    assert fake.seen[before:] == []
-    assert status in (400, 404)
-
-
-async def test_file_names_and_urls_stay_inside(tmp_path: Path, fake: FakeLlama) -> None:
-    """The router's error after a failure names neither a backend's address nor a directory."""
-    async with (
-        FakeLlama(kv_dir=tmp_path) as other,
-        running([("a", other.url)], tmp_path) as kvferry,
-    ):
-        other.faults.die_at_once = True
-        answer = await kvferry.complete("x" * 300)
-        assert answer.status in (502, 503)
-        assert str(other.port).encode() not in answer.body
-        assert str(tmp_path).encode() not in answer.body
-
-
-def test_reasons_say_what_to_do_instead() -> None:
-    assert why_forbidden("POST", "/slots") == "slots are managed by kvferry; see /kvferry/state"
-    assert why_forbidden("GET", "/slots") is None
-    assert why_forbidden("GET", "/props") is None
-    assert "on the server itself" in (why_forbidden("POST", "/props") or "")

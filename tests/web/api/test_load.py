@@ -19,7 +19,6 @@ from router.engine.loop_throttle import MOST
 from router.llama.json_offload import LONG_BYTES
 from router.llama.wire import parse_completion
 from router.web.api import completions, slot_demand
-from router.web.server import listener
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import PATIENCE_S, Json, RunningRouter, running
 from tests.web.api.test_faults import stopped_reading
@@ -213,39 +212,6 @@ async def test_what_takes_no_slot_goes_where_least_is_under_way(tmp_path: Path) 
                 await b.until(lambda: any(slot.busy for slot in b.slots))
                 a.decode_gate.set()
                 b.decode_gate.set()
-
-
-async def test_a_few_begin_in_one_turn_of_the_loop(
-    fake: FakeLlama, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All requests come at the same moment; some are abandoned before they start."""
-    turn, begun, begin = 0, Counter[int](), listener._Connection._begin
-
-    def noted(connection: listener._Connection, data: bytes) -> None:
-        begun[turn] += 1
-        begin(connection, data)
-
-    monkeypatch.setattr(listener._Connection, "_begin", noted)
-    async with running([("a", fake.url)], None) as kvferry:
-        port = int(kvferry.url.rpartition(":")[2])
-        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5 * MOST)]
-        begun.clear()
-        for number, (_, writer) in enumerate(crowd):  # sent at once: the kernel takes it
-            writer.write(b"GET /props HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            if number % 5 == 4:
-                writer.transport.abort()
-        async with asyncio.timeout(PATIENCE_S):
-            while begun.total() < 4 * MOST:
-                turn += 1
-                await asyncio.sleep(0)
-            staying = [reader for number, (reader, _) in enumerate(crowd) if number % 5 != 4]
-            answers = [await reader.read() for reader in staying]
-        for _, writer in crowd:
-            writer.close()
-
-    assert {answer.split()[1] for answer in answers} == {b"200"}
-    assert max(begun.values()) <= 2 * MOST  # `turn` may span two iterations
-    assert len(begun) >= 3
 
 
 def all_busy(fake: FakeLlama) -> bool:

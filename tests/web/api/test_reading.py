@@ -123,17 +123,6 @@ async def test_the_same_one_is_asked_each_time(tmp_path: Path) -> None:
         assert (at.a.rendered, at.b.rendered) == (3, 0)
 
 
-async def test_one_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
-    """Neither the regular check nor `control_timeout` helps: both take an hour."""
-    async with two(tmp_path) as at:
-        at.a.goes_on.clear()
-        answer = await at.goes_on()
-
-        assert answer.cached > 200
-        assert at.b.rendered == 1
-        assert (await at.goes_on()).cached > 200
-
-
 async def test_one_that_is_slow_and_alive_is_waited_for(tmp_path: Path) -> None:
     """The slow backend renders after its check; another one would have had to repeat the work."""
     async with two(tmp_path) as at:

@@ -3,9 +3,6 @@
 `tests/e2e` tests with real servers that llama-server makes a task of each input.
 """
 
-from collections.abc import Callable
-
-import orjson
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
@@ -58,14 +55,3 @@ async def test_of_a_form(raw: bytes, model: str | None, tasks: int) -> None:
     request = make_mocked_request("POST", "/v1/embeddings", headers={"Content-Type": FORM})
     assert await slots_asked(request, raw + b"--b--\r\n", SOUND) == SlotsAsked(model, tasks)
     assert await model_asked(request, raw + b"--b--\r\n") == model
-
-
-async def test_a_body_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[bytes] = []
-
-    def noted(function: Callable[[bytes], object]) -> Callable[[bytes], object]:
-        return lambda raw: read.append(raw) or function(raw)  # type: ignore[func-returns-value]
-
-    monkeypatch.setattr("router.llama.json_offload.json_of", noted(orjson.loads))
-    await slots_asked(make_mocked_request("POST", "/v1/embeddings"), b'{"model": "m"}', SOUND)
-    assert read == [b'{"model": "m"}']

@@ -129,55 +129,6 @@ async def test_storm(fakes: list[FakeLlama], tmp_path: Path, seed: int, yaml: st
     assert sum(answer is None for answer in answers) > REQUESTS // 20
 
 
-@pytest.mark.parametrize("seed", [4, 5])
-async def test_tokens_add_up(fakes: list[FakeLlama], tmp_path: Path, seed: int) -> None:
-    """resident + snapshot + computed = the prompt tokens that the backends reported.
-
-    `computed` is what they computed, for a client or for the router on its behalf.
-    """
-    backends = [(name, fake.url) for name, fake in zip("ab", fakes, strict=True)]
-    asked = clients(seed, leaving=0.0)
-    yaml = "policy: {coalesce_above: 20ms}"
-    async with running(backends, tmp_path, yaml=yaml) as kvferry:
-        by_the_probe = sum(fake.computed_tokens for fake in fakes)
-        answers = await asyncio.gather(*(run(kvferry, client) for client in asked))
-        await kvferry.until_quiet()
-        metrics = await kvferry.metrics()
-    assert all(answer is not None and answer.status == 200 for answer in answers)
-
-    name = "kvferry_prompt_tokens_total"
-    parts = [metrics[f'{name}{{source="{s}"}}'] for s in ("resident", "snapshot", "computed")]
-    assert sum(parts) == sum(len(client.prompt) for client in asked)
-    # After a request for several answers each slot is overwritten with a token of no client.
-    wiped = sum(
-        body.get("prompt") == [0]
-        for fake in fakes
-        for path, body in fake.bodies
-        if path == "/completion"
-    )
-    assert parts[2] == sum(fake.computed_tokens for fake in fakes) - by_the_probe - wiped
-    assert all(part > 0 for part in parts)
-    assert metrics['kvferry_requests_total{outcome="ok"}'] == REQUESTS
-    assert sum(v for k, v in metrics.items() if k.startswith("kvferry_plans_total")) == REQUESTS
-    generated = sum(len(client.expected) for client in asked)
-    assert metrics["kvferry_generated_tokens_total"] == generated
-
-
-async def test_one_prefix_for_everybody_is_computed_once_a_backend(
-    fakes: list[FakeLlama], tmp_path: Path
-) -> None:
-    """Twenty clients come at the same moment with the same 3,000 tokens; there are four slots."""
-    backends = [(name, fake.url) for name, fake in zip("ab", fakes, strict=True)]
-    prefix = "w" * 3000
-    async with running(backends, tmp_path) as kvferry:
-        answers = await asyncio.gather(*(kvferry.complete(prefix + str(i)) for i in range(20)))
-        metrics = await kvferry.metrics()
-
-    assert [answer.status for answer in answers] == [200] * 20
-    assert metrics['kvferry_prompt_tokens_total{source="computed"}'] < 2 * len(prefix) + 200
-    assert [fake.violations for fake in fakes] == [[], []]
-
-
 async def test_pinned_request_waits_until_an_unpinned_one_is_seen(
     fakes: list[FakeLlama], tmp_path: Path
 ) -> None:

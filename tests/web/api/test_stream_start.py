@@ -4,7 +4,6 @@ The servers are fakes that stand still at a gate; test_stream_start.py in tests/
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -99,18 +98,6 @@ async def test_another_backend_takes_over_after_the_head(two: Two) -> None:
         two.a.prefill_gate.set()
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-async def test_an_error_after_the_head_is_an_event(two: Two, path: str) -> None:
-    async with running([("a", two.a.url)], None, yaml="queue: {no_backend_wait: 0s}") as kvferry:
-        two.a.prefill_gate.clear()
-        async with asked(kvferry, PROMPT, path, model="fake") as response:
-            assert await response.content.readexactly(3) == PING
-            await two.a.go_down()
-            (event,) = (await read_answer(response)).events
-        assert event["error"]["code"] in (502, 503)
-        two.a.prefill_gate.set()
-
-
 async def test_an_error_before_the_head_is_a_status(two: Two) -> None:
     two.a.faults.refuses = "no"
     async with running([("a", two.a.url)], None) as kvferry:
@@ -157,28 +144,3 @@ async def test_a_client_that_leaves_after_the_head_leaves_nothing(two: Two) -> N
         two.a.prefill_gate.set()
         await kvferry.until_quiet()
         assert (await kvferry.complete(LONG)).text == text_of(LONG)
-
-
-async def test_progress_of_the_routers_own_prefill_is_shown(two: Two) -> None:
-    """And the answer that follows has the same id."""
-    async with running([("a", two.a.url)], None) as kvferry:
-        two.a.prefill_gate.clear()
-        async with asked(
-            kvferry, LONG, "/v1/chat/completions", model="fake", return_progress=True
-        ) as response:
-            line = await response.content.readline()
-            while line == PING[:2] or line == b"\n":
-                line = await response.content.readline()
-            first: Json = json.loads(line.removeprefix(b"data: "))
-            two.a.prefill_gate.set()
-            answer = await read_answer(response)
-        total = first["prompt_progress"]["total"]
-        assert total > len(LONG)
-        assert first["prompt_progress"] | {"time_ms": 0} == {
-            "total": total,
-            "cache": 0,
-            "processed": 0,
-            "time_ms": 0,
-        }
-        assert {event["id"] for event in answer.events} == {first["id"]}
-        assert answer.text

@@ -90,19 +90,6 @@ async def drained(tmp_path: Path) -> AsyncIterator[Drained]:
         yield Drained(holder, f"h{at}", other, fake, fake.computed_tokens)
 
 
-async def test_a_host_that_serves_nothing_hands_out_what_it_has(tmp_path: Path) -> None:
-    async with drained(tmp_path) as both:
-        answer = await both.ask()
-        assert answer.status == 200
-        assert answer.headers[FROM] == both.name
-        assert answer.headers["x-kvferry-source"] == "snapshot"
-        assert both.computed < 100
-        assert await both.fetches() == {"ok": 1}
-        again = await both.ask(4)
-        assert FROM not in again.headers, "it is here now"
-        assert both.fake.violations == []
-
-
 async def test_a_fetch_that_hangs_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

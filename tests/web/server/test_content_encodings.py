@@ -5,11 +5,8 @@ import os
 import sys
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from router.web.server.content_encodings import PIECE_BYTES, BrokenEncodingError, Decoding
 
@@ -77,11 +74,3 @@ def test_several_parts_are_one_body(encoding: str, pack: Pack) -> None:
     )
     with pytest.raises(BrokenEncodingError, match="too many parts"):
         decoded(encoding, pack(b"") * 1001)
-
-
-@packed
-@given(raw=st.binary())
-def test_any_bytes(encoding: str, pack: Pack, raw: bytes) -> None:
-    del pack
-    with suppress(BrokenEncodingError):
-        decoded(encoding, raw)

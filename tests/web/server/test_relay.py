@@ -6,8 +6,6 @@ from typing import cast
 
 import pytest
 from aiohttp import HttpVersion11, web
-from aiohttp.test_utils import make_mocked_request
-from multidict import CIMultiDict
 
 from router.base.clock import MonotonicClock
 from router.base.types import Outcome, RequestId
@@ -19,51 +17,6 @@ from router.web.server.settings import Settings
 
 MEGABYTE = 2**20
 TURNSTILE = LoopThrottle(MonotonicClock())
-
-
-def test_headers_of_a_hop_stay_behind() -> None:
-    """Headers of a hop (RFC 9110 section 7.6.1) are dropped.
-
-    Also dropped: the header that makes a server go on with an abandoned request.
-    """
-    headers = CIMultiDict(
-        [
-            ("Host", "router"),
-            ("Connection", "keep-alive, X-Of-This-Hop"),
-            ("Keep-Alive", "5"),
-            ("X-Of-This-Hop", "1"),
-            ("Transfer-Encoding", "chunked"),
-            ("Content-Length", "7"),
-            ("Content-Encoding", "gzip"),
-            ("TE", "trailers"),
-            ("Upgrade", "h2c"),
-            ("Expect", "100-continue"),
-            ("X-Conversation-Id", "c"),
-            ("Accept-Encoding", "gzip"),
-            ("Authorization", "Bearer k"),
-            ("X-Own", "1"),
-            ("X-Own", "2"),
-        ]
-    )
-    forwarded = Call(make_mocked_request("POST", "/", headers), RequestId("r")).forwarded_headers()
-
-    assert forwarded == [
-        (b"Accept-Encoding", b"gzip"),
-        (b"Authorization", b"Bearer k"),
-        (b"X-Own", b"1"),
-        (b"X-Own", b"2"),
-    ]
-
-
-def test_a_small_answer_is_kept_whole() -> None:
-    capture = Capture()
-    for i in range(10):
-        capture.add(bytes([i]) * 10)
-
-    assert capture.complete
-    assert capture.size_bytes == 100
-    assert b"".join(capture.chunks) == b"".join(bytes([i]) * 10 for i in range(10))
-    assert b"".join(capture.ends(3)) == b"\0\0\0\n\n\x09\x09\x09"
 
 
 @pytest.mark.parametrize("chunk_bytes", [1000, 2**16, MEGABYTE // 2])
@@ -111,16 +64,6 @@ class _Whole:
 
     async def read(self) -> bytes:
         return b"x" * 100_000
-
-
-async def test_of_a_whole_answer_a_client_must_take_something_too() -> None:
-    request, settings = _Stuck(), Settings(idle_timeout_s=60.0, send_timeout_s=0.02)
-    upstream = cast(RelayedResponse, _Whole())
-    call = Call(cast(web.BaseRequest, request), RequestId("r"))
-    _, outcome = await relay(call, upstream, {}, settings, Capture(), lambda: None, TURNSTILE)
-
-    assert outcome is Outcome.CLIENT_GONE
-    assert request.aborted
 
 
 class _Pipelining(_Stuck):

@@ -5,7 +5,7 @@ import pytest
 from router.base.tokens import Tokens, count, pack
 from router.base.types import BackendId, BackendInfo, MemoryKind, Namespace, RequestId
 from router.tools.simulate.machines.hardware import PRESETS, Hardware
-from router.tools.simulate.machines.server import Run, SimulatedServer, TransferRun
+from router.tools.simulate.machines.server import Run, SimulatedServer
 
 HARDWARE = Hardware(
     prefill_s=0.01,
@@ -41,29 +41,6 @@ def play(of: SimulatedServer) -> list[tuple[float, object]]:
         of.move_to(at)
         found += [(round(at, 6), done) for done in of.done()]
     return found
-
-
-def test_prompt_then_answer() -> None:
-    """The first token comes with the prompt's end, and each further token after a step."""
-    one = server()
-    run = start(one, 0, ids(200))
-
-    assert play(one) == [(3.0, run)]
-    assert run.first_at == pytest.approx(2.0)
-    assert (run.cached, run.computed, one.computed_tokens) == (0, 200, 200)
-    assert one.slots[0].tokens == ids(200) + ids(10, 9_000)  # all but the answer's last token
-    assert (one.stall_prefill_s, one.stall_transfer_s) == (0.0, 0.0)
-
-
-def test_reuses_the_common_prefix() -> None:
-    one = server()
-    start(one, 0, ids(200))
-    play(one)
-
-    again = start(one, 0, Tokens(ids(150) + ids(50, 5_000)))
-
-    assert again.cached == 150
-    assert play(one)[-1][0] == pytest.approx(3.0 + 0.5 + 1.0)
 
 
 def test_identical_prompt_evaluates_its_last_token() -> None:
@@ -107,55 +84,6 @@ def test_prompts_are_computed_one_after_the_other() -> None:
 
     assert play(one) == [(1.0, first), (2.0, second)]
     assert one.stall_prefill_s == pytest.approx(1.0)
-
-
-def test_transfers_stop_everything() -> None:
-    """A save of 500 tokens takes 0.5 s, a restore of as many half of that, in sequence."""
-    one = server()
-    one.slots[1].tokens = ids(500)
-    stream = start(one, 0, ids(1), 11)
-    one.move_to(0.01)
-    one.done()
-    save = TransferRun(1, HARDWARE.save_of(500_000), None)
-    restore = TransferRun(2, HARDWARE.restore_of(500_000), ids(500))
-    one.transfer(save)
-    one.transfer(restore)
-
-    assert play(one) == [(0.51, save), (0.76, restore), (1.76, stream)]
-    assert one.stall_transfer_s == pytest.approx(0.75)
-    assert one.slots[2].tokens == ids(500)
-
-
-def test_batches_of_streams() -> None:
-    """Each further stream makes a step longer."""
-    hardware = PRESETS["gpu-8b"]
-    assert hardware.step_of(5) == pytest.approx(hardware.decode_s + 4 * hardware.decode_more_s)
-    assert hardware.step_of(0) == hardware.decode_s
-
-
-def test_stopped_in_the_prompt() -> None:
-    """The slot keeps the computed tokens, and only these count as computed."""
-    one = server()
-    run = start(one, 0, ids(200))
-    one.move_to(0.5)
-    one.stop(run)
-
-    assert one.slots[0].tokens == ids(50)
-    assert one.computed_tokens == 50
-    assert one.next_change() is None
-
-
-def test_stopped_in_the_answer() -> None:
-    """Five tokens are out, and the fifth is not computed."""
-    one = server()
-    run = start(one, 0, ids(100))
-    one.move_to(1.0)
-    assert one.done() == []
-    one.move_to(1.4)
-    one.stop(run)
-
-    assert one.slots[0].tokens == ids(100) + ids(4, 9_000)
-    assert one.computed_tokens == 100
 
 
 def test_answers_end_with_the_context() -> None:
