@@ -165,7 +165,6 @@ class ModelsInfo:
     n_params: int
     size: int
     ftype: str
-    vocab_type: int
     architecture: str  # modalities, as in "text+image->text"
 
 
@@ -256,7 +255,6 @@ def models_from(payload: object) -> ModelsInfo:
         n_params=answer.get("data/0/meta/n_params", int),
         size=answer.get("data/0/meta/size", int),
         ftype=answer.get("data/0/meta/ftype", str, ""),
-        vocab_type=answer.get("data/0/meta/vocab_type", int),
         architecture="->".join(sides),
     )
 

@@ -122,7 +122,6 @@ class SegmentTokenizer:
         self._unexplained = 0
         self._n_odd_texts = 0
         self.specials: frozenset[str] = frozenset()  # the special tokens that texts are cut at
-        self.n_agreed = 0
         self.n_disagreed = 0
 
     @property
@@ -367,15 +366,12 @@ class SegmentTokenizer:
         return join([head, *parts, tail])
 
     def report(self, expected: int, reported: int) -> bool:
-        """Return whether the engine's number of prompt tokens is as expected; count the result.
+        """Return whether the engine's number of prompt tokens is as expected; count others.
 
         On False, call `disagreed` with the text, once no request waits for it.
         """
-        if expected == reported:
-            self.n_agreed += 1
-            return True
-        self.n_disagreed += 1
-        return False
+        self.n_disagreed += expected != reported
+        return expected == reported
 
     async def disagreed(
         self, text: str, *, add_special: bool, tenant: Tenant = NO_TENANT

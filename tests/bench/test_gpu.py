@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -26,8 +25,6 @@ from tests.support.models.tiny_models import is_plain, vocabulary
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.thorough
-
-Json = dict[str, Any]
 
 
 @pytest.mark.thorough

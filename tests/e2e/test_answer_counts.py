@@ -1,6 +1,5 @@
 """Counts in answers of real servers: true on every route, and equal to the servers' own sums."""
 
-import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -132,16 +131,6 @@ async def test_answer_with_several_choices_is_unchanged(
     assert new == pytest.approx(computed, rel=0.01)
 
 
-async def test_what_another_request_computed_is_cached(llama_server: StartServer) -> None:
-    """Two equal prompts at once: one computes, and one prompt is computed in all."""
-    a = await llama_server("llama", slots=2, ctx=16384, extra_args=["--metrics"])
-    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as kvferry:
-        before = await _computed_by_servers(kvferry)
-        answers = await asyncio.gather(*(kvferry.complete(ids(3, N)) for _ in range(2)))
-        computed = await _computed_by_servers(kvferry) - before
-    assert sum(answer.timings["prompt_n"] for answer in answers) == computed == N + 1
-
-
 async def test_tenants_do_not_see_that_others_computed(llama_server: StartServer) -> None:
     x, y = new_key(), new_key()
     keys = [{"name": name, "hash": hash_text(key)} for name, key in (("x", x), ("y", y))]
@@ -154,16 +143,6 @@ async def test_tenants_do_not_see_that_others_computed(llama_server: StartServer
             body = {"prompt": ids(4, N), "n_predict": 4}
             told.append(await kvferry.post("/completion", body, headers=headers))
     assert [answer.timings["cache_n"] for answer in told] == [0, 0, N - 1]
-
-
-async def test_the_servers_own_counts_can_be_had(llama_server: StartServer) -> None:
-    a = await llama_server("llama", slots=1, ctx=8192)
-    yaml = f"{EAGER}\nanswers: {{counts: server}}"
-    async with running([("a", a.url)], a.kv_dir, yaml=yaml) as kvferry:
-        answer = await kvferry.complete(ids(5, N))
-        log = (await kvferry.get("/kvferry/requests")).json["requests"]
-    assert _counts(answer) == [(N - 1, 1)]
-    assert log[0]["computed_tokens"] == N
 
 
 async def test_an_encoded_answer_is_sent_on_as_it_came(tmp_path: Path) -> None:

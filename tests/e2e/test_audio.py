@@ -12,24 +12,17 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import all_but_one, saved
-from tests.support.conversations.measuring import CHAT, direct, other_first_token, other_words
+from tests.support.conversations.measuring import direct
 from tests.support.conversations.media import (
-    SHORT,
-    about,
     ask,
     check,
-    check_at_once,
-    expected,
     flags,
-    heard,
     listen,
-    look,
     nothing_overestimated,
     promised,
     sighted,
-    words,
 )
-from tests.support.conversations.prompts import Json, sentences
+from tests.support.conversations.prompts import Json
 from tests.support.conversations.turns import SAVES_S, named
 from tests.support.models.mmproj import silent_mp3, sound
 from tests.support.parity.pair import Pair, client, difference
@@ -40,52 +33,6 @@ pytestmark = pytest.mark.thorough
 
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
 N_FRAMES = 25  # of a sound; each takes one position
-
-
-async def test_sounds_are_told_apart(llama_server: StartServer) -> None:
-    """The tiny model distinguishes sounds, and repeats its answer to an equal sound."""
-    async with direct(await sighted(llama_server, "a")) as alone:
-        one, two, again = [await expected(alone, listen(seed)) for seed in (1, 2, 1)]
-        text = await expected(alone, ask("Listen:<|audio><audio|>What is it?"))
-    assert other_first_token(one, two) != ""
-    assert other_words(one, two) != ""
-    assert one.text == again.text
-    assert one.prompt_tokens == two.prompt_tokens == text.prompt_tokens + N_FRAMES
-
-
-async def test_sounds_pictures_and_text_take_turns(llama_server: StartServer) -> None:
-    """Sounds, pictures and text on one slot get the answers of an unshared server.
-
-    The idle slot is saved in between; a repeated sound is reused.
-    """
-    server, alone = await sighted(llama_server, "a"), await sighted(llama_server, "b")
-    both = about([words("Look:"), look(1)[-1]["content"][1], words("and"), heard(sound(1))])
-    async with (
-        direct(alone) as client,
-        running([("a", server.url)], server.kv_dir) as kvferry,
-    ):
-        for messages in (listen(1), both, ask("Hello!"), listen(2), look(1), both, listen(1)):
-            await check(kvferry, client, messages)
-            await kvferry.until_quiet()
-        for messages in (listen(1), listen(2), both):
-            await check(kvferry, client, messages)
-            assert all_but_one(await check(kvferry, client, messages))
-        # For another sound, only the positions before it are reused.
-        text = (await expected(client, about([words("Listen:")]))).prompt_tokens
-        other = await check(kvferry, client, listen(3))
-        assert 300 < other.cached < text + len("<|audio>")
-        # A conversation about a sound continues.
-        messages = listen(3)
-        for turn in range(2):
-            answer = await check(kvferry, client, messages)
-            assert answer.cached > 0.8 * answer.prompt_tokens
-            said = {"role": "assistant", "content": answer.text}
-            messages = [*messages, said, {"role": "user", "content": sentences(40 + turn, 2)}]
-        await nothing_overestimated(kvferry)
-
-
-async def test_sounds_and_text_at_once(llama_server: StartServer) -> None:
-    await check_at_once(llama_server, [listen(1), ask("Hello!"), listen(2), look(1)] * 3)
 
 
 async def test_a_sound_on_another_server_and_after_a_restart(llama_server: StartServer) -> None:
@@ -119,23 +66,6 @@ async def test_a_sound_on_another_server_and_after_a_restart(llama_server: Start
 # --- the same status and body as without the router -----------------------------------------------
 
 B64 = base64.b64encode(sound(1)).decode()
-PARTS: dict[str, Json] = {
-    "wav": heard(sound(1)),
-    "another rate": heard(sound(1, rate=44_100)),
-    "mp3": heard(silent_mp3(), "mp3"),
-    "a data URL": {"input_audio": {"data": "data:audio/wav;base64," + B64}},
-    "as a URL": {"input_audio": {"url": "data:audio/wav;base64," + B64}},
-    "a picture's type": {"type": "image_url", "image_url": {"url": "data:audio/wav;base64," + B64}},
-    "no base64": {"input_audio": {"data": "!!!"}},
-    "half of it": {"input_audio": {"data": B64[:2001]}},
-    "nothing": {"input_audio": {"data": ""}},
-    "no payload": {},
-    "no object": {"input_audio": B64},
-    "an unknown format": heard(b"OggS" + bytes(100), "ogg"),
-    "a head alone": heard(sound(1)[:12]),
-    "no frames": heard(sound(1, 0)),
-    "no URL": {"input_audio": {"url": "ftp://nowhere"}},
-}
 FORMS: dict[str, Json] = {
     "plain": {},
     "mp3": {"file": silent_mp3()},
@@ -198,15 +128,6 @@ async def differences(pair: Pair, path: str, bodies: Iterable[tuple[str, Body]])
         if told := difference(direct, routed):
             found.append(f"{name}: {told}")
     return found
-
-
-async def test_each_part(pair: Pair) -> None:
-    bodies = []
-    for name, part in PARTS.items():
-        parts = [words("Listen:"), {"type": "input_audio"} | part, words("What?")]
-        body = {"messages": [{"role": "user", "content": parts}], **SHORT, "cache_prompt": False}
-        bodies += [(name, {"json": body | {"stream": stream}}) for stream in (False, True)]
-    assert await differences(pair, CHAT, bodies) == []
 
 
 async def test_each_form(pair: Pair) -> None:

@@ -23,7 +23,6 @@ from tests.support.servers.running_router import Answer, RunningRouter, read_ans
 
 pytestmark = pytest.mark.thorough
 
-Seen = Callable[[str, object], None]
 LONG = 1500
 CACHE = ("--cache-ram", "256")  # of a repeated flag, the last value counts
 AT_LENGTH: Json = {"n_predict": 3000, "ignore_eos": True, "temperature": 0}

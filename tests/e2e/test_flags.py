@@ -19,7 +19,6 @@ pytestmark = pytest.mark.thorough
 
 FIRST = chat(1, sentences(2, 17), length=45)
 FORK = chat(1, sentences(2, 17), "Yes.", sentences(5, 17), length=45)
-OTHER = chat(7, sentences(8, 17), length=45)
 
 
 async def computed(server: LlamaServer) -> int:

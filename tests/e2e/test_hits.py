@@ -10,9 +10,6 @@ import pytest
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import (
     all_but_one,
-    differs_in_earnest,
-    kept_busy,
-    probabilities,
     reuse,
     saved,
 )
@@ -22,51 +19,6 @@ from tests.support.servers.running_router import running
 pytestmark = pytest.mark.thorough
 
 LONG = 2400
-
-
-async def test_other_slot_while_its_own_is_busy(llama_server: StartServer) -> None:
-    server = await llama_server("llama", slots=2, ctx=16384)
-    prompt, unrelated = ids(1, LONG), ids(2, 300)
-    async with running([("a", server.url)], server.kv_dir) as kvferry:
-        alone = await kvferry.complete(unrelated, n_predict=1500, stream=True, id_slot=1, n_probs=5)
-        first = await kvferry.complete(prompt, id_slot=0)
-        assert first.slot == ("a", 0)
-
-        async with kept_busy(kvferry, unrelated, ("a", 0)) as long_answer:
-            again = await kvferry.complete(prompt)
-
-        assert (again.slot, again.source) == (("a", 1), "snapshot")
-        assert all_but_one(again)
-        assert again.text == first.text
-        assert len(probabilities(long_answer.result())) == 1500
-        assert differs_in_earnest(alone, long_answer.result()) == ""
-
-
-async def test_other_server_in_both_directions(llama_server: StartServer) -> None:
-    """Prompt `p` is computed on one server and reused on the other; `q` vice versa."""
-    a = await llama_server("llama", slots=1, ctx=16384)
-    b = await llama_server("llama", slots=1, ctx=16384)
-    p, q = ids(1, LONG), ids(2, LONG)
-    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry:
-        first = await kvferry.complete(p)
-        home = first.slot
-        await kvferry.until(saved(LONG))
-        async with kept_busy(kvferry, p, home, 5000):
-            q_first = await kvferry.complete(q)
-            away = q_first.slot
-            assert away[0] != home[0]
-            p_again = await kvferry.complete(p)
-            assert p_again.slot == away
-        assert p_again.source == "snapshot"
-        assert all_but_one(p_again)
-        assert p_again.text == first.text
-
-        async with kept_busy(kvferry, p, away, 3000):
-            q_again = await kvferry.complete(q)
-            assert q_again.slot == home
-        assert q_again.source == "snapshot"
-        assert all_but_one(q_again)
-        assert q_again.text == q_first.text
 
 
 async def test_after_a_server_was_killed_and_restarted(llama_server: StartServer) -> None:
@@ -85,22 +37,6 @@ async def test_after_a_server_was_killed_and_restarted(llama_server: StartServer
         assert again.source == "snapshot"
         assert all_but_one(again)
         assert again.text == first.text
-
-
-async def test_on_the_other_server_while_its_own_is_dead(llama_server: StartServer) -> None:
-    a, b = await llama_server("llama", slots=1), await llama_server("llama", slots=1)
-    prompt = ids(1, LONG)
-    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry:
-        first = await kvferry.complete(prompt)
-        await kvferry.until(saved(LONG))
-        home, other = (a, "b") if first.slot[0] == "a" else (b, "a")
-        home.kill()
-
-        again = await kvferry.complete(prompt)
-
-        assert again.slot[0] == other
-        assert again.source == "snapshot"
-        assert all_but_one(again)
 
 
 async def test_after_the_router_was_restarted(llama_server: StartServer) -> None:
@@ -138,17 +74,6 @@ async def test_conversations_in_turn_on_one_slot(
             talk += [*follow, {"role": "user", "content": "and then?"}]
             grown = await kvferry.chat(talk)
             assert grown.cached >= first.prompt_tokens
-
-
-async def test_eleven_prompts_on_ten_slots(llama_server: StartServer) -> None:
-    server = await llama_server("llama", slots=10, ctx=10 * 2048)
-    prompts = [ids(seed, 1000) for seed in range(11)]
-    async with running([("a", server.url)], server.kv_dir) as kvferry:
-        for prompt in prompts:
-            await kvferry.complete(prompt)
-        for _ in range(2):
-            answers = [await kvferry.complete(prompt) for prompt in prompts]
-            assert reuse(answers) >= 0.99
 
 
 async def test_eleven_prompts_on_two_servers_with_two_slots(llama_server: StartServer) -> None:

@@ -94,10 +94,3 @@ async def test_a_cut_prefix_tells_the_servers_batch(llama_server: StartServer) -
         await _infill(kvferry, _body(long + " And on."))
         await _infill(kvferry, _body("short", suffix=long))
         await _infill(kvferry, _body(long, suffix=long, prompt="y"))
-
-
-async def test_a_model_without_infill_is_left_as_it_is(llama_server: StartServer) -> None:
-    a = await llama_server("mamba", slots=1, ctx=2048)
-    async with running([("a", a.url)], a.kv_dir) as kvferry:
-        answer = await kvferry.post("/infill", {"input_prefix": "a", "input_suffix": "b"})
-    assert answer.status in (200, 501)

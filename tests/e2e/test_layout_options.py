@@ -7,17 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.config.schema import from_flags
-from router.tools.doctor.command import doctor
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.measuring import (
-    CHAT,
-    GREEDY,
     direct,
     measured,
-    other_first_token,
-    other_words,
 )
 from tests.support.conversations.prompts import ids
 from tests.support.conversations.turns import (
@@ -29,14 +23,12 @@ from tests.support.conversations.turns import (
     named,
     tiny_talk,
 )
-from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.running_router import running
 
 pytestmark = pytest.mark.thorough
 
 QUANTISED = ("-ctk", "q8_0", "-ctv", "q8_0", "-fa", "on")
 TRANSPOSED = ("-fa", "off")  # V is stored by column
-PLAIN = ("-fa", "on")
 
 
 def _cases() -> list[object]:
@@ -70,97 +62,6 @@ async def test_on_another_server_with_other_slots(
         await first_saved(kvferry, talk, first)
         reference = Reference(client, f"{kind} {flags}")
         await ask_all(kvferry, reference, talk, first, {"model": "b"})
-
-
-async def test_a_full_window_cache_is_refused(
-    llama_server: StartServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With `--swa-full` nothing is saved, requests are right, and the reason is reported.
-
-    A restored state that diverges near its end would give another answer (docs/llama-server.md
-    section 0.9).
-    """
-    server = await named(llama_server, "gemma3", "a", ["--swa-full"])
-    assert server.kv_dir is not None
-    talk = tiny_talk("gemma3")
-    async with (
-        direct(await llama_server("gemma3", slots=1, extra_args=["--swa-full"])) as client,
-        running([("a", server.url)], server.kv_dir) as kvferry,
-    ):
-        backend = (await kvferry.state())["backends"][0]
-        assert backend["up"]
-        assert backend["snapshots"] is False
-        assert "swa-full" in (backend["problem"] or "")
-
-        for messages in (talk.first, talk.sibling, talk.first):
-            body = {"messages": messages, **GREEDY}
-            found = await measured(kvferry, CHAT, body)
-            assert found.restored_bytes == 0
-            assert other_first_token(found.answer, await client.fresh(body)) == ""
-        state = await kvferry.until_quiet()
-        assert state["snapshots"]["count"] == 0
-
-    await doctor(from_flags([server.url], str(server.kv_dir)))
-    assert "swa-full" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("kind", "ours", "theirs"),
-    [
-        pytest.param("llama", PLAIN, TRANSPOSED, id="llama-flash-attention"),
-        pytest.param("llama", PLAIN, QUANTISED, id="llama-cache-type"),
-        pytest.param(
-            "gemma3", PLAIN, TRANSPOSED, id="gemma3-flash-attention", marks=pytest.mark.slow
-        ),
-        pytest.param("lfm2", PLAIN, QUANTISED, id="lfm2-cache-type", marks=pytest.mark.slow),
-    ],
-)
-async def test_servers_that_differ_never_exchange(
-    llama_server: StartServer, kind: str, ours: Sequence[str], theirs: Sequence[str]
-) -> None:
-    a = await named(llama_server, kind, "a", ours)
-    b = await named(llama_server, kind, "b", theirs)
-    await _never_mix(llama_server, kind, a, b, flags=theirs)
-
-
-@pytest.mark.parametrize(
-    "kind", ["mamba", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3", "lfm2"))]
-)
-async def test_models_that_differ_never_exchange(llama_server: StartServer, kind: str) -> None:
-    """Models of equal shape with other weights: each would accept files of the other."""
-    a = await named(llama_server, kind, "a")
-    b = await named(llama_server, kind, "b", seed=1)
-    await _never_mix(llama_server, kind, a, b, seed=1)
-
-
-async def _never_mix(
-    llama_server: StartServer,
-    kind: str,
-    a: LlamaServer,
-    b: LlamaServer,
-    *,
-    seed: int = 0,
-    flags: Sequence[str] = (),
-) -> None:
-    """Assert that `b` computes a prompt of `a` again, and answers like an equal server."""
-    unmoved = await llama_server(kind, seed=seed, slots=1, extra_args=flags)
-    talk = tiny_talk(kind)
-    async with (
-        direct(unmoved) as client,
-        running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry,
-    ):
-        first = await first_turn(kvferry, talk)
-        await first_saved(kvferry, talk, first)
-        backends = (await kvferry.state())["backends"]
-        assert backends[0]["namespace"] != backends[1]["namespace"]
-
-        body = {"messages": talk.first, **GREEDY}
-        other = await measured(kvferry, CHAT, body | {"model": "b"})
-
-        assert other.reused == 0
-        assert other.restored_bytes == 0
-        expected = await client.unmoved(body, [other.answer.cached])
-        assert other_words(other.answer, expected) == ""
 
 
 async def test_with_a_draft_model(llama_server: StartServer, server_argv: list[str]) -> None:

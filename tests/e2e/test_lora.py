@@ -5,7 +5,6 @@ Requests with an adapter never reuse KV of other requests, nor the other way rou
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from tests.support.conversations.conversing import differs_in_earnest, saved
 from tests.support.conversations.measuring import Direct, direct
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.models.lora import tiny_lora
-from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import Answer, RunningRouter, is_quiet, running
 
 pytestmark = pytest.mark.thorough
@@ -85,23 +83,6 @@ async def test_each_goes_on_from_its_own(
             assert (last.source, last.cached) == ("snapshot", len(PROMPT) - 1)
         state = await kvferry.until_quiet()
         assert all(item["tokens"] <= len(PROMPT) + 8 for item in state["snapshots"]["items"])
-
-
-async def test_nothing_is_kept_before_or_after(tmp_path: Path) -> None:
-    """A request with adapters reuses nothing, and its slot is erased afterwards.
-
-    The server remembers the adapters of a slot's last request, and attributes KV restored since to
-    those adapters.
-    """
-    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as kvferry:
-        erased = fake.counts["erase", 0]
-        answer = await kvferry.complete("x", lora=LORA, cache_prompt=True)
-        await kvferry.until_quiet()
-
-        sent = [body for path, body in fake.bodies if path == "/completion" and body.get("lora")]
-        assert [(body["cache_prompt"], body["id_slot"]) for body in sent] == [(False, 0)]
-        assert answer.slot == ("a", 0)
-        assert fake.counts["erase", 0] == erased + 1
 
 
 async def test_a_chat_beside_it_on_a_route_without_pins(llama_server: StartServer) -> None:

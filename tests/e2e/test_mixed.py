@@ -6,8 +6,7 @@ import random
 import pytest
 
 from tests.conftest import StartServer
-from tests.support.conversations.conversing import all_but_one, reuse, saved
-from tests.support.conversations.measuring import measured
+from tests.support.conversations.conversing import all_but_one, reuse
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.servers.running_router import Answer, RunningRouter, running
 
@@ -70,29 +69,6 @@ async def test_planned_and_reported_reuse_agree(llama_server: StartServer) -> No
     assert gap <= 0.01 * total, (gap, reported)
     # Each of ten turns extends the last one: most tokens are reused.
     assert reported["computed"] <= 0.35 * total
-
-
-@pytest.mark.parametrize("kind", ["lfm2", "mamba"])
-async def test_other_memory_kind_grows_on_the_other_server(
-    llama_server: StartServer, kind: str
-) -> None:
-    """Hybrid and recurrent states are reusable only whole: the next turn reuses a whole one."""
-    a = await llama_server(kind, slots=1, ctx=8192)
-    b = await llama_server(kind, slots=1, ctx=8192)
-    prompt = ids(1, 1500)
-    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry:
-        first = await kvferry.complete(prompt, return_tokens=True)
-        said = first.json["tokens"]
-        # A boundary save before the prompt's last token; eight more are not worth another file.
-        whole = len(prompt) - 1
-        await kvferry.until(saved(whole))
-        (a if first.slot[0] == "a" else b).kill()
-
-        longer = {"prompt": prompt + said + ids(2, 30), "n_predict": 8, "temperature": 0}
-        second = await measured(kvferry, "/completion", longer)
-
-    assert second.answer.source == "snapshot"
-    assert second.reused == whole
 
 
 async def test_two_models_never_mix(llama_server: StartServer) -> None:

@@ -4,8 +4,6 @@ Pictures are answered as by the server alone, and neither text nor pictures spoi
 or files.
 """
 
-import dataclasses
-
 import pytest
 
 from tests.conftest import StartServer
@@ -13,8 +11,6 @@ from tests.support.conversations.conversing import all_but_one, saved
 from tests.support.conversations.measuring import (
     CHAT,
     direct,
-    measured,
-    other_first_token,
     other_words,
 )
 from tests.support.conversations.media import (
@@ -29,56 +25,15 @@ from tests.support.conversations.media import (
     promised,
     sighted,
 )
-from tests.support.conversations.prompts import Json, chat, ids, sentences
+from tests.support.conversations.prompts import chat, sentences
 from tests.support.conversations.turns import (
     SAVES_S,
-    Reference,
-    ask_all,
-    first_saved,
-    first_turn,
     named,
-    tiny_talk,
 )
 from tests.support.models.mmproj import N_POSITIONS
 from tests.support.servers.running_router import running
 
 pytestmark = pytest.mark.thorough
-
-
-async def test_pictures_are_told_apart(llama_server: StartServer) -> None:
-    """The tiny model distinguishes pictures, and repeats its answer to an equal picture."""
-    async with direct(await sighted(llama_server, "a")) as client:
-        one, two, again = [await expected(client, look(seed)) for seed in (1, 2, 1)]
-        text = await expected(client, ask("Look at this:What is it?"))
-    assert other_first_token(one, two) != ""
-    assert other_words(one, two) != ""
-    assert one.text == again.text
-    assert one.prompt_tokens == text.prompt_tokens + N_POSITIONS
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-@pytest.mark.parametrize("place", ["displaced", "other-server"])
-async def test_text_is_reused_as_without_a_projector(
-    llama_server: StartServer, kind: str, place: str
-) -> None:
-    """The attach probe works, and a displaced conversation is restored.
-
-    For gemma3 with its window, the router prefills prompts in chunks, as token arrays.
-    """
-    home = await named(llama_server, kind, "a", flags())
-    backends, away = [("a", home.url)], {"model": "a"}
-    if place == "other-server":
-        other = await named(llama_server, kind, "b", flags())
-        backends, away = [*backends, ("b", other.url)], {"model": "b"}
-    unmoved = await llama_server(kind, slots=1, extra_args=flags())
-    talk = tiny_talk(kind)
-    async with direct(unmoved) as client, running(backends, home.kv_dir) as kvferry:
-        for backend in (await kvferry.state())["backends"]:
-            assert (backend["snapshots"], backend["problem"]) == (True, None)
-        first = await first_turn(kvferry, talk)
-        await first_saved(kvferry, talk, first)
-        await ask_all(kvferry, Reference(client, f"{kind} mmproj"), talk, first, away)
-        await nothing_overestimated(kvferry)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -145,21 +100,6 @@ async def test_pictures_and_text_at_once(llama_server: StartServer) -> None:
     await check_at_once(
         llama_server, [look(1), ask("Hello!"), look(2), ask("Hello!", system=2)] * 3
     )
-
-
-async def test_text_before_a_picture_is_restored(llama_server: StartServer) -> None:
-    """A chat with a picture reuses a snapshot of text up to the picture."""
-    server, alone = await sighted(llama_server, "a"), await sighted(llama_server, "b")
-    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as kvferry:
-        await check(kvferry, client, ask("Hello!"))
-        await kvferry.until(saved(300), SAVES_S)
-        await check(kvferry, client, ask("Hello!", system=2))
-        for seed in (1, 2):
-            answer = await check(kvferry, client, look(seed))
-            assert answer.source == "snapshot"
-            assert promised(answer) > 300
-            await check(kvferry, client, ask("Hello!", system=2))
-        await nothing_overestimated(kvferry)
 
 
 async def test_a_long_state_with_a_picture_is_restored_whole(llama_server: StartServer) -> None:
@@ -237,38 +177,4 @@ async def test_slots_that_hold_pictures_at_the_start(llama_server: StartServer) 
             for messages in (ask("Hi.", system=system), look(5, system=system)):
                 answer = await check(kvferry, client, messages, model=model)
                 assert answer.cached > 300, (model, answer.source)
-        await nothing_overestimated(kvferry)
-
-
-async def test_token_arrays(llama_server: StartServer) -> None:
-    """`/v1/completions` refuses token arrays on such a server; its own error is passed on.
-
-    `/completion` accepts them, also for the router's prefills (docs/llama-server.md section 1.6).
-    """
-    server, alone = await sighted(llama_server, "a"), await sighted(llama_server, "b")
-    prompt = ids(1, 1500)
-    yaml = "policy: {coalesce_above: 1ms}"  # so that the router prefills
-    async with (
-        direct(alone) as client,
-        running([("a", server.url)], server.kv_dir, yaml=yaml) as kvferry,
-    ):
-        body: Json = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
-        by_itself = dataclasses.replace(kvferry, url=alone.url)
-        refusal = await by_itself.post("/v1/completions", body)
-        assert refusal.status == 400
-        for _ in range(2):
-            answer = await kvferry.post("/v1/completions", body)
-            assert (answer.status, answer.json) == (400, refusal.json)
-        native = await kvferry.complete(prompt)
-        assert all_but_one(native)  # prefilled for the refused requests
-        assert native.text == (await by_itself.complete(prompt)).text
-
-        said = sentences(60, 40)
-        for text in (said, "Never mind. " + said):
-            found = await measured(kvferry, "/v1/completions", body | {"prompt": text})
-            same = await client.post("/v1/completions", body | {"prompt": text})
-            assert found.answer.text == same.text
-        again = await measured(kvferry, "/v1/completions", body | {"prompt": said})
-        assert again.reused > 0.9 * again.answer.prompt_tokens
-        await check(kvferry, client, look(1))
         await nothing_overestimated(kvferry)

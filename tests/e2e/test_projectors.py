@@ -10,8 +10,8 @@ import yaml as pyyaml
 from tests.conftest import StartServer
 from tests.e2e.test_explained import explained
 from tests.support.conversations.conversing import saved
-from tests.support.conversations.measuring import CHAT, direct, other_first_token
-from tests.support.conversations.media import SHORT, expected, look
+from tests.support.conversations.measuring import CHAT, other_first_token
+from tests.support.conversations.media import SHORT, look
 from tests.support.conversations.prompts import Json
 from tests.support.conversations.turns import named
 from tests.support.models.mmproj import tiny_mmproj
@@ -57,13 +57,6 @@ async def check_cold(kvferry: RunningRouter, first: Answer, model: str = "a") ->
     assert told["missed"]["foreign"] > 300
 
 
-async def test_the_projectors_are_told_apart(llama_server: StartServer) -> None:
-    one, other = [await sighted(llama_server, "a", seed) for seed in (1, 2)]
-    async with direct(one) as first, direct(other) as second:
-        here, there = [await expected(client, PICTURE) for client in (first, second)]
-    assert other_first_token(here, there) != ""
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_after_a_restart(llama_server: StartServer, seed: int) -> None:
     """The same projector goes on from the state."""
@@ -78,18 +71,6 @@ async def test_after_a_restart(llama_server: StartServer, seed: int) -> None:
             assert again.cached == again.prompt_tokens - 1
         else:
             await check_cold(kvferry, first)
-
-
-async def test_when_the_server_comes_back_with_another(llama_server: StartServer) -> None:
-    server = await sighted(llama_server, "a", 1)
-    async with running([("a", server.url)], server.kv_dir, yaml=YAML) as kvferry:
-        first = await ask_first(kvferry)
-        await server.stop()
-        await kvferry.until_is("a", "down")
-        server.extra_args = ["-a", "a", *projector(2)]
-        await server.start()
-        await kvferry.until_up()
-        await check_cold(kvferry, first)
 
 
 async def test_beside_each_other(llama_server: StartServer) -> None:

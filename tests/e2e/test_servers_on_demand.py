@@ -274,17 +274,6 @@ async def test_idle_for_its_ttl_it_is_stopped_and_loses_nothing() -> None:
     assert again.cached >= N - 1
 
 
-async def test_another_number_of_slots_restores_the_same_files() -> None:
-    prompt = ids(1, N)
-    async with running([], None, yaml=config([model("a")]), wait_for=()) as kvferry:
-        await ask(kvferry, "a", prompt)
-        await kvferry.post("/kvferry/servers/a/stop", {})
-        await until_phase(kvferry, "a", "stopped")
-    async with running([], None, yaml=config([model("a", slots=3)]), wait_for=()) as kvferry:
-        again = await ask(kvferry, "a", prompt + ids(2, 5))
-    assert again.cached >= N - 1
-
-
 @pytest.mark.usefixtures("_quick_to_fail")
 async def test_a_server_that_is_killed_while_it_answers() -> None:
     """The request may be what ended it: that does not count against the server."""

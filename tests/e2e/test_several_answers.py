@@ -112,19 +112,6 @@ async def test_conversations_in_other_slots_are_left_alone(llama_server: StartSe
     assert sum(answer.cached >= 400 for answer in again) >= 2
 
 
-async def test_a_limit_ends_them(llama_server: StartServer) -> None:
-    server = await llama_server(slots=4, ctx=8192)
-    yaml = auth("tokens_per_day: 1000")
-    async with running([("a", server.url)], None, yaml=yaml) as kvferry:
-        statuses = []
-        for seed in range(9):  # 100 tokens of a prompt, and 4 times 50
-            body = {"prompt": ids(seed, 100), "n": 4, "max_tokens": 50, "ignore_eos": True}
-            answer = await kvferry.post(TEXT, body, headers=of("alice"))
-            statuses.append(answer.status)
-            await kvferry.until_quiet()
-    assert statuses == [200] * 4 + [429] * 5
-
-
 @pytest.mark.parametrize("texts", ["one text", ["one text", "and another"]])
 async def test_embeddings_are_counted_and_limited(
     llama_server: StartServer, texts: str | list[str]

@@ -13,7 +13,7 @@ from tests.conftest import StartServer
 from tests.support.conversations.conversing import all_but_one, differs_in_earnest, saved
 from tests.support.conversations.measuring import Direct, direct
 from tests.support.conversations.prompts import Json, chat, ids, sentences
-from tests.support.servers.running_router import Answer, RunningRouter, is_quiet, running
+from tests.support.servers.running_router import Answer, RunningRouter, running
 
 pytestmark = pytest.mark.thorough
 
@@ -22,52 +22,6 @@ EMBEDS = ("--embeddings", "--pooling", "mean")
 RANKS = ("--embeddings", "--pooling", "rank")
 GREEDY: Json = {"temperature": 0, "seed": 7, "cache_prompt": False}
 PROMPT = ids(1, 600)
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {"x": {"type": "boolean"}},
-                "required": ["x"],
-            },
-        },
-    }
-    for name in ("one", "two")
-]
-TALK = chat(3, sentences(2, 2), length=20)
-
-UNUSUAL: dict[str, tuple[str, Json]] = {
-    "n of a completion": ("/completion", {"prompt": PROMPT, "n_predict": 4, "n": 2}),
-    "n of a chat": ("/v1/chat/completions", {"messages": TALK, "max_tokens": 4, "n": 2}),
-    "n, streamed": (
-        "/v1/chat/completions",
-        {"messages": TALK, "max_tokens": 4, "n": 2, "stream": True},
-    ),
-    "texts": ("/v1/completions", {"prompt": ["one", "two", "three"], "max_tokens": 4}),
-    "texts and tokens": ("/completion", {"prompt": ["one", PROMPT, [5, "x"]], "n_predict": 4}),
-    "a batch of one": ("/completion", {"prompt": [PROMPT], "n_predict": 4}),
-    "parallel tool calls": (
-        "/v1/chat/completions",
-        {
-            "messages": TALK,
-            "max_tokens": 60,
-            "tools": TOOLS,
-            "tool_choice": "required",
-            "parallel_tool_calls": True,
-        },
-    ),
-    "infill": ("/infill", {"input_prefix": "def f(", "input_suffix": "):", "n_predict": 4}),
-    "grammar": ("/completion", {"prompt": "x", "grammar": 'root ::= "yes" | "no"'}),
-    "schema": (
-        "/v1/chat/completions",
-        {"messages": TALK, "response_format": {"type": "json_object"}, "max_tokens": 20},
-    ),
-    "an embedding": ("/v1/embeddings", {"input": "a ferry"}),
-    "embeddings": ("/v1/embeddings", {"input": ["a ferry", "a boat", "a car"]}),
-    "a prompt of its own": ("/completion", {"prompt": "", "n_predict": 4}),
-}
 
 
 async def plain(kvferry: RunningRouter, **more: object) -> Answer:
@@ -83,69 +37,6 @@ async def plain_directly(client: Direct) -> Answer:
 def same(found: Answer, expected: Answer) -> str:
     assert found.json["completion_probabilities"]
     return differs_in_earnest(found, expected)
-
-
-def said(answer: Answer, body: bytes) -> object:
-    """Return all that was generated, in order, for a comparison."""
-    if answer.events:
-        texts: dict[int, str] = {}
-        for event in answer.events:
-            for choice in event.get("choices", []):
-                index = choice["index"]
-                texts[index] = texts.get(index, "") + (choice["delta"].get("content") or "")
-                for call in choice["delta"].get("tool_calls") or ():
-                    texts[index] += "".join(call["function"].values())
-        return texts
-    whole = answer.json or orjson.loads(body)
-    if isinstance(whole, list):
-        return [part["content"] if "content" in part else part["embedding"] for part in whole]
-    if "choices" in whole:
-        return [
-            (choice.get("text"), choice.get("message", {}).get("content"), calls(choice))
-            for choice in whole["choices"]
-        ]
-    if "data" in whole:
-        return [part["embedding"] for part in whole["data"]]
-    return whole["content"]
-
-
-def calls(choice: Json) -> list[Json]:
-    """Return the tool calls without their ids, which always differ."""
-    return [call["function"] for call in choice.get("message", {}).get("tool_calls") or ()]
-
-
-OFTEN = {"n of a chat", "texts and tokens", "embeddings", "infill"}
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        pytest.param(*case, id=name, marks=[] if name in OFTEN else [pytest.mark.slow])
-        for name, case in UNUSUAL.items()
-    ],
-)
-async def test_beside_a_conversation(llama_server: StartServer, path: str, body: Json) -> None:
-    reference = await llama_server("llama", slots=2, extra_args=EMBEDS)
-    server = await llama_server("llama", slots=2, extra_args=EMBEDS)
-    body = GREEDY | body
-    async with (
-        direct(reference) as client,
-        running([("a", server.url)], server.kv_dir) as kvferry,
-    ):
-        expected = await plain_directly(client)
-        first = await plain(kvferry)
-        await kvferry.until(saved(len(PROMPT)))
-
-        theirs = await client.post(path, body)
-        for _ in range(2):
-            ours = await kvferry.post(path, body)
-            assert ours.status == 200, ours.body
-            assert said(ours, ours.body) == said(theirs, theirs.body)
-            again = await plain(kvferry)
-            assert same(again, expected) == ""
-            assert all_but_one(again), again.timings
-        assert same(first, expected) == ""
-        assert is_quiet(await kvferry.until_quiet())
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
@@ -191,20 +82,6 @@ async def test_an_embedding_takes_one_slot(llama_server: StartServer) -> None:
         again = await plain(kvferry)
         assert (again.slot, again.source) == (("a", 0), "resident")
         assert all_but_one(again)
-
-
-async def test_inputs_in_a_form(llama_server: StartServer) -> None:
-    """llama-server reads a repeated form field as an array: several embeddings, in all slots."""
-    server = await llama_server("llama", slots=2, extra_args=EMBEDS)
-    async with running([("a", server.url)], None) as kvferry:
-        for index in (0, 1):
-            await plain(kvferry, id_slot=index)
-        inputs = [("input", "a ferry"), ("input", "a boat")]
-        body = aiohttp.FormData(inputs, default_to_multipart=True)
-        async with kvferry.session.post(kvferry.url + "/v1/embeddings", data=body) as response:
-            assert len((await response.json())["data"]) == 2
-        state = await kvferry.until_quiet()
-        assert [slot["resident_tokens"] for slot in state["slots"]] == [0, 0]
 
 
 @pytest.mark.parametrize("prompts", [["one"], ["one", "two"]])

@@ -51,19 +51,6 @@ async def test_warm_prompt_is_reused_after_other_work(llama_server: StartServer,
                 assert (kept["tokens"], kept["hits"] > 0) == (done.json["prompt_tokens"], True)
 
 
-async def test_answers_after_a_warm_prompt_are_the_same(llama_server: StartServer) -> None:
-    texts = []
-    for warmed in (True, False):
-        server = await llama_server("llama", slots=1, ctx=8192)
-        async with running([("a", server.url)], server.kv_dir) as kvferry:
-            if warmed:
-                done = await kvferry.post(WARM, {"messages": TALK})
-                assert done.status == 200, done.body
-                await kvferry.complete(ids(50, 900), n_predict=2)
-            texts.append((await kvferry.chat(TALK, max_tokens=16)).text)
-    assert texts[0] == texts[1]
-
-
 @pytest.mark.parametrize(
     ("query", "body", "status", "told"),
     [

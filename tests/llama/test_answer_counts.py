@@ -95,12 +95,6 @@ def test_a_stream_is_corrected_however_it_is_cut(size: int) -> None:
     assert b"".join(parts) + counts.rest() == stream(TRUE_TIMINGS)
 
 
-def test_a_whole_event_is_not_kept_back() -> None:
-    counts = AnswerCounts(Shape.CHAT, OWN)
-
-    assert counts.part(b"data: {%b}\n\n" % TIMINGS) == b"data: {%b}\n\n" % TRUE_TIMINGS
-
-
 def test_each_event_is_corrected_by_its_own_counts() -> None:
     """The server lost a part of the own prefill: no more than it calls cached was computed."""
     line = b'data: {"timings":{"cache_n":%d,"prompt_n":%d}}\n'
@@ -109,20 +103,3 @@ def test_each_event_is_corrected_by_its_own_counts() -> None:
     told = counts.part(line % (100, 1) + line % (40, 61))
 
     assert told == line % (10, 91) + line % (0, 101)
-
-
-@pytest.mark.parametrize(
-    ("own", "told"),
-    [
-        (OwnPrefill(), b'"cache_read_input_tokens":100,"input_tokens":0,%b:1'),
-        (OWN, b'"cache_read_input_tokens":10,"input_tokens":0,%b:91'),
-    ],
-)
-def test_what_was_computed_of_a_marked_prompt_is_creation(own: OwnPrefill, told: bytes) -> None:
-    line = b'{"usage":{"cache_read_input_tokens":100,"input_tokens":1,"output_tokens":0}}'
-    answer = AnswerCounts(Shape.MESSAGES, own, tells_creation=True).whole(line)
-    assert told % b'"cache_creation_input_tokens"' in answer
-    end = b'{"type":"message_delta","usage":{"output_tokens":3}}'
-    assert AnswerCounts(Shape.MESSAGES, own, tells_creation=True).whole(end) == end
-    chat = b'{"usage":{"prompt_tokens":101}}'
-    assert AnswerCounts(Shape.CHAT, own, tells_creation=True).whole(chat) == chat

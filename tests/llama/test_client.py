@@ -4,18 +4,16 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
-from router.base.errors import BackendError, BackendRefusedError, BackendTimeoutError
+from router.base.errors import BackendError, BackendTimeoutError
 from router.base.tokens import pack
 from router.base.types import BackendId
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
-from router.servers.program import free_port
 from tests.support.servers.fake_llama import FakeLlama
 
 QUICK = Timeouts(connect_s=0.5, control_s=0.2, action_s=0.2, first_byte_s=0.2, health_s=0.2)
@@ -82,14 +80,6 @@ async def test_connection_that_was_closed_meanwhile() -> None:
             assert ids == [expected]
 
 
-async def test_nobody_listens() -> None:
-    async with client_of(f"http://127.0.0.1:{free_port()}") as client:
-        with pytest.raises(BackendError) as caught:
-            await client.health()
-        assert type(caught.value) is BackendError
-        assert "127.0.0.1" not in str(caught.value)  # the message may go to a client
-
-
 async def test_server_that_never_answers() -> None:
     """Each call times out and closes its connection, so that the server can notice."""
     left = asyncio.Semaphore(0)
@@ -110,56 +100,6 @@ async def test_server_that_never_answers() -> None:
                 pass
         for _ in range(3):
             await left.acquire()
-
-
-@pytest.mark.parametrize("raw", [b"", b"HTTP/1.1 200 OK\r\n", b"nonsense\r\n\r\n"])
-async def test_server_that_breaks_off(raw: bytes) -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(raw)
-        writer.close()
-
-    async with serving(serve) as url, client_of(url) as client:
-        with pytest.raises(BackendError):
-            await client.health()
-        with pytest.raises(BackendError):
-            async with client.relay("GET", "/health", [], None):
-                pass
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"error": {"message": "Loading model", "code": 503}}, "Loading model"),
-        ({"something": "else"}, "HTTP 503"),
-        (["odd"], "HTTP 503"),
-    ],
-)
-async def test_server_that_refuses(body: object, message: str) -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(answer(body, "503 Service Unavailable"))
-        writer.close()
-
-    async with serving(serve) as url, client_of(url) as client:
-        with pytest.raises(BackendRefusedError) as caught:
-            await client.health()
-        assert (caught.value.backend_status, str(caught.value)) == (503, message)
-
-
-async def test_answer_that_is_not_what_was_asked_for() -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(answer({"tokens": "many"}))
-        writer.close()
-
-    async with serving(serve) as url, client_of(url) as client:
-        with pytest.raises(BackendError):
-            await client.slots()
-        with pytest.raises(BackendError):
-            await client.save(0, "x")
-        with pytest.raises(BackendError):
-            await client.tokenize("x", add_special=True, parse_special=True)
 
 
 async def test_the_key_is_ours_and_the_path_as_it_came() -> None:
@@ -192,12 +132,6 @@ async def read_to_the_end(client: LlamaClient, times: int) -> None:
             await response.read()
 
 
-async def test_a_connection_is_kept_after_a_plain_answer() -> None:
-    async with answering(answer({})) as (url, requests), client_of(url) as client:
-        await read_to_the_end(client, 3)
-        assert requests == [0, 0, 0]
-
-
 async def test_no_connection_is_kept_after_a_stream() -> None:
     """llama-server closes the connection unannounced; the next request on it would be lost."""
     stream = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
@@ -226,33 +160,6 @@ async def test_a_body_that_ends_with_its_connection() -> None:
         client.relay("GET", "/x", [], None) as response,
     ):
         assert await response.read() == b"all of it"
-
-
-async def test_an_answer_that_breaks_off_is_no_answer() -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(answer({"long": "x" * 100})[:-10])
-        writer.close()
-
-    async with (
-        serving(serve) as url,
-        client_of(url) as client,
-        client.relay("GET", "/x", [], None) as response,
-    ):
-        with pytest.raises(BackendError):
-            await response.read()
-
-
-async def test_the_head_of_something_long() -> None:
-    """A HEAD response has the length of a body that never comes; a 1xx response is skipped."""
-    head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
-    async with (
-        answering(head) as (url, _),
-        client_of(url) as client,
-        client.relay("HEAD", "/x", [], None) as response,
-    ):
-        assert (response.status, response.header("content-length")) == (200, "1000")
-        assert await response.read() == b""
 
 
 async def test_a_slow_reader_makes_the_backend_wait() -> None:
@@ -342,48 +249,6 @@ async def test_prefill_is_told_to_stop_by_leaving() -> None:
         fake.prefill_gate.set()
         reported = await client.prefill(1, pack([1, 2, 3]))
         assert (reported.prompt_tokens, reported.cached_tokens) == (3, 0)
-
-
-async def test_who_asks_a_server_that_is_given_up_can_ask_another() -> None:
-    """A query ends at once, not after `control_timeout`; a call that changes slots is awaited."""
-    reached, goes_on = asyncio.Semaphore(0), asyncio.Event()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request = await read_request(reader)
-        reached.release()
-        await goes_on.wait()
-        writer.write(answer({"id_slot": 0, "n_erased": 3} if b"erase" in request else {}))
-
-    patient = Timeouts(control_s=3600, action_s=3600, health_s=0.1)
-    async with serving(serve) as url, Connections() as connections, asyncio.TaskGroup() as group:
-        client = LlamaClient(BackendId("a"), url, connections, patient)
-        asked = (
-            group.create_task(failing(client.apply_template(b"{}"))),
-            group.create_task(failing(client.detokenize([1]))),
-            group.create_task(failing(client.tokenize("", add_special=True, parse_special=True))),
-        )
-        erasing = group.create_task(client.erase(0))
-        for _ in range(4):
-            await reached.acquire()
-        await failing(client.props(soon=True))
-        await reached.acquire()
-        client.give_up()
-        client.give_up()
-        await asyncio.wait(asked)
-        assert not erasing.done()
-        await failing(client.apply_template(b"{}"))  # a later query: it is not sent
-
-        goes_on.set()
-        await erasing
-        assert reached.locked()
-        with pytest.raises(BackendError, match="prompt"):  # it is alive and asked again
-            await client.apply_template(b"{}")
-        await reached.acquire()
-
-
-async def failing(asked: Coroutine[Any, Any, object]) -> None:
-    with pytest.raises(BackendError):
-        await asked
 
 
 async def test_all_who_wait_for_quiet_are_told() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from router.base import decoding
 from router.base.decoding import UndecodableError, json_of
-from router.base.errors import BadRequestError
 from router.base.tokens import PIECE
 from router.llama import json_offload
 
@@ -20,15 +19,6 @@ async def test_what_is_long_is_read_in_a_thread() -> None:
     assert (
         await json_offload.read(b"x" * (json_offload.LONG_BYTES + 1), threading.get_ident) != here
     )
-
-
-@pytest.mark.parametrize("size", [1, json_offload.LONG_BYTES + 1])
-async def test_what_it_raises_is_raised(size: int) -> None:
-    def refuse(reason: str) -> None:
-        raise BadRequestError(reason)
-
-    with pytest.raises(BadRequestError, match="no JSON"):
-        await json_offload.read(b"x" * size, refuse, "no JSON")
 
 
 def outcome(loads: Callable[[bytes], Any], raw: bytes) -> tuple[str, int]:

@@ -1,6 +1,5 @@
 """Reported counts, times and ids are found in the bytes of an answer, on every route."""
 
-import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from router.base.errors import BackendError
 from router.base.tokens import Tokens, count, head, join, pack
-from router.base.types import Reported, SlotStatus, Transfer
+from router.base.types import Reported, Transfer
 from router.llama.listings import merge_models
 from router.llama.replies import (
     error_message_from,
@@ -30,7 +29,6 @@ from router.llama.replies import (
 )
 from router.llama.routes import Shape
 from tests.conftest import StartServer
-from tests.support.models.tiny_models import N_CTX_TRAIN, N_VOCAB
 from tests.support.servers.llama_server import LlamaServer
 
 Json = dict[str, Any]
@@ -43,8 +41,6 @@ PATHS: dict[Shape, tuple[str, Json]] = {
     Shape.MESSAGES: ("/v1/messages", {"messages": MESSAGES, "max_tokens": N_NEW}),
     Shape.RESPONSES: ("/v1/responses", {"input": "Is it raining?", "max_output_tokens": N_NEW}),
 }
-ROUTES = pytest.mark.parametrize("shape", PATHS, ids=lambda shape: shape.value)
-STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
 async def call(server: LlamaServer, path: str, body: Json | None = None) -> bytes:
@@ -68,43 +64,6 @@ async def held(server: LlamaServer, folder: Path) -> Tokens:
 
 
 # --- Completions of a real server -------------------------------------------------------------
-
-
-@STREAM
-@ROUTES
-async def test_totals_of_a_cold_and_a_warm_request(
-    llama_server: StartServer, tmp_path: Path, shape: Shape, stream: bool
-) -> None:
-    """A slot holds the prompt and the generated tokens, less the last one."""
-    server = await llama_server(slots=1)
-    cold = await reply(server, shape, stream)
-    n_prompt = count(await held(server, tmp_path)) - (N_NEW - 1)
-    warm = await reply(server, shape, stream)
-
-    assert (cold.prompt_tokens, cold.cached_tokens, cold.generated_tokens) == (n_prompt, 0, N_NEW)
-    assert (warm.prompt_tokens, warm.cached_tokens) == (n_prompt, n_prompt - 1)
-    silent = shape is Shape.MESSAGES or (shape is Shape.RESPONSES and not stream)
-    for seconds in (cold.prompt_s, cold.generated_s):
-        assert seconds is None if silent else seconds is not None and 0 < seconds < 5
-    assert cold.text
-
-
-@STREAM
-@ROUTES
-async def test_text_is_what_was_generated(
-    llama_server: StartServer, tmp_path: Path, shape: Shape, stream: bool
-) -> None:
-    """The tiny model's words are plain letters: they tokenize to the slot's tokens."""
-    server = await llama_server(slots=1)
-    said = await reply(server, shape, stream)
-    ids = await held(server, tmp_path)
-    assert said.prompt_tokens is not None
-    generated = orjson.dumps({"tokens": [*memoryview(ids).cast("i")][said.prompt_tokens :]})
-    spoken = orjson.loads(await call(server, "/detokenize", orjson.loads(generated)))["content"]
-
-    assert said.text is not None
-    assert said.text.startswith(spoken)
-    assert said.text.count(spoken) == 1, "a stream says it in parts and once more at its end"
 
 
 @pytest.mark.parametrize(
@@ -142,51 +101,6 @@ async def test_ids_that_a_stream_swallows_are_not_made_up(llama_server: StartSer
 
     assert (streamed.generated, streamed.text) == (None, "日本")
     assert streamed.generated_tokens == whole.generated_tokens == count(whole.generated or pack([]))
-
-
-@pytest.mark.parametrize("include_usage", [False, True])
-async def test_chat_stream_says_it_with_or_without_usage(
-    llama_server: StartServer, include_usage: bool
-) -> None:
-    server = await llama_server(slots=1)
-    whole = await reply(server, Shape.CHAT)
-    options = {"include_usage": include_usage}
-    said = await reply(server, Shape.CHAT, True, stream_options=options)
-
-    assert said.prompt_tokens == whole.prompt_tokens
-    assert (said.cached_tokens, said.generated_tokens) == ((whole.prompt_tokens or 0) - 1, N_NEW)
-
-
-@STREAM
-@pytest.mark.parametrize(
-    ("shape", "fields"),
-    [
-        (Shape.COMPLETION, {"n": 2}),
-        (Shape.COMPLETION, {"prompt": ["a", "b"]}),
-        (Shape.OAI_COMPLETION, {"n": 2}),
-        (Shape.CHAT, {"n": 2}),
-        (Shape.RESPONSES, {"n": 2}),
-    ],
-)
-async def test_several_choices_say_nothing(
-    llama_server: StartServer, shape: Shape, fields: Json, stream: bool
-) -> None:
-    """Numbers of several choices cannot be assigned to slots; `several_replies` adds them up."""
-    server = await llama_server(slots=2)
-    assert await reply(server, shape, stream, **fields) == Reported()
-
-
-@STREAM
-@ROUTES
-async def test_errors_say_nothing(llama_server: StartServer, shape: Shape, stream: bool) -> None:
-    """Errors report nothing; the first error of a stream is a plain object."""
-    server = await llama_server(slots=1, ctx=512)
-    long = "again " * 2000
-    message = [{"role": "user", "content": long}]
-    fields = {"prompt": long} if "prompt" in PATHS[shape][1] else {"messages": message}
-    said = await reply(server, shape, stream, **fields, input=long)
-
-    assert said == Reported()
 
 
 # --- Bytes ------------------------------------------------------------------------------------
@@ -253,10 +167,6 @@ def test_encoded_bytes_are_not_looked_at(encoding: str) -> None:
 def test_missing_timings() -> None:
     said = native(CHUNKS[:2])
     assert said == Reported(prompt_tokens=9, generated_tokens=2, generated=pack([5, 6]), text="ab")
-
-
-def test_infill_is_read_like_a_completion() -> None:
-    assert read_reply(Shape.INFILL, True, CHUNKS) == WHOLE
 
 
 CALL = [{"index": 0, "id": "x", "function": {"name": "f", "arguments": "{}"}}]
@@ -334,35 +244,6 @@ def test_never_raises(shape: Shape, stream: bool, events: list[Any], noise: byte
 # --- Control calls ----------------------------------------------------------------------------
 
 
-async def test_control_answers_of_a_real_server(llama_server: StartServer) -> None:
-    server = await llama_server(slots=2, ctx=2048)
-    props = props_from(await call(server, "/props"))
-    models = models_from(await call(server, "/v1/models"))
-
-    assert (props.total_slots, props.n_ctx, props.model_path) == (2, 1024, str(server.model))
-    assert (props.bos_token, props.eos_token) == ("<|endoftext|>", "<|im_end|>")
-    assert "im_start" in props.chat_template
-    assert (props.has_vision, props.has_audio, props.is_sleeping) == (False, False, False)
-    assert (models.n_vocab, models.n_ctx_train, models.n_embd) == (N_VOCAB, N_CTX_TRAIN, 128)
-    assert (models.vocab_type, models.architecture) == (2, "text->text")
-    assert props.model_alias in models.names
-    idle = SlotStatus(0, is_processing=False, n_tokens=None, n_ctx=1024)
-    assert slots_from(await call(server, "/slots"))[0] == idle
-
-    await reply(server, Shape.COMPLETION, id_slot=1, prompt=list(range(30, 60)), n_predict=1)
-    assert slots_from(await call(server, "/slots"))[1].n_tokens == 30
-    saved = await call(server, "/slots/1?action=save", {"filename": "a"})
-    restored = await call(server, "/slots/0?action=restore", {"filename": "a"})
-    for answer in (transfer_from(saved, "save"), transfer_from(restored, "restore")):
-        assert (answer.n_tokens, answer.seconds > 0) == (30, True)
-        assert answer.size_bytes == transfer_from(saved, "save").size_bytes > 30
-    ids = pack(ids_from(await call(server, "/tokenize", {"content": "Hello"})))
-    assert count(ids) > 0
-    assert "raining" in prompt_from(await call(server, "/apply-template", {"messages": MESSAGES}))
-    refused = await call(server, "/slots/0?action=restore", {"filename": "no"})
-    assert "Unable to restore slot" in error_message_from(refused)
-
-
 @pytest.mark.parametrize(
     ("read", "payload", "message"),
     [
@@ -394,31 +275,6 @@ def test_transfer() -> None:
     with pytest.raises(BackendError, match="a slot restore is malformed: n_restored"):
         transfer_from(answer, "restore")
     assert error_message_from(b"nonsense") == error_message_from(b"[]") == ""
-
-
-@pytest.mark.parametrize("dumps", [orjson.dumps, lambda value: json.dumps(value).encode()])
-def test_many_ids_are_read_like_few(dumps: Callable[[object], bytes]) -> None:
-    """A long array of ids is read in pieces, with any white space between the ids."""
-    ids = [number % 50_000 for number in range(100_000)]
-    assert ids_from(dumps({"tokens": ids})) == ids
-    for odd in ({"tokens": [*ids, "a"]}, {"tokens": [[1], *ids]}, {"other": ids}):
-        with pytest.raises(BackendError, match="POST /tokenize is malformed"):
-            ids_from(dumps(odd))
-    assert ids_from(dumps({"tokens": [], "more": ids})) == []
-
-
-def test_a_long_answer_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = list[int]()
-    loads = orjson.loads
-
-    def noted(raw: bytes) -> object:
-        sizes.append(len(raw))
-        return loads(raw)
-
-    monkeypatch.setattr("router.llama.json_offload.json_of", noted)
-    raw = orjson.dumps({"tokens": [12345] * 200_000})
-    ids_from(raw)
-    assert max(sizes) < 140_000 < len(raw) < sum(sizes)
 
 
 def test_each_model_is_listed_once() -> None:

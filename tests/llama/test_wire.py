@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router.base.errors import BadRequestError
 from router.base.tokens import Tokens, pack
 from router.llama.replies import ids_from
-from router.llama.routes import Shape, shape_of
+from router.llama.routes import Shape
 from router.llama.wire import (
     ChatPrompt,
     InfillPrompt,
@@ -23,11 +23,9 @@ from router.llama.wire import (
     TokenPrompt,
     UnknownPrompt,
     fingerprint,
-    fingerprint_body,
     parse_body,
     parse_request,
     pin_slot,
-    prefill_body,
     strip_slot,
     tokenize_body,
 )
@@ -63,11 +61,6 @@ def source(body: Json, shape: Shape = Shape.COMPLETION) -> PromptSource:
 # --- Routes and bodies ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/slots", "/v1/messages/count_tokens", ""])
-def test_other_paths_are_no_completions(path: str) -> None:
-    assert shape_of(path) is None
-
-
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
@@ -88,12 +81,6 @@ def test_unusable_body(raw: bytes, message: str) -> None:
     """The message names the position and contains nothing of the body."""
     with pytest.raises(BadRequestError, match=message):
         parse_body(raw)
-
-
-@pytest.mark.parametrize("raw", [BOM + b' {"a": [1]} ', b'\n{"a":[2],"a":[1]}'])
-def test_body_as_the_server_reads_it(raw: bytes) -> None:
-    """A byte order mark is skipped; the last of two equal keys counts."""
-    assert parse_body(raw) == {"a": [1]}
 
 
 @given(odd_values, st.sampled_from(list(Shape)))
@@ -201,14 +188,6 @@ def test_an_infill_body_with_ids_is_left_to_the_server() -> None:
     found = source(INFILL | {"input_prefix": [1, 2]}, Shape.INFILL)
     assert isinstance(found, UnknownPrompt)
     assert found.legal
-
-
-def test_chat_body_goes_to_the_template_as_it_is() -> None:
-    body: Json = {"messages": [{"role": "user", "content": "Hi"}], "tools": []}
-    parsed = source(body, Shape.CHAT)
-    assert parsed == ChatPrompt(body)
-    assert isinstance(parsed, ChatPrompt)
-    assert parsed.body is body
 
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
@@ -405,28 +384,6 @@ async def test_prompt_source_gives_the_slot_s_tokens(
 
     assert status == 200
     assert predicted == await slot_tokens(server, tmp_path / "kv")
-
-
-async def test_prefill_leaves_exactly_the_tokens(llama_server: StartServer, tmp_path: Path) -> None:
-    server = await llama_server(slots=1)
-    tokens = pack(range(30, 90))
-    status, _ = await post(server, "/completion", prefill_body(tokens, 0))
-
-    assert status == 200
-    assert tokens == await slot_tokens(server, tmp_path / "kv")
-
-
-def test_what_the_router_computes_is_never_moved_there() -> None:
-    """`exact=False` sends null, the server's own setting, to find out what the server does."""
-    tokens = pack([1, 2])
-    moved = [
-        prefill_body(tokens, 0),
-        fingerprint_body(tokens, 0),
-        prefill_body(tokens, 0, exact=False),
-    ]
-
-    assert [parse_body(body)["n_cache_reuse"] for body in moved] == [0, 0, None]
-    assert all(parse_body(body)["prompt"] == [1, 2] for body in moved)
 
 
 async def test_limits_are_read_as_the_server_reads_them(llama_server: StartServer) -> None:

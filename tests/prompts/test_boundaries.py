@@ -1,6 +1,6 @@
 """Other prompts agree with a prompt up to its boundaries, and hardly further."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -83,7 +83,6 @@ def test_what_is_settled_is_common(prompt: list[int], other: list[int], end: int
 
 SYSTEM = "You are a careful assistant. Answer in a few words, and say when you guess."
 CHATML = {"<|im_start|>": 300, "<|im_end|>": 301}
-Render = Callable[[Json, bool], Awaitable[str]]
 
 
 def said(role: str, content: object, **more: object) -> Json:
@@ -176,48 +175,6 @@ def chatml_of(tasks: Tasks) -> Chatml:
     return made
 
 
-async def test_a_conversation_has_three(chatml: Chatml) -> None:
-    """Boundaries follow the system prompt, precede the last message and the generation prompt."""
-    assert await chatml.find(
-        said("system", "S"), said("user", "a"), said("assistant", "b"), said("user", "c")
-    ) == [
-        "<|im_start|>system\nS<|im_end|>\n",
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n",
-        "<|im_start|>user\nc<|im_end|>\n",
-        "<|im_start|>assistant\n",
-    ]
-
-
-async def test_a_first_turn_has_two(chatml: Chatml) -> None:
-    assert await chatml.find(said("system", "S"), said("user", "a")) == [
-        "<|im_start|>system\nS<|im_end|>\n",
-        "<|im_start|>user\na<|im_end|>\n",
-        "<|im_start|>assistant\n",
-    ]
-
-
-async def test_without_a_system_prompt_nothing_is_common_to_all(chatml: Chatml) -> None:
-    assert len(await chatml.find(said("user", "a"))) == 2
-
-
-async def test_a_message_that_is_one_of_ours(chatml: Chatml) -> None:
-    """The compared text differs from the first character on, whatever the message is."""
-    for text in ("Z", "Q", "ZQ", "  Z", "", "\n\n", [{"type": "text", "text": "Z"}]):
-        parts = await chatml.find(said("system", "S"), said("user", text))
-        assert len(parts) == 3, text
-        assert parts[0] == "<|im_start|>system\nS<|im_end|>\n"
-    # The compared message has the same form.
-    assert [{"type": "text", "text": "Q"}] in [
-        b["messages"][-1]["content"] for b, _ in chatml.asked
-    ]
-
-
-async def test_a_message_that_is_one_of_ours_once_it_is_trimmed(chatml: Chatml) -> None:
-    chatml.trims = True
-    parts = await chatml.find(said("system", "S"), said("user", "  Z"))
-    assert parts[0] == "<|im_start|>system\nS<|im_end|>\n"
-
-
 async def test_common_part_counts_only_where_it_is_in_the_prompt(
     chatml: Chatml,
 ) -> None:
@@ -237,13 +194,6 @@ async def test_text_that_may_merge_is_left_out(tasks: Tasks) -> None:
     first = (await chatml.finder.find(body, prompt))[0]
     other = await chatml.tokens({"messages": [said("system", "S"), said("user", "\nb")]})
     assert 8 < first <= common_prefix(prompt, other)
-
-
-async def test_the_result_of_a_tool_is_a_last_message(chatml: Chatml) -> None:
-    parts = await chatml.find(
-        said("user", "a"), said("assistant", "call"), said("tool", "r", tool_call_id="1")
-    )
-    assert parts[-2:] == ["<|im_start|>tool\nr<|im_end|>\n", "<|im_start|>assistant\n"]
 
 
 async def test_an_answer_that_is_begun_belongs_to_the_answer(chatml: Chatml) -> None:

@@ -103,24 +103,6 @@ async def test_prompts_are_the_servers(server: Server, parts: InfillPrompt) -> N
     assert unpack(await infill_tokens(rule, parts, plain, special)) == server.ids(parts)
 
 
-@pytest.mark.parametrize("n_batch", [128, 512, 1024, 4096])
-@pytest.mark.parametrize("parts", [InfillPrompt(LONG * 4, "b"), InfillPrompt("a", LONG, "c")])
-async def test_another_batch_is_learned_from_a_cut_prompt(
-    n_batch: int, parts: InfillPrompt
-) -> None:
-    server = Server(bos=True, n_batch=n_batch)
-    rule = await server.rule()
-    assert rule is not None
-
-    found = await corrected(rule, parts, len(server.ids(parts)), plain, special)
-
-    assert found is not None
-    assert found.quarter * 4 == n_batch
-    assert unpack(await infill_tokens(found, parts, plain, special)) == server.ids(parts)
-    # What contradicts it later is explained by no batch.
-    assert await corrected(found, parts, len(server.ids(parts)) + 1, plain, special) is None
-
-
 async def test_a_batch_is_learned_beside_extra_chunks_that_fit() -> None:
     server = Server(bos=True, n_batch=1024)
     parts = InfillPrompt(LONG, "b", extra=(("f", LONG),))

@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator, Callable
 from typing import cast
 
-import aiohttp
 import orjson
 import pytest
 from msgspec.structs import replace
@@ -11,25 +10,22 @@ from structlog.testing import capture_logs
 
 from router.base.errors import BackendError
 from router.base.tasks import Tasks
-from router.base.tokens import EMPTY, common_prefix, unpack
+from router.base.tokens import EMPTY, unpack
 from router.base.types import NO_TENANT, BackendId, Prompt, Tenant
 from router.llama.client import LlamaClient
 from router.llama.routes import Shape
 from router.llama.server_client import Connections, Timeouts
 from router.llama.wire import parse_request
-from router.prompts.chat_template import LocalTemplate, prove
+from router.prompts.chat_template import LocalTemplate
 from router.prompts.local_tokenizer import LocalTokenizer
 from router.prompts.reader import PromptReader, Vocabulary, fingerprint_id, is_left_to_server
 from router.prompts.special_tokens import discover_specials
 from router.prompts.tokenizer import LONG_TEXT, SegmentTokenizer
-from tests.conftest import StartServer
-from tests.support.paths import TEMPLATES
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import render_chat
 from tests.support.servers.running_router import Json
 
 USER = {"role": "user", "content": "hi"}
-QWEN = TEMPLATES / "Qwen-Qwen3-0.6B.jinja"
 
 
 @pytest.fixture
@@ -76,13 +72,6 @@ async def test_ids_are_taken_as_they_are(reader: PromptReader, fake: FakeLlama) 
     seen = len(fake.seen)
     assert await ids(reader, Shape.COMPLETION, {"prompt": [5, 6, 7]}) == [5, 6, 7]
     assert len(fake.seen) == seen  # no request was sent
-
-
-async def test_text_and_chat(reader: PromptReader) -> None:
-    assert await ids(reader, Shape.COMPLETION, {"prompt": "abc"}) == list(b"abc")
-    rendered = list(render_chat([USER]).encode())
-    assert await ids(reader, Shape.CHAT, {"messages": [USER]}) == rendered
-    assert await ids(reader, Shape.MESSAGES, {"messages": [USER]}) == rendered
 
 
 async def test_a_text_that_cannot_fit_is_not_counted(reader: PromptReader, fake: FakeLlama) -> None:
@@ -193,43 +182,6 @@ async def test_a_prompt_that_is_unknown_has_no_boundaries(reader: PromptReader) 
     assert prompt.boundaries == ()
 
 
-@pytest.mark.parametrize("self_check", [True, False])
-async def test_boundaries_are_the_same_with_a_local_template(
-    llama_server: StartServer, connections: Connections, tasks: Tasks, self_check: bool
-) -> None:
-    """The next turn, rendered by a real server, agrees with the prompt up to its boundaries."""
-    extra = ["--jinja", "--chat-template-file", str(QWEN)]
-    server = await llama_server("lfm2", slots=1, extra_args=extra)
-    remote = await reader_of(server.url, connections, tasks)
-    local = await reader_of(server.url, connections, tasks)
-    client, tokenizer = local._vocabulary.client, local._vocabulary.tokenizer
-    props = await client.props()
-    template = await prove(
-        props.chat_template, props.bos_token, props.eos_token, client.apply_template
-    )
-    assert template is not None
-    local._vocabulary.template = template
-    if self_check:
-        assert await tokenizer.self_check() is None
-        assert await remote._vocabulary.tokenizer.self_check() is None
-
-    said: list[Json] = [{"role": "system", "content": "Be brief and kind, and guess nothing."}]
-    last = 0
-    for turn in ("What is the time?", "  And now?", "Z", ""):
-        said.append({"role": "user", "content": turn})
-        chat = parse_request(Shape.CHAT, {"messages": said})
-        prompt = await local.read(chat, boundaries=True)
-        assert prompt == await remote.read(chat, boundaries=True)
-        assert len(prompt.boundaries) >= 2
-        assert prompt.boundaries[-2] >= last
-        last = prompt.boundaries[-1]
-        said.append({"role": "assistant", "content": f"<think>\nhm\n</think>\n\nLate: {turn}"})
-        after = [*said, {"role": "user", "content": "go on"}]
-        later = await remote.read(parse_request(Shape.CHAT, {"messages": after}))
-        assert last <= common_prefix(prompt.tokens, later.tokens)
-        assert len(prompt) - last < 24
-
-
 def test_pictures_have_ids_that_no_vocabulary_has() -> None:
     """Ids of media are negative, and never -1, which stands for any media in a state file."""
     found = {fingerprint_id(str(i)) for i in range(10_000)}
@@ -238,61 +190,6 @@ def test_pictures_have_ids_that_no_vocabulary_has() -> None:
     assert min(found) >= -(2**31)
     assert len(found) > 9_990
     assert fingerprint_id("a") == fingerprint_id("a")
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-@pytest.mark.parametrize(
-    ("path", "shape", "body"),
-    [
-        ("/completion", Shape.COMPLETION, {"prompt": "hello <|im_end|> there"}),
-        ("/completion", Shape.COMPLETION, {"prompt": ["hello", 7, " there"]}),
-        ("/v1/chat/completions", Shape.CHAT, {"messages": [USER] * 1}),
-        (
-            "/v1/chat/completions",
-            Shape.CHAT,
-            {
-                "messages": [
-                    {"role": "system", "content": "<|im_start|>é\n\n  ünï 1234"},
-                    {"role": "user", "content": [{"type": "text", "text": "two\r\n parts"}]},
-                    {"role": "assistant", "content": ""},
-                    USER,
-                ],
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
-            },
-        ),
-        ("/v1/messages", Shape.MESSAGES, {"system": "kind", "messages": [USER], "max_tokens": 1}),
-        ("/v1/responses", Shape.RESPONSES, {"instructions": "kind", "input": "hi"}),
-    ],
-    ids=["special", "mixed", "chat", "long chat", "messages", "responses"],
-)
-async def test_as_many_as_a_real_server_counts(
-    llama_server: StartServer,
-    connections: Connections,
-    tasks: Tasks,
-    kind: str,
-    path: str,
-    shape: Shape,
-    body: Json,
-) -> None:
-    server = await llama_server(kind, slots=1)
-    reader = await reader_of(server.url, connections, tasks)
-    n = len(await ids(reader, shape, body))
-    url = server.url + path
-    limits = {"n_predict": 1, "max_tokens": 1, "max_output_tokens": 1}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(url, json=body | limits) as response,
-    ):
-        answer = await response.json()
-
-    usage = answer.get("usage", {})
-    reported = {
-        Shape.COMPLETION: lambda: answer["tokens_evaluated"],
-        Shape.CHAT: lambda: usage["prompt_tokens"],
-        Shape.MESSAGES: lambda: usage["input_tokens"] + usage["cache_read_input_tokens"],
-        Shape.RESPONSES: lambda: usage["input_tokens"],
-    }
-    assert n == reported[shape]()
 
 
 async def test_a_content_that_is_rendered_otherwise_costs_only_itself(

@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.base.errors import BackendError, BackendRefusedError
-from router.base.tokens import EMPTY, pack, unpack
+from router.base.tokens import pack, unpack
 from router.base.types import Tenant
-from router.prompts import local_tokenizer, special_tokens, tokenizer
+from router.prompts import special_tokens, tokenizer
 from router.prompts.local_tokenizer import LocalTokenizer, LocalTokenizerError, load_local
 from router.prompts.special_tokens import candidates, discover_specials
 from router.prompts.tokenizer import SegmentTokenizer
@@ -141,14 +141,6 @@ CHAT = (
 # --- what is tokenized, and how often -----------------------------------------------------------
 
 
-async def test_cold_conversation_is_one_call() -> None:
-    oracle = Oracle()
-    made = await checked(oracle)
-
-    assert pack(oracle.ids(CHAT, True)) == await made.tokenize(CHAT, add_special=True)
-    assert [CHAT.removesuffix(ENDING)] == oracle.calls
-
-
 @pytest.mark.parametrize("cuts", [True, False])
 async def test_what_one_tenant_has_sent_is_new_for_another(cuts: bool) -> None:
     """Short and simultaneous texts are not shared either: timing would reveal another's text."""
@@ -172,40 +164,6 @@ async def test_second_turn_tokenizes_only_what_is_new() -> None:
 
     assert pack(oracle.ids(CHAT + new, True)) == await made.tokenize(CHAT + new, add_special=True)
     assert oracle.calls == ["<|start|>user\nAnd then?"]
-
-
-async def test_changed_message_in_the_middle_costs_itself_only() -> None:
-    oracle = Oracle()
-    made = await checked(oracle)
-    await made.tokenize(CHAT, add_special=True)
-    oracle.calls.clear()
-    edited = CHAT.replace("Why? " * 90, "How? ")
-
-    assert pack(oracle.ids(edited, True)) == await made.tokenize(edited, add_special=True)
-    assert oracle.calls == ["<|start|>user\nHow? "]
-
-
-async def test_two_changes_far_apart_are_two_calls() -> None:
-    oracle = Oracle()
-    made = await checked(oracle)
-    await made.tokenize(CHAT, add_special=False)
-    oracle.calls.clear()
-    edited = turn("user", "first") + CHAT + turn("user", "last")
-
-    assert pack(oracle.ids(edited, False)) == await made.tokenize(edited, add_special=False)
-    assert oracle.calls == ["<|start|>user\nfirst", "<|start|>user\nlast"]
-
-
-async def test_add_special_shares_the_segments() -> None:
-    """Tokens of add_special stand around the segments and belong to none of them."""
-    oracle = Oracle(tail=(EOS,))
-    made = await checked(oracle)
-    await made.tokenize("before " + CHAT, add_special=False)
-    oracle.calls.clear()
-
-    expected = pack(oracle.ids("before " + CHAT, True))
-    assert expected == await made.tokenize("before " + CHAT, add_special=True)
-    assert oracle.calls == []
 
 
 async def test_text_with_very_many_segments_is_tokenized_whole(
@@ -297,21 +255,6 @@ async def test_who_leaves_takes_nothing_from_the_others(segmenting: bool) -> Non
     assert len(oracle.calls) == 1
 
 
-async def test_work_of_a_client_that_left_is_kept() -> None:
-    oracle = Oracle()
-    made = await checked(oracle)
-    oracle.gate = asyncio.Event()
-    waiter = asyncio.gather(made.tokenize(CHAT, add_special=True))
-    await turns()
-    waiter.cancel()
-    await turns()
-    oracle.gate.set()
-    await turns()
-
-    assert pack(oracle.ids(CHAT, True)) == await made.tokenize(CHAT, add_special=True)
-    assert len(oracle.calls) == 1
-
-
 async def test_failure_reaches_all_who_wait_and_is_forgotten() -> None:
     def fail(content: Content, ids: list[int]) -> list[int]:
         raise BackendError("gone")
@@ -365,30 +308,6 @@ async def test_text_larger_than_the_cache_is_tokenized_all_the_same() -> None:
 
     assert pack(oracle.ids(CHAT, True)) == await made.tokenize(CHAT, add_special=True)
     assert made.cache_size_bytes <= 300
-
-
-async def test_what_was_used_last_stays() -> None:
-    oracle = Oracle()
-    made = await checked(oracle, cache_bytes=1500)
-    texts = [f"<s>{i} " + "x" * 60 for i in range(6)]
-    for text in texts:
-        await made.tokenize(text, add_special=False)
-        await made.tokenize(texts[0], add_special=False)
-    assert oracle.calls == texts
-
-    await made.tokenize(texts[1], add_special=False)
-    assert oracle.calls == [*texts, texts[1]]
-
-
-async def test_text_larger_than_the_cache_pushes_nothing_out() -> None:
-    oracle = Oracle()
-    made = await checked(oracle, cache_bytes=1500)
-    await made.tokenize("<s>small", add_special=False)
-    await made.tokenize("<s>" + "large" * 1000, add_special=False)
-    oracle.calls.clear()
-
-    await made.tokenize("<s>small", add_special=False)
-    assert oracle.calls == []
 
 
 def _one_special_lost(content: Content, ids: list[int]) -> list[int]:
@@ -564,13 +483,6 @@ def test_candidates_are_bounded_and_keep_bos_and_eos() -> None:
 # --- what the engine reports --------------------------------------------------------------------
 
 
-async def test_reports_are_counted() -> None:
-    made = make(Oracle())
-
-    assert [made.report(5, 5), made.report(5, 6), made.report(0, 0)] == [True, False, True]
-    assert (made.n_agreed, made.n_disagreed) == (2, 1)
-
-
 async def test_confirmed_disagreement_ends_segmenting_for_good() -> None:
     oracle = Oracle()
     made = await checked(oracle)
@@ -625,20 +537,6 @@ async def test_who_waits_while_a_part_is_dropped_gets_the_right_ids() -> None:
     assert len(oracle.calls) == 2
 
 
-async def test_unexplained_disagreements_are_looked_into_less_and_less() -> None:
-    oracle = Oracle()
-    made = await checked(oracle)
-    await made.tokenize("", add_special=False)
-    looked = []
-    for _ in range(20):
-        oracle.calls.clear()
-        assert await made.disagreed("<s>x", add_special=True) is None
-        looked.append(bool(oracle.calls))
-
-    assert [i for i, did in enumerate(looked) if did] == [0, 1, 2, 3, 7, 15]
-    assert made.segmenting
-
-
 async def test_backend_that_tokenizes_anew_empties_the_cache() -> None:
     oracle = Oracle()
     made = make(oracle)
@@ -679,16 +577,6 @@ async def test_local_tokenizer_that_agrees_replaces_the_call() -> None:
 
     assert pack(oracle.ids(CHAT, True)) == await made.tokenize(CHAT, add_special=True)
     assert made.uses_local
-    assert oracle.calls == []
-
-
-async def test_local_tokenizer_serves_whole_texts_too() -> None:
-    oracle = Oracle(strips_left=frozenset(SPECIALS))
-    made = make(oracle)
-    assert await made.self_check(LocalTokenizer(lambda text: oracle.ids(text, False))) is not None
-    oracle.calls.clear()
-
-    assert pack(oracle.ids(CHAT, True)) == await made.tokenize(CHAT, add_special=True)
     assert oracle.calls == []
 
 
@@ -750,20 +638,6 @@ async def test_differing_local_tokenizer_is_dropped_the_cut_stays(
     assert expected == await made.tokenize("<s>rare<|end|>", add_special=False)
 
 
-async def test_long_texts_are_encoded_in_a_thread() -> None:
-    threads: list[int] = []
-
-    def encode(text: str) -> list[int]:
-        threads.append(threading.get_ident())
-        return []
-
-    local = LocalTokenizer(encode)
-    await local.encode("short")
-    await local.encode("x" * (local_tokenizer.INLINE_CHARS + 1))
-
-    assert [ident == threading.get_ident() for ident in threads] == [True, False]
-
-
 def _gguf(*values: bytes) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", 3, 0, len(values)) + b"".join(values)
 
@@ -779,18 +653,6 @@ GGUF = _gguf(
     _text("tokenizer.ggml.token_type") + struct.pack("<IIQii", 9, 5, 2, 1, 3),
     _text("tokenizer.ggml.add_bos_token") + struct.pack("<I?", 7, True),
 )
-
-
-def test_gguf_metadata_is_read_without_a_library(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    path.write_bytes(GGUF)
-
-    assert local_tokenizer.read_gguf_metadata(path) == {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": ["a", "b"],
-        "tokenizer.ggml.token_type": [1, 3],
-        "tokenizer.ggml.add_bos_token": True,
-    }
 
 
 @pytest.mark.parametrize("size", range(0, len(GGUF), 7))
@@ -826,7 +688,3 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         load_local(tmp_path)
     with pytest.raises(LocalTokenizerError, match="read"):
         load_local(tmp_path / "missing.gguf")
-
-
-def test_empty_is_empty() -> None:
-    assert pack(Oracle().ids("", False)) == EMPTY

@@ -4,7 +4,6 @@ With KVFERRY_TEST_VOCABS set to a folder of vocabulary-only GGUFs (llama.cpp's `
 vocabulary gets a model with zero weights and is tried as well.
 """
 
-import json
 import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -121,22 +120,6 @@ async def post_props(url: str) -> dict[str, str]:
     async with aiohttp.ClientSession() as http, http.get(url + "/props") as response:
         props: dict[str, str] = await response.json()
         return props
-
-
-async def test_wrong_local_tokenizer_is_refused(llama_server: StartServer, tmp_path: Path) -> None:
-    """Vocabulary and specials are right, but the tokenizer merges less than the engine."""
-    server = await llama_server("llama", slots=1, ctx=4096)
-    source = tiny_model("llama").tokenizer_dir / "tokenizer.json"
-    tokenizer = json.loads(source.read_text())
-    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:100]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    async with client(server.url) as (_, call):
-        found = await discover_specials(" ".join(SPECIALS), "", "", call)
-        made = SegmentTokenizer(call, found, spawn=spawn)
-
-        assert await made.self_check(load_local(tmp_path)) is None
-        assert (made.segmenting, made.uses_local) == (True, False)
-        await assert_exact(made, call, list(found))
 
 
 # --- other vocabularies in models with zero weights ---------------------------------------------

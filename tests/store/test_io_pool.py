@@ -17,7 +17,7 @@ from router.store.io_pool import Threads
 from router.store.records import StoredSnapshot
 from router.store.store import KvStore
 from tests.support.files.state_files import full
-from tests.support.files.stores import Noting, Stores, names, put, write
+from tests.support.files.stores import Noting, Stores, names, put
 
 NO_TIME = 0.01
 
@@ -152,28 +152,6 @@ async def kept(store: KvStore) -> Snapshot:
     return snapshot
 
 
-async def test_what_hangs_is_withdrawn_and_offered_again(
-    stores: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = KvStore(stores.kv_dirs, wall_now=lambda: 1.5)
-    told = store.listener = Noting(stores.lost)
-    snapshot = await kept(store)
-    hanging = Hanging(monkeypatch, files, "identity")
-    with pytest.raises(KvError, match="does not answer"):
-        await store.open(snapshot, snapshot.kv_dir, 1)
-    await turns()
-    assert stores.lost == [(snapshot, "its directory does not answer")]
-    assert store.hangs
-    # The other directory has its own threads.
-    await store.discard(stores.kv_dirs[1], store.staging_name())
-
-    hanging.go.set()
-    await until(lambda: bool(told.back))
-    assert told.back == [[snapshot]]
-    assert await store.open(snapshot, snapshot.kv_dir, 1)
-    await store.aclose()
-
-
 async def test_a_file_that_comes_too_late_is_removed(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,19 +277,3 @@ async def test_what_is_deleted_in_a_directory_that_hangs_is_gone_later(
     await deleted
     assert not names(store)
     assert not store._directories[snapshot.kv_dir].sidecars.records
-
-
-async def test_what_could_not_be_removed_is_later(
-    stores: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = stores.make()
-    snapshot = await kept(store)
-    name = write(store)
-    hanging = Hanging(monkeypatch, files, "identity")
-    with pytest.raises(KvError):
-        await store.open(snapshot, snapshot.kv_dir, 1)
-    with pytest.raises(KvError):
-        await store.discard(snapshot.kv_dir, name)
-    assert name in names(store)
-    hanging.go.set()
-    await until(lambda: name not in names(store))

@@ -12,7 +12,6 @@ from router.base.types import KvDir
 from router.config.schema import parse
 from router.store.files import openness
 from router.store.store import KvStore
-from tests.conftest import StartServer
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import configuration_text, running
 
@@ -145,17 +144,3 @@ async def test_a_reload_is_refused(tmp_path: Path, fake: FakeLlama) -> None:
         assert answer.status == 422
         assert f"chmod 700 {bad}" in answer.json["error"]["message"]
         assert kvferry.router.config.backends[0].kv_dir == good
-
-
-async def test_what_a_real_server_writes(llama_server: StartServer, tmp_path: Path) -> None:
-    """A server's files have its umask until committed; the directory keeps others out meanwhile."""
-    server = await llama_server()
-    kv_dir = tmp_path / "kv"
-    async with running([("a", server.url)], kv_dir, yaml="store: {min_tokens: 1}") as kvferry:
-        await kvferry.complete("Once upon a time " * 20)
-        await kvferry.until(lambda state: state["snapshots"]["count"] >= 1)
-        await kvferry.until_quiet()
-        found = {path.name: mode_of(path) for path in list_of(kv_dir)}
-
-    assert mode_of(kv_dir) == 0o700
-    assert {mode for name, mode in found.items() if name.endswith(".kv")} == {0o600}

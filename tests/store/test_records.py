@@ -34,27 +34,6 @@ def closed(directory: KvDirectory) -> None:
     records.close_directory(directory)
 
 
-@pytest.mark.parametrize(
-    "shape", [StateShape(), StateShape(2, (100, 200), extendable=False), StateShape(0)]
-)
-def test_shape_is_recovered(tmp_path: Path, shape: StateShape) -> None:
-    raw = full(TOKENS)
-    file = tmp_path / f"kvf-{ID}.kv"
-    file.write_bytes(raw)
-    directory = opened(tmp_path)
-    snapshot = Snapshot(ID, Namespace("n"), directory.kv_dir, pack(TOKENS), len(raw), shape)
-    records.record(StoredSnapshot(snapshot, directory, identity(file)), fsync=False)
-    closed(directory)
-
-    again = opened(tmp_path)
-    (entry,) = again.sidecars.read(again.sidecars.names)
-    held = records.recover(again, entry)
-    closed(again)
-
-    assert held is not None
-    assert held.snapshot == snapshot
-
-
 def test_unreadable_records_let_go_of_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

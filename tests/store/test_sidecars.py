@@ -8,8 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
 from router.base.errors import KvError, KvFileError
@@ -109,13 +107,6 @@ def test_a_record_without_a_value_is_left_out(tmp_path: Path, name: str) -> None
     assert opened(tmp_path).records == {}
 
 
-@given(raw=st.binary(max_size=60))
-def test_any_bytes_are_no_record(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
-    directory = tmp_path_factory.mktemp("any")
-    file_of(directory, 1).write_bytes(raw)
-    assert opened(directory).records == {}
-
-
 def test_a_record_of_a_later_version_is_refused(tmp_path: Path) -> None:
     """An older kvferry must not delete what a newer one has written."""
     file_of(tmp_path, 1).write_bytes(msgspec.json.encode(replace(record(1), version=2)))
@@ -204,30 +195,11 @@ def test_sidecar_bytes_then_name_then_return(
     assert told == ["rename"]
 
 
-def test_closed(tmp_path: Path) -> None:
-    sidecars = opened(tmp_path)
-    sidecars.close()
-    with pytest.raises(KvError, match="closed"):
-        sidecars.add(record(1))
-    assert os.listdir(tmp_path) == []
-
-
 def test_only_its_owner_may_read_a_record(tmp_path: Path) -> None:
     before = os.umask(0)
     opened(tmp_path).add(record(1))
     os.umask(before)
     assert file_of(tmp_path, 1).stat().st_mode & 0o777 == 0o600
-
-
-def test_one_lock_per_directory(tmp_path: Path) -> None:
-    first, second = DirectoryLock(tmp_path), DirectoryLock(tmp_path)
-    first.acquire()
-    with pytest.raises(KvError, match="in use by another kvferry"):
-        second.acquire()
-    first.release()
-    first.release()
-    second.acquire()
-    second.release()
 
 
 def test_another_directory_in_its_place(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ from tests.support.scheduler.drive import (
 )
 
 LONG, ELSE = run_of(1000), run_of(1000, 7)
-SNAP = snapshot("s", run_of(900))
 ONE = backend("a", 1)
 
 

@@ -13,7 +13,6 @@ from tests.support.servers.llama_server import LlamaServer
 pytestmark = pytest.mark.thorough
 
 LONG = ids(1, 1500)
-OTHER = ids(2, 1500)
 
 
 async def test_a_prompt_goes_to_the_host_that_holds_it(

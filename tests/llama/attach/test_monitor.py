@@ -1,7 +1,6 @@
 """Backend monitor: up, down, and the facts learned when a backend comes up."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -157,27 +156,6 @@ async def test_what_is_learned(watched: Watched) -> None:
     assert watched.monitor.problem == ""
 
 
-async def test_nothing_is_left_of_the_look(
-    watched: Watched, fake: FakeLlama, tmp_path: Path
-) -> None:
-    await watched.until("prepare", "prepare", "up")
-
-    assert [slot.tokens for slot in fake.slots] == [[], []]
-    assert [name for name in os.listdir(tmp_path) if name.startswith("kvf-")] == []
-
-
-async def test_down_and_up_again(watched: Watched, fake: FakeLlama) -> None:
-    await watched.until("prepare", "prepare", "up")
-    await fake.go_down()
-    watched.monitor.doubt()
-    await watched.until("prepare", "prepare", "up", "down")
-    assert watched.monitor.attached is None
-    assert watched.monitor.models == {"fake", "alias"}  # still known for a while
-    await fake.come_up()
-    watched.monitor.doubt()
-    await watched.until("prepare", "prepare", "up", "down", "prepare", "prepare", "up")
-
-
 async def test_what_is_wrong_is_logged_once(fake: FakeLlama, tmp_path: Path) -> None:
     """Trouble is logged at the first check and when it changes, not at each check."""
     await fake.go_down()
@@ -279,19 +257,6 @@ async def test_in_doubt_until_a_look_goes_well(
     assert watched.said == ["prepare", "prepare", "up"]
 
 
-async def test_a_suspicion_that_two_looks_confirm(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await watched.until("prepare", "prepare", "up")
-
-    async def health() -> None:
-        raise BackendTimeoutError("it hangs")
-
-    monkeypatch.setattr(watched.monitor.client, "health", health)
-    watched.monitor.suspect()
-    await watched.until("prepare", "prepare", "up", "down")
-
-
 async def test_one_that_hangs_behind_its_health_is_given_up_as_soon(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,13 +273,6 @@ async def test_one_that_hangs_behind_its_health_is_given_up_as_soon(
     monkeypatch.setattr(client, "props", hanging)
     watched.monitor.suspect()
     await watched.until("prepare", "prepare", "up", "down")
-
-
-async def test_restart_between_two_looks(watched: Watched, fake: FakeLlama) -> None:
-    await watched.until("prepare", "prepare", "up")
-    fake.marker = "another process"
-    watched.monitor.doubt()
-    await watched.until("prepare", "prepare", "up", "down", "prepare", "prepare", "up")
 
 
 async def test_a_process_that_ends_is_noticed_before_the_next_look(
@@ -368,19 +326,6 @@ async def test_wrong_kv_dir(fake: FakeLlama, tmp_path: Path) -> None:
     assert "--slot-save-path" in (attached.probe.problem or "")
 
 
-async def test_content_of_slots_survives_the_look(fake: FakeLlama, watched: Watched) -> None:
-    """The borrowed slot gets its content back when both slots hold content."""
-    await watched.until("prepare", "prepare", "up")
-    for slot in fake.slots:
-        slot.tokens, slot.id_task = list(b"mine" * (slot.index + 2)), 1
-    fake.marker = "another process"
-    watched.monitor.doubt()
-    await watched.until("prepare", "prepare", "up", "down", "prepare", "prepare", "up")
-
-    assert [bytes(slot.tokens) for slot in fake.slots] == [b"mine" * 2, b"mine" * 3]
-    assert [status.n_tokens for status in watched.up[1].slots] == [8, 12]
-
-
 async def looks(watched: Watched, fake: FakeLlama, n: int) -> None:
     """Let the monitor check `n` times."""
     for _ in range(n):
@@ -396,28 +341,6 @@ async def busy(fake: FakeLlama) -> FakeLlama:
     for slot in fake.slots:
         slot.busy = True
     return fake
-
-
-async def test_what_was_busy_is_tried_later(busy: FakeLlama, watched: Watched) -> None:
-    """The later probe uses only slots that the engine lends."""
-    await watched.until("prepare", "prepare", "up")
-    assert watched.up[0].info.kv_dir is None
-    assert "busy" in (watched.up[0].probe.problem or "")
-    busy.slots[1].busy = False
-    await looks(watched, busy, 10)
-    await watched.until("prepare", "prepare", "up", "borrow")  # no slot can be lent
-    assert busy.counts == {}
-
-    watched.lent = {1}
-    await looks(watched, busy, 10)
-    await watched.until("prepare", "prepare", "up", "borrow", "borrow", "prepare", "probed")
-    info = watched.up[1].info
-    assert (info.kv_dir is not None, info.memory_kind) == (True, MemoryKind.FULL)
-    assert {slot for _, slot in busy.counts} == {1}
-    assert watched.monitor.attached is watched.up[1]
-
-    await looks(watched, busy, 20)
-    assert watched.said.count("borrow") == 2
 
 
 async def test_a_probe_that_fails_on_a_server_that_answers(
@@ -597,13 +520,3 @@ async def test_slots_that_a_probe_did_not_touch_are_kept(late: Watched, fake: Fa
     await late.changed_to(6)
     assert late.kept == {0, 1}
     fake.action_gate.set()
-
-
-async def test_probe_for_a_backend_that_ends_gives_way_to_nobody(late: Watched) -> None:
-    await late.until("prepare", "up")
-    late.lent = {0, 1}
-
-    late.monitor.prove()
-
-    await late.until("prepare", "up", "borrow", "prepare", "probed")
-    assert not late.up[-1].probe.untried

@@ -230,18 +230,6 @@ async def test_padding_that_does_not_work(
     assert attached.info.kv_dir is None
 
 
-async def test_server_that_empties_idle_slots(
-    llama_server: StartServer, connections: Connections
-) -> None:
-    """llama-server's defaults: unified KV and a RAM cache (llama-server.md section 0.6)."""
-    server = await llama_server(slots=None, plain_defaults=True)
-    attached = await look(server, connections)
-
-    assert not attached.info.keeps_idle_slots
-    assert attached.info.n_slots == 4
-    assert (attached.info.n_stream, attached.info.cuts) == (1, True)
-
-
 async def test_same_model_same_namespace(
     llama_server: StartServer, connections: Connections, tmp_path: Path
 ) -> None:

@@ -52,19 +52,6 @@ def files(tmp_path: Path) -> list[str]:
     return [path.name for path in tmp_path.iterdir() if path.name.startswith("kvf-")]
 
 
-async def test_aside_and_back(
-    fake: FakeLlama, client: LlamaClient, store: KvStore, tmp_path: Path
-) -> None:
-    kv_dir, slot = KvDir(str(tmp_path)), (await client.slots())[1]
-    name = await put_aside(client, store, kv_dir, slot)
-    assert files(tmp_path) == [name]
-    await client.prefill(slot.index, TEXT)
-    await put_back(client, store, kv_dir, slot, name)
-
-    assert fake.slots[1].tokens == MINE
-    assert files(tmp_path) == []
-
-
 async def test_what_cannot_be_kept_is_left_empty(
     fake: FakeLlama, client: LlamaClient, store: KvStore, tmp_path: Path
 ) -> None:
@@ -79,13 +66,6 @@ async def test_what_cannot_be_kept_is_left_empty(
 
     assert fake.slots[0].tokens == []
     assert files(tmp_path) == []
-
-
-async def test_nothing_to_keep(client: LlamaClient, store: KvStore, tmp_path: Path) -> None:
-    slot = (await client.slots())[0]
-    await erase(client, slot.index)
-    slot = (await client.slots())[0]
-    assert await put_aside(client, store, KvDir(str(tmp_path)), slot) is None
 
 
 @pytest.mark.parametrize("empty", [False, True])

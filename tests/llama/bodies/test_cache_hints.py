@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from router.llama.bodies.hints import NO_HINTS, CacheHints
+from router.llama.bodies.hints import CacheHints
 from router.llama.routes import Shape
 from router.llama.wire import parse_request
 
@@ -48,10 +48,6 @@ def said(*parts: Any) -> list[dict[str, Any]]:
 )
 def test_time_that_a_prompt_is_wanted(shape: Shape, body: dict[str, Any], keep_s: int) -> None:
     assert hints(shape, **body).keep_s == keep_s
-
-
-def test_without_hints_there_are_none() -> None:
-    assert hints(Shape.CHAT, messages=said(text("a"), text("b"))) is NO_HINTS
 
 
 def test_fork_after_a_part_of_a_message() -> None:

@@ -23,12 +23,10 @@ from router.llama.replies import ids_from, prompt_from
 from router.llama.routes import Shape
 from router.llama.wire import (
     ChatPrompt,
-    UnknownPrompt,
     parse_completion,
     parse_request,
     tokenize_body,
 )
-from tests.conftest import StartServer
 from tests.support.models.tiny_models import CHAT_TEMPLATE, tiny_model
 from tests.support.paths import TEMPLATES
 from tests.support.servers.llama_server import LlamaServer
@@ -165,11 +163,6 @@ ANTHROPIC: dict[str, Json] = {
     },
 }
 
-ANTHROPIC_REFUSED: dict[str, Json] = {
-    "no messages": {"system": "x"},
-    "message is text": {"messages": ["x"]},
-}
-
 
 def item(role: str, content: Any, **more: Any) -> Json:
     return {"role": role, "content": content, **more}
@@ -255,31 +248,8 @@ RESPONSES: dict[str, Json] = {
     },
 }
 
-RESPONSES_REFUSED: dict[str, Json] = {
-    "no input": {"instructions": "x"},
-    "previous": {"input": "x", "previous_response_id": "resp_1"},
-    "input number": {"input": 3},
-    "item text": {"input": ["x"]},
-    "item unknown": {"input": [{"type": "item_reference", "id": "x"}]},
-    "assistant without type": {"input": [item("assistant", "x")]},
-    "file": {"input": [item("user", [{"type": "input_file"}])]},
-    "part unknown": {"input": [item("user", [{"type": "x"}])]},
-    "part without text": {"input": [item("user", [{"type": "input_text"}])]},
-    "image without url": {"input": [item("user", [{"type": "input_image"}])]},
-    "output part unknown": {"input": [said({"type": "x"})]},
-    "output without text": {"input": [said({"type": "output_text"})]},
-    "refusal without text": {"input": [said({"type": "refusal"})]},
-    "answer without type": {"input": [answer([{"text": "x"}])]},
-    "answer with file": {"input": [answer([{"type": "input_file"}])]},
-    "answer image": {"input": [answer([{"type": "input_image"}])]},
-    "reasoning without content": {"input": [{"type": "reasoning", "summary": []}]},
-    "reasoning empty": {"input": [{"type": "reasoning", "summary": [], "content": []}]},
-    "reasoning odd": {"input": [{"type": "reasoning", "summary": [], "content": [3]}]},
-    "tools odd": {"input": "x", "tools": {}},
-}
 
 CORPORA = {Shape.MESSAGES: ANTHROPIC, Shape.RESPONSES: RESPONSES}
-REFUSED = {Shape.MESSAGES: ANTHROPIC_REFUSED, Shape.RESPONSES: RESPONSES_REFUSED}
 
 
 async def post(server: LlamaServer, path: str, raw: bytes) -> tuple[int, bytes]:
@@ -349,25 +319,6 @@ async def test_prompt_is_known_to_the_token(
                 wrong.append(name)
 
     assert wrong == []
-
-
-@pytest.mark.parametrize("shape", REFUSED, ids=lambda shape: shape.value)
-async def test_unknown_is_what_the_server_refuses(llama_server: StartServer, shape: Shape) -> None:
-    """A body that the server would answer is never rated unknown."""
-    server = await llama_server()
-    known = [
-        name
-        for name, body in REFUSED[shape].items()
-        if not isinstance(parse_request(shape, body).prompt_source, UnknownPrompt)
-    ]
-    answered = [
-        name
-        for name, body in REFUSED[shape].items()
-        if (await post(server, PATHS[shape], orjson.dumps(body)))[0] == 200
-    ]
-
-    assert known == []
-    assert answered == []
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,6 @@ def source_of(root: Path, raw: bytes) -> Path:
     return path
 
 
-def test_reads_what_was_written(root: Path) -> None:
-    assert put(root) == BLOB
-    assert bytes(blob_files.read(root, BLOB, Buffer())) == RAW
-    assert blob_files.is_there(root, BLOB)
-    assert blob_files.scan(root) == ({BLOB}, [])
-
-
 @pytest.mark.parametrize("at", range(HEADER + len(RAW)))
 def test_a_flipped_bit_is_noticed(root: Path, at: int) -> None:
     put(root)
@@ -78,13 +71,6 @@ def test_a_sector_that_cannot_be_read(root: Path, monkeypatch: pytest.MonkeyPatc
     assert blob_files.is_damaged(root, BLOB)
 
 
-def test_a_missing_blob(root: Path) -> None:
-    with pytest.raises(KvFileError, match="missing"):
-        blob_files.read(root, BLOB, Buffer())
-    blob_files.quarantine(root, BLOB.id)
-    blob_files.unlink(root, BLOB.id)
-
-
 def test_a_blob_under_the_name_of_another(root: Path) -> None:
     other = put(root, RAW[::-1])
     put(root)
@@ -100,30 +86,6 @@ def test_damage_is_found_by_the_name(root: Path) -> None:
     blob_files.read(root, lie, Buffer())
     assert blob_files.is_damaged(root, lie)
     assert not blob_files.is_damaged(root, put(root, b"another"))
-
-
-def test_only_new_blobs_are_written(root: Path) -> None:
-    source = source_of(root, b"aabbcc")
-    known = files.identity(source)
-    wrote: list[int] = []
-    first = blob_files.write_blobs(
-        root, source, known, [[Span(0, 2)], [Span(2, 2)]], fsync=True, wrote=wrote.append
-    )
-    assert [blob.size_bytes for blob in first.new] == [2, 2]
-    assert wrote == [HEADER + 2] * 2
-    more = [[Span(0, 2)], [Span(2, 1), Span(3, 1)], [Span(4, 2)]]
-    second = blob_files.write_blobs(root, source, known, more, fsync=True)
-    assert second.blobs[:2] == first.blobs
-    assert second.new == second.blobs[2:]
-
-
-def test_a_source_that_changed_leaves_no_blobs(root: Path) -> None:
-    source = source_of(root, b"aabb")
-    known = files.identity(source)
-    source.write_bytes(b"aabbcc")
-    with pytest.raises(KvFileError, match="changed"):
-        blob_files.write_blobs(root, source, known, [[Span(0, 2)]], fsync=False)
-    assert blob_files.scan(root) == (set(), [])
 
 
 def test_a_full_disk_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,21 +135,3 @@ def test_a_damaged_blob_is_named_and_no_file_is_left(
         blob_files.assemble(b"hea", made, target, 9, 0o600, reader(root))
     assert caught.value.blob == made[1][0]
     assert not target.exists()
-
-
-def test_finds_leftovers(root: Path) -> None:
-    put(root)
-    path = blob_files.path_of(root, BLOB.id)
-    new = path.with_name(path.name + "-00.new")
-    new.touch()
-    (root / "strange").mkdir()
-    (path.parent / "strange").touch()
-    other = put(root, b"other")
-    blob_files.quarantine(root, other.id)
-    found = blob_files.scan(root)
-    assert found.blobs == {BLOB}
-    quarantined = blob_files.path_of(root, other.id)
-    assert set(found.leftovers) == {
-        new,
-        quarantined.with_name(quarantined.name + ".quarantined"),
-    }

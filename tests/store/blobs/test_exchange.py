@@ -15,17 +15,10 @@ from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId
 from router.store.blobs import blob_files, exchange, manifests
 from router.store.blobs.exchange import Exchange
 from router.store.store import KvStore
-from tests.support.files.blob_stores import KINDS, NAMESPACE, Place, state, until
+from tests.support.files.blob_stores import NAMESPACE, Place, state, until
 
 OTHER = Namespace("the same model there")
 LONG = 3600.0
-KIND_OF = {
-    "full": MemoryKind.FULL,
-    "short": MemoryKind.FULL,
-    "window": MemoryKind.SLIDING_WINDOW,
-    "hybrid": MemoryKind.HYBRID,
-    "recurrent": MemoryKind.RECURRENT,
-}
 
 
 @dataclass
@@ -78,27 +71,6 @@ async def move(
     names = [one.id for one in alike]
     kind = MemoryKind.FULL
     return await target.exchange.receive(told, OTHER, kind, names, wire), wire
-
-
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("name", KINDS)
-async def test_a_state_of_each_kind_arrives_as_it_was(
-    places: tuple[Place, Place], name: str, split: bool
-) -> None:
-    here, there = places
-    source, told, _ = await here.store(write_after_s=LONG, whole_bytes=0 if split else None)
-    target, _, _ = await there.store(write_after_s=LONG, whole_bytes=None)
-    snapshot = await here.put(source, KINDS[name])
-    expected = await here.read(source, snapshot)
-    if split:
-        snapshot = await until(told, snapshot)
-    manifest = await source.exchange.manifest(snapshot.id)
-    wire = Wire(source.exchange, snapshot.id, asyncio.get_running_loop())
-    moved = await target.exchange.receive(manifest, OTHER, KIND_OF[name], [], wire)
-
-    assert await there.read(target, moved) == expected
-    assert (moved.namespace, moved.tokens, moved.shape) == (OTHER, snapshot.tokens, snapshot.shape)
-    assert sorted(wire.asked) == list(range(len(manifest.blobs)))
 
 
 async def test_a_split_file_and_a_whole_one_have_the_same_parts(

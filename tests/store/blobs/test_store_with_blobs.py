@@ -15,7 +15,6 @@ from router.base.types import KvDir, MemoryKind
 from router.store.blobs import blob_files, manifests
 from router.store.store import KvStore
 from tests.support.files.blob_stores import (
-    KINDS,
     NAMESPACE,
     Place,
     state,
@@ -33,20 +32,6 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
     yield made
     for store in made.open:
         await store.aclose()
-
-
-@pytest.mark.parametrize("raw", KINDS.values(), ids=KINDS)
-async def test_assembled_as_it_was(place: Place, raw: bytes) -> None:
-    store, noting, _ = await place.store()
-    snapshot = await place.put(store, raw)
-    expected = await place.read(store, snapshot)  # a window was padded
-    now = await until(noting, snapshot)
-    assert now.kv_dir == str(place.blobs)
-    for _ in range(2):
-        assert await place.read(store, now) == expected
-        assert await place.read(store, snapshot) == expected, "by the snapshot as it was"
-    await store.aclose()
-    assert not [n for n in os.listdir(place.kv) if "kvf-" in n], "no whole file, and no read one"
 
 
 async def test_a_state_that_is_not_understood(place: Place) -> None:
@@ -107,17 +92,6 @@ async def test_restreamed_and_cut_from_blobs(place: Place) -> None:
     assert made.blobs[:2] == snapshot.blobs[:2]
 
 
-async def test_found_after_a_restart(place: Place) -> None:
-    store, noting, _ = await place.store()
-    snapshot = await until(noting, await place.put(store, state(700)))
-    await store.aclose()
-    for path in place.kv.iterdir():  # the memory is lost
-        path.unlink()
-    store, _, found = await place.store()
-    assert found == [snapshot]
-    assert await place.read(store, found[0]) == state(700)
-
-
 async def test_found_with_its_whole_file(place: Place) -> None:
     store, noting, _ = await place.store(whole_bytes=None)
     snapshot = await until(noting, await place.put(store, state(700)), whole=True)
@@ -125,19 +99,6 @@ async def test_found_with_its_whole_file(place: Place) -> None:
     store, _, found = await place.store(whole_bytes=None)
     assert found == [snapshot]
     assert found[0].kv_dir == str(place.kv)
-
-
-async def test_what_is_not_split_yet_is_at_the_end(place: Place) -> None:
-    store, noting, _ = await place.store(write_after_s=LONG, whole_bytes=None)
-    snapshot = await place.put(store, state(700))
-    await store.flush()
-    assert not place.disk()
-    await store.aclose()
-    assert noting.now[snapshot.id].blobs
-    for path in place.kv.iterdir():
-        path.unlink()
-    store, _, found = await place.store()
-    assert await place.read(store, found[0]) == state(700)
 
 
 async def test_whole_files_of_an_earlier_run_are_taken_over(place: Place) -> None:

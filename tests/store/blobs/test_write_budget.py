@@ -1,6 +1,5 @@
 """`router.store.blobs.write_budget`: bytes of 24 hours, over restarts and changes of the clock."""
 
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,6 @@ def test_bytes_of_24_hours_count() -> None:
     assert budget.spent_bytes == 145
     clock.now += HOUR_S
     assert budget.spent_bytes == 115, "the first hour is over"
-
-
-def test_no_limit() -> None:
-    budget = WriteBudget(inf, Clock())
-    budget.spend(10**15)
-    assert budget.left_bytes == inf
 
 
 def test_a_restart_does_not_begin_anew(tmp_path: Path) -> None:

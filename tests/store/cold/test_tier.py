@@ -24,7 +24,7 @@ from router.store.cold.ports import Owned
 from router.store.cold.seals import Sealed, Unsealed
 from router.store.cold.tier import ColdSettings, ColdTier
 from router.store.store import KvStore
-from tests.support.files.blob_stores import KINDS, Place, state
+from tests.support.files.blob_stores import Place, state
 
 HERE = Namespace("the model here")
 DAY_S = 86400.0
@@ -160,26 +160,6 @@ async def hosts(tmp_path: Path, cold: Path) -> AsyncIterator[Hosts]:
         await host.store.aclose()
 
 
-@pytest.mark.parametrize("key", [None, b"secret"], ids=["plain", "sealed"])
-@pytest.mark.parametrize("name", KINDS)
-async def test_a_state_of_each_kind_comes_back_as_it_was(
-    hosts: Hosts, name: str, key: bytes | None
-) -> None:
-    here, there = await hosts.start(key), await hosts.start(key)
-    snapshot = await here.put(KINDS[name])
-    expected = await here.place.read(here.store, snapshot)
-    if name == "short":
-        assert await here.copy() == 0, "fewer tokens than a mark"
-        return
-    kinds = {"full": MemoryKind.FULL, "window": MemoryKind.SLIDING_WINDOW}
-    assert await here.copy() == 1
-    await there.tier.refresh()
-
-    found = there.found(snapshot.tokens, goes_back=False)
-    assert await there.fetch(found, kinds.get(name, MemoryKind.HYBRID)) == expected
-    assert there.tier.status().damaged == there.tier.status().missing == 0
-
-
 async def test_nothing_is_copied_twice(hosts: Hosts) -> None:
     here, there = await hosts.start(), await hosts.start()
     first = await here.put(state(700))
@@ -313,32 +293,6 @@ async def test_one_snapshot_that_is_refused_holds_up_no_other(
     assert await here.copy() == 1
     assert here.tier.status().problem == ""
     assert await here.copy() == 0, "not tried at every look"
-
-
-async def test_a_directory_that_is_gone_is_used_again(
-    hosts: Hosts, cold: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("router.store.cold.tier._AGAIN_S", 0.01)
-    here = await hosts.start()
-    snapshot = await here.put(state(700))
-    put_away(cold)
-    here.now = wall_now()
-    here.tier.start()
-    await until(lambda: here.tier.problem not in ("", "not looked at yet"))
-    owned = Owned("facts", Tenant(""))
-    assert here.tier.find(owned, snapshot.tokens, goes_back=True) is None
-    put_back(cold)
-    await until(lambda: here.tier.is_usable and here.tier.status().copied == 1)
-
-
-def put_away(cold: Path) -> None:
-    cold.rename(cold.with_name("away"))
-    cold.write_text("not a directory")
-
-
-def put_back(cold: Path) -> None:
-    cold.unlink()
-    cold.with_name("away").rename(cold)
 
 
 async def until(holds: Callable[[], bool]) -> None:

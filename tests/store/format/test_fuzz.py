@@ -21,7 +21,6 @@ import pytest
 
 from router.base import tokens as tok
 from router.base.errors import KvFileError
-from router.store import shapes
 from router.store.format.blocks import AttentionBlock
 from router.store.format.head import Head
 from router.store.format.layout import Layout
@@ -187,27 +186,6 @@ def rewrites(raw: bytes, head: Head, layout: Layout) -> Iterator[bytes]:
             rewrite = make()
             if rewrite is not None:
                 yield plain_apply(raw, rewrite)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_truncated(llama_server: StartServer, tmp_path: Path, kind: str) -> None:
-    """A cut leaves no valid file, except one of another kind, which the reported size reveals."""
-    raw = await saved(await llama_server(kind), 40)
-    original = parse(raw)[1]
-    points = {at for part in structure(raw) for at in part}
-    points |= set(random.Random(5).sample(range(len(raw)), 300))
-    path = tmp_path / "short"
-    survivors = []
-    for at in sorted(points):
-        with suppress(KvFileError):
-            survivors.append(parse(raw[:at])[1])
-            path.write_bytes(raw[:at])
-            with pytest.raises(KvFileError, match="the backend reported"):
-                shapes.inspect(path, len(raw))
-    assert len(survivors) <= 4
-    for layout in survivors:
-        if layout.fingerprint() == original.fingerprint():
-            assert len(layout.checkpoints) < len(original.checkpoints)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,21 +6,15 @@ import struct
 import tracemalloc
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.base import tokens as tok
 from router.base.errors import KvFileError
-from router.base.types import MemoryKind
-from router.store.format.blocks import AttentionBlock
 from router.store.format.head import MAX_TOKENS, Head, collapse_media, read_head, tokens_of
 from router.store.format.layout import Layout, check_agreement, read_layout
-from tests.conftest import StartServer
-from tests.support.files import state_files
 from tests.support.files.state_files import (
     appendix,
     attention,
@@ -31,7 +25,6 @@ from tests.support.files.state_files import (
     stream,
     u32,
 )
-from tests.support.servers.llama_server import LlamaServer
 
 TOKENS = [5, 6, 7, 8]
 POSITIONS = range(4)
@@ -81,11 +74,6 @@ FILES = {
 class Watched(io.BytesIO):
     """A file that fails the test at a read of more bytes than the file has."""
 
-    def read(self, size: int | None = -1, /) -> bytes:
-        assert size is not None
-        assert 0 <= size <= max(32, len(self.getbuffer()))
-        return super().read(size)
-
 
 def parse(raw: bytes) -> tuple[Head, Layout]:
     file = Watched(raw)
@@ -110,15 +98,6 @@ def test_every_shape_is_read(name: str) -> None:
     assert (name in ("ext", "ple", "media")) == any(block.ext for block in layout.attention)
 
 
-def test_memory_kinds() -> None:
-    kinds = {name: parse(raw)[1].memory_kind for name, raw in FILES.items()}
-
-    assert MemoryKind.FULL == kinds["full"] == kinds["mla"] == kinds["two streams"]
-    assert kinds["iswa"] == MemoryKind.SLIDING_WINDOW
-    assert MemoryKind.HYBRID == kinds["hybrid"] == kinds["hybrid iswa"]
-    assert kinds["recurrent"] == MemoryKind.RECURRENT
-
-
 def test_offsets_point_at_the_data() -> None:
     """Rewriting cuts and copies at these offsets."""
     raw = FILES["two streams"]
@@ -130,14 +109,6 @@ def test_offsets_point_at_the_data() -> None:
     for layer, (k, v) in enumerate(zip(filled.k, filled.v, strict=True)):
         assert bytes([layer + 1]) * 16 == raw[k.offset : k.offset + 4 * k.row_bytes]
         assert bytes([layer + 0x81]) * 16 == raw[v.offset : v.offset + 4 * v.row_bytes]
-
-
-def test_fingerprint_ignores_streams_and_cells() -> None:
-    one, two = parse(FILES["full"])[1], parse(FILES["two streams"])[1]
-    longer = parse(full([*TOKENS, 9]))[1]
-
-    assert one.fingerprint() == two.fingerprint() == longer.fingerprint()
-    assert one.n_stream == longer.n_stream != two.n_stream
 
 
 def test_fingerprint_tells_shapes_apart() -> None:
@@ -258,14 +229,6 @@ def test_damage_is_an_error_or_a_layout(name: str, edits: list[tuple[int, int]],
     )
 
 
-@given(st.binary(max_size=200))
-def test_noise_behind_a_head_is_an_error_or_a_layout(noise: bytes) -> None:
-    try:
-        parse(head(TOKENS) + noise)
-    except KvFileError:
-        return
-
-
 @pytest.mark.parametrize(
     "start",
     [
@@ -372,91 +335,3 @@ def test_media_positions_become_one_id_each(
 
 
 # The rest talks to real servers.
-
-PROMPT = [(i * 7) % 500 for i in range(100)]
-
-
-async def save(server: LlamaServer, name: str) -> tuple[list[int], Path]:
-    """Run PROMPT on slot 0 and save it; return the generated tokens and the file."""
-    async with aiohttp.ClientSession(server.url) as http:
-
-        async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
-            async with http.post(path, json=body) as response:
-                answer: dict[str, Any] = await response.json()
-                assert response.status == 200, answer
-                return answer
-
-        body = {"prompt": PROMPT, "n_predict": 20, "return_tokens": True, "id_slot": 0}
-        generated = (await post("/completion", body))["tokens"]
-        saved = await post("/slots/0?action=save", {"filename": name})
-    assert server.kv_dir is not None
-    path = server.kv_dir / name
-    assert saved["n_written"] == path.stat().st_size
-    return generated, path
-
-
-def read(path: Path) -> tuple[Head, Layout]:
-    with path.open("rb") as file:
-        found = read_head(file)
-        layout = read_layout(file, found, path.stat().st_size)
-    check_agreement(found, layout)
-    return found, layout
-
-
-@pytest.mark.parametrize(
-    ("kind", "memory"),
-    [
-        ("llama", MemoryKind.FULL),
-        ("gemma3", MemoryKind.SLIDING_WINDOW),
-        ("lfm2", MemoryKind.HYBRID),
-        ("mamba", MemoryKind.RECURRENT),
-    ],
-)
-async def test_real_file(llama_server: StartServer, kind: str, memory: MemoryKind) -> None:
-    """The last sampled token was never decoded, so it is not in the file."""
-    generated, path = await save(await llama_server(kind), "f")
-    found, layout = read(path)
-
-    assert PROMPT + generated[:-1] == tok.unpack(found.tokens)
-    assert memory == layout.memory_kind
-    with pytest.raises(KvFileError), path.open("rb") as file:
-        read_layout(io.BytesIO(file.read()[:-1]), found, path.stat().st_size - 1)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "lfm2"])
-async def test_real_compatibility(llama_server: StartServer, kind: str) -> None:
-    """Fingerprints differ where llama-server refuses a file; `-np` only changes the streams."""
-    layouts: dict[str, Layout] = {}
-    settings = {
-        "plain": [],
-        "unified": ["--kv-unified"],
-        "no fa": ["-fa", "off"],
-        "q8_0": ["-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0"],
-    }
-    for name, extra in settings.items():
-        server = await llama_server(kind, extra_args=extra)
-        layouts[name] = read((await save(server, name.replace(" ", "")))[1])[1]
-        await server.stop()
-
-    assert layouts["plain"].fingerprint() == layouts["unified"].fingerprint()
-    assert layouts["plain"].n_stream != layouts["unified"].n_stream
-    assert len({layout.fingerprint() for layout in layouts.values()}) == 3
-    assert (layouts["plain"].n_stream, layouts["unified"].n_stream) == (2, 1)
-    block = layouts["no fa"].blocks[0]
-    assert isinstance(block, AttentionBlock)
-    assert block.v_trans
-    assert layouts["q8_0"].attention[0].n_rot_k == 64  # head size 64: Hadamard
-
-
-async def test_real_window(llama_server: StartServer) -> None:
-    """Only the window of an SWA block is written, so the file gives no reuse (section 4.3)."""
-    _, path = await save(await llama_server("gemma3"), "f")
-    base, window = read(path)[1].attention
-
-    assert (base.pos_min, base.pos_max, base.cell_count) == (0, 118, 119)
-    assert (window.pos_min, window.pos_max, window.cell_count) == (55, 118, 64)
-
-
-def test_builder_is_not_the_reader() -> None:
-    """The hand-made files share no code with the reader that they test."""
-    assert "router" not in vars(state_files)

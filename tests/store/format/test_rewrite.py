@@ -14,7 +14,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.base import tokens as tok
@@ -278,26 +277,6 @@ def made(state: tuple[list[int], bool, int, bool]) -> bytes:
     positions, v_trans, n_stream, legacy = state
     start = head(TOKENS[: len(positions)], legacy=legacy)
     return start + block(positions, n_stream, v_trans=v_trans)
-
-
-@given(states, st.integers(1, 10), st.integers(1, 10))
-@settings(max_examples=150, deadline=None)
-def test_two_cuts_are_one(state: tuple[list[int], bool, int, bool], a: int, b: int) -> None:
-    raw = made(state)
-    longer, shorter = max(a, b) + 1, min(a, b)
-    assert cut_to(raw, shorter) == cut_to(cut_to(raw, longer), shorter)
-
-
-@given(states, st.integers(1, 6), st.integers(1, 11))
-@settings(max_examples=150, deadline=None)
-def test_streams_there_and_back(
-    state: tuple[list[int], bool, int, bool], n_stream: int, n: int
-) -> None:
-    """The cells are in the first stream; a cut works alike with any number of streams."""
-    raw = made(state)
-    there = restreamed(raw, n_stream)
-    assert raw == restreamed(there, state[2])
-    assert cut_to(raw, n) == restreamed(cut_to(there, n), state[2])
 
 
 # The writer.

@@ -77,14 +77,6 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("raw", FILES.values(), ids=FILES)
-def test_every_byte_is_in_one_blob(raw: bytes) -> None:
-    made = plan(raw)
-    assert assembled(raw, made) == raw
-    assert made.sizes() == [len(blob) for blob in blobs(raw, made)]
-    assert sum(made.sizes()) == len(raw) - made.start
-
-
 @pytest.mark.parametrize("most", [5, 64, 1000])
 @pytest.mark.parametrize("raw", FILES.values(), ids=FILES)
 def test_pieces_of_any_size(raw: bytes, most: int, monkeypatch: pytest.MonkeyPatch) -> None:

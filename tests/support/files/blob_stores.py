@@ -9,13 +9,9 @@ from typing import Any
 from router.base.types import KvDir, MemoryKind, Namespace, Snapshot, SnapshotId
 from router.store.blobs.split_snapshots import BlobSettings
 from router.store.store import KvStore
-from tests.support.files.state_files import appendix, attention, full, head, recurrent, stream
+from tests.support.files.state_files import full
 
 NAMESPACE = Namespace("n")
-
-
-def cell(section: int, position: int) -> bytes:
-    return struct.pack("<HHI", section, position, 7 * position)
 
 
 def state(n: int, salt: int = 0) -> bytes:
@@ -113,14 +109,3 @@ async def until(noting: Told, snapshot: Snapshot, *, whole: bool = False) -> Sna
             if now is not None and now.blobs and now.whole is whole:
                 return now
             await noting.told.wait()
-
-
-KINDS = {
-    "full": state(600),
-    "short": state(3),
-    "window": head(range(600))
-    + attention(stream(range(600), row=8, cell=cell))
-    + attention(stream(range(500, 600), row=8, cell=cell)),
-    "hybrid": head(range(600)) + attention(stream(range(600), row=8, cell=cell)) + recurrent(599),
-    "recurrent": head(range(600)) + recurrent(599) + appendix((300, recurrent(299))),
-}

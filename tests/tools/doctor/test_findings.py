@@ -39,7 +39,7 @@ GOOD = Facts(
         is_sleeping=False,
     ),
 )
-MODELS = ModelsInfo(frozenset({"small"}), 512, 8192, 64, 135_000_000, 98_000_000, "Q4_1", 2, "t")
+MODELS = ModelsInfo(frozenset({"small"}), 512, 8192, 64, 135_000_000, 98_000_000, "Q4_1", "t")
 INFO = BackendInfo(
     BackendId("one"), 2, 4096, Namespace("n"), kv_dir=KvDir("/kv"), memory_kind=MemoryKind.FULL
 )
