@@ -372,6 +372,24 @@ class Config(ConfigSection):
             raise MisfitError(misfits)
         return self
 
+    def _beyond_passthrough(self) -> list[tuple[KeyPath, str]]:
+        """Return what asks for more than passing requests through."""
+        whole = {
+            "cannot keep tenants apart: set auth.share_cache: all": self.auth.keeps_apart,
+            "cannot tell when a server may be stopped: choose another policy": self.servers.models,
+            "reads no prompt, and hosts cannot be compared without": self.fleet.is_used,
+        }
+        found = [
+            (("policy", "name"), f"passthrough {why}") for why, asked in whole.items() if asked
+        ]
+        limited = [
+            (("auth", "tenants", at, key), "has no effect: passthrough counts no tokens")
+            for at, tenant in enumerate(self.auth.tenants)
+            for key in ("tokens_per_minute", "tokens_per_day")
+            if getattr(tenant, key)
+        ]
+        return [*found, *limited]
+
     def misfits(self) -> list[tuple[KeyPath, str]]:
         """Return the contradictions between sections, each with its key path."""
         if not self.backends and not self.servers.models and not self.fleet.has_peers:
@@ -398,17 +416,8 @@ class Config(ConfigSection):
             message = "is the kv_dir of a backend: blobs need a directory of their own"
             misfits.append((("store", "blobs"), message))
         misfits += self.cold.overlaps([*kv_dirs, blobs])
-        if self.policy.name is PolicyName.PASSTHROUGH and self.auth.keeps_apart:
-            message = "passthrough cannot keep tenants apart: set auth.share_cache: all"
-            misfits.append((("policy", "name"), message))
-        for at, tenant in enumerate(self.auth.tenants):
-            key = "tokens_per_minute" if tenant.tokens_per_minute else "tokens_per_day"
-            if self.policy.name is PolicyName.PASSTHROUGH and getattr(tenant, key):
-                message = "has no effect with policy passthrough, which counts no tokens"
-                misfits.append((("auth", "tenants", at, key), message))
-        if self.policy.name is PolicyName.PASSTHROUGH and self.servers.models:
-            message = "passthrough cannot tell when a server may be stopped: choose another policy"
-            misfits.append((("policy", "name"), message))
+        if self.policy.name is PolicyName.PASSTHROUGH:
+            misfits += self._beyond_passthrough()
         open_to_peers = self.fleet.listen is not None and self.fleet.credentials is None
         if self.auth.keys and open_to_peers and not self.fleet.insecure:
             message = (
@@ -416,9 +425,6 @@ class Config(ConfigSection):
                 " reaches this address may speak for any tenant (or allow it with `insecure: true`)"
             )
             misfits.append((("fleet", "listen"), message))
-        if self.policy.name is PolicyName.PASSTHROUGH and self.fleet.is_used:
-            message = "passthrough reads no prompt, and hosts cannot be compared without"
-            misfits.append((("policy", "name"), message))
         for section, own in (("admin", self.admin.listen), ("fleet", self.fleet.listen)):
             if own is None:
                 continue

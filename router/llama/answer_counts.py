@@ -36,6 +36,12 @@ _TIMINGS = re.compile(rb',?(?<!\\)"timings":\{[^{}]*\}(?=\})')
 _CACHED = (b"cache_n", b"cached_tokens", b"cache", b"cache_read_input_tokens")
 
 
+def whole_lines(kept: bytes, chunk: bytes) -> tuple[bytes, bytes]:
+    """Return the whole lines of what was kept back and a chunk, and what is to be kept back."""
+    lines, newline, rest = chunk.rpartition(b"\n")
+    return (kept + lines + newline, rest) if newline else (b"", kept + rest)
+
+
 class AnswerCounts:
     """Corrects one answer to a request with an own prefill: `part` by part, then its `rest`.
 
@@ -65,14 +71,10 @@ class AnswerCounts:
 
     def part(self, chunk: bytes) -> bytes:
         """Return the whole lines so far, each corrected; keep the rest of a line."""
-        lines, newline, rest = chunk.rpartition(b"\n")
-        if not newline:
-            self._kept += rest
-            return b""
-        lines, self._kept = self._kept + lines, rest
+        lines, self._kept = whole_lines(self._kept, chunk)
         if self._count.search(lines) is None:
-            return lines + newline
-        return b"\n".join(map(self._line, lines.split(b"\n"))) + newline
+            return lines
+        return b"".join(map(self._line, lines.splitlines(keepends=True)))
 
     def rest(self) -> bytes:
         """Return the end of an answer that has no line break."""

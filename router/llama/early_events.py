@@ -13,6 +13,7 @@ import orjson
 
 from router.base.clock import wall_now
 from router.base.types import PrefillProgress
+from router.llama.answer_counts import whole_lines
 from router.llama.routes import Shape
 from router.llama.wire import ChatPrompt, ParsedRequest, is_int
 
@@ -119,11 +120,7 @@ class EarlyEvents:
         """Return the whole lines of an answer so far, as of the stream that began."""
         if not self._id:
             return chunk
-        lines, newline, rest = chunk.rpartition(b"\n")
-        if not newline:
-            self._kept += rest
-            return b""
-        lines, self._kept = self._kept + lines + newline, rest
+        lines, self._kept = whole_lines(self._kept, chunk)
         if not self._theirs and (found := _ID.search(lines)):
             self._theirs = found[1]
         if self._drops:

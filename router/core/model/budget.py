@@ -39,7 +39,7 @@ class Budget:
     def __init__(
         self, wall_now: Callable[[], float] = lambda: 0.0, now: Callable[[], float] | None = None
     ) -> None:
-        """Set up without limits. `wall_now`: UNIX seconds; `now`: clock seconds, by default them."""
+        """Set up without limits. `wall_now`: UNIX seconds; `now`: clock seconds, or the same."""
         self.limits: Mapping[str, Limits] = {}  # by tenant
         # What each tenant used on a day, counted since 1970: for a start, or a clock that is set.
         self.costs_of_day: Callable[[int], Mapping[str, Cost]] = lambda _: {}

@@ -342,10 +342,7 @@ class SlotTable:
 
     def any_idle(self) -> bool:
         """Return whether any slot is idle."""
-        for bench in self._benches.values():
-            if bench.phases[Phase.IDLE]:
-                return True
-        return False
+        return any(bench.phases[Phase.IDLE] for bench in self._benches.values())
 
     def add(self, backend: BackendId, n_slots: int) -> BackendSlots:
         """Add the slots of a backend that has just come up, all empty; return them.

@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import pytest
+from msgspec.structs import replace
 
 from router.base.errors import BackendRefusedError, KvFileError
 from router.base.tokens import Tokens
@@ -269,7 +270,9 @@ class Oddities:
     other_endings: int = 0  # of how many prompts that diverge after the second restore
     nothing_cached: int = 0
     refused: int = 0
+    slow_save: int = 0  # which save
     restores: int = field(default=0, init=False)
+    saves: int = field(default=0, init=False)
 
 
 class OddClient(LlamaClient):
@@ -278,6 +281,11 @@ class OddClient(LlamaClient):
     def __init__(self, url: str, connections: Connections, odd: Oddities) -> None:
         super().__init__(BackendId("a"), url, connections, Timeouts())
         self._odd = odd
+
+    async def save(self, slot: int, name: str) -> Transfer:
+        self._odd.saves += 1
+        slow = self._odd.saves == self._odd.slow_save
+        return replace(await super().save(slot, name), seconds=0.3 if slow else 0.001)
 
     async def restore(self, slot: int, name: str) -> Transfer:
         self._odd.restores += 1
@@ -307,6 +315,11 @@ async def odd_one(tmp_path: Path, **oddities: int) -> Attached:
         assert [slot.tokens for slot in fake.slots] == [[], []]
     assert odd.restores >= max(oddities.values(), default=0)
     return attached
+
+
+async def test_one_slow_save_says_nothing(tmp_path: Path) -> None:
+    """A busy machine: with its price for a save, no save of a small model would pay."""
+    assert (await odd_one(tmp_path, slow_save=1)).info.save_s == 0.001
 
 
 async def test_nothing_odd(tmp_path: Path) -> None:
