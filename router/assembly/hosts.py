@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +46,7 @@ from router.telemetry.hosts_metrics import HostsCollector, HostsMetrics, PeerSta
 from router.web.admin.hosts import HostsView
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
+from router.web.fleet.purging import Here
 
 log = structlog.get_logger(__name__)
 
@@ -189,6 +190,7 @@ async def hosts_of(
             directory=directory,
             own_url=lambda: address.url,
             scheme=address.scheme,
+            purges=purges,
             keeps_apart=lambda: keys.known.keeps_apart,
         )
         registry.register(
@@ -247,17 +249,22 @@ class _Kept:
         found = {tenant_of(one.namespace) for one, _, _ in view.snapshots()}
         return found | view.slot_tenants()
 
-    def purges(self) -> Mapping[str, str]:
-        """Return the purges that are noted here and hold everywhere: tenants by id."""
-        return self.store.purges.everywhere
+    def knows(self, note: str) -> bool:
+        """Return whether a purge was obeyed, by this run or an earlier one."""
+        return note in self.store.purges
+
+    def untold(self) -> Mapping[str, str]:
+        """Return the purges of which the tier has not heard: tenants or folders by id."""
+        return self.store.purges.untold
+
+    async def tell(self, notes: Iterable[str]) -> None:
+        """Note that the tier has heard of purges."""
+        await self.store.note_told(notes)
 
     async def purge(self, tenant: Tenant, note: str) -> None:
         """Delete all that is here of a tenant, and note that the purge was obeyed."""
-        owner = Tenant(tenant.partition(TENANT_SALT)[0])
-        await self.engine.purge_tenant(owner)
-        await self.store.purge(owner, note)
-        for forget in self.memories:
-            forget(owner)
+        own = Here(self.engine, self.store, self.memories)
+        await own.purge(Tenant(tenant.partition(TENANT_SALT)[0]), note)
 
 
 class ColdStore(NamedTuple):
@@ -300,7 +307,7 @@ async def cold_of(
         return None
     settings = ColdSettings(config.after_s, config.keep_s)
     parts = await cold_parts(config)
-    store.purges.folder_of = lambda namespace: parts.names.tenant(tenant_of(namespace))
+    store.purges.folder_of = parts.names.tenant
     kept = _Kept(engine, store, memories)
     return ColdTier(*parts, store.exchange, kept, settings, wall_now)
 

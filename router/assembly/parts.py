@@ -1,6 +1,6 @@
 """The first two stages of a router: parts that know no backend, then the watch over backends."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from router.base.types import BackendId, Standing, Stats
 from router.config.schema import BackendConfig, Config, TokenizerMode
 from router.core.execution.state import State
 from router.core.model.budget import Budget
-from router.core.model.tenancy import is_of, tenant_of
+from router.core.model.tenancy import tenant_of
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
 from router.engine.loop_throttle import LoopThrottle
@@ -68,11 +68,7 @@ class Parts:
     tokenizers: TokenizerRegistry
     tasks: Tasks
     drivers: dict[Process, BackendId]
-
-    @property
-    def memories(self) -> Sequence[Callable[[str], None]]:
-        """Return what forgets a tenant, besides the store and the core."""
-        return self.decision_log.forget, lambda _: self.tokenizers.forget()
+    memories: list[Callable[[str], None]]  # what forgets a tenant, besides the store and the core
 
 
 async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExitStack) -> Parts:
@@ -90,7 +86,7 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         fsync=kept.fsync,
         group_access=kept.group_access,
         blobs=blobs_of(config),
-        is_of=lambda namespace, tenant: is_of(tenant_of(namespace), tenant),
+        tenant_of=tenant_of,
         purges=_list_of_purges(),
     )
     TierCollector(registry, BLOBS, store.tier_status)
@@ -105,12 +101,14 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
     stack.push_async_callback(engine.aclose)
     tasks = Tasks()
     stack.push_async_callback(tasks.aclose)
+    decision_log = DecisionLog(config.diagnostics.requests, wall_now)
+    tokenizers = TokenizerRegistry(config.tokenizer, tasks, lambda: engine.view.is_serving)
     return Parts(
         registry,
         clock,
         throttle,
         telemetry,
-        DecisionLog(config.diagnostics.requests, wall_now),
+        decision_log,
         budget,
         await _usage_of(config, budget, stack),
         guard,
@@ -120,9 +118,10 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         clients,
         on_demand,
         engine,
-        TokenizerRegistry(config.tokenizer, tasks, lambda: engine.view.is_serving),
+        tokenizers,
         tasks,
         {},
+        [decision_log.forget, lambda _: tokenizers.forget()],
     )
 
 

@@ -1,7 +1,6 @@
 """The last stage of a router: the handler of all requests."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.assembly.hosts import Hosts
@@ -40,7 +39,7 @@ from router.web.fleet.fetching import Fetching
 from router.web.fleet.forwarding import Forwarding
 from router.web.fleet.handing_out import HandingOut
 from router.web.fleet.peer_routes import PeerRoutes
-from router.web.fleet.purging import Purging
+from router.web.fleet.purging import Here, Purging
 from router.web.server.bodies import Bodies
 from router.web.server.settings import Settings
 
@@ -62,17 +61,11 @@ class Stages:
         """Return the state of the cold tier; None: there is none."""
         return None if self.cold is None else self.cold.status()
 
-    def purging(self, stop_fetches: Callable[[Tenant], None]) -> Purging:
-        """Return the function that deletes all of a tenant."""
-        hosts = self.hosts
-        return Purging(
-            self.parts.engine,
-            self.parts.store,
-            self.parts.memories,
-            self.cold,
-            lambda: () if hosts is None else hosts.peers.all(),
-            stop_fetches,
-        )
+    def purging(self) -> Purging:
+        """Return what deletes all of a tenant."""
+        hosts, parts = self.hosts, self.parts
+        own = Here(parts.engine, parts.store, parts.memories)
+        return Purging(own, self.cold, lambda: () if hosts is None else hosts.peers.all())
 
 
 def live_of(made: Stages) -> Live:
@@ -97,13 +90,13 @@ async def app_of(made: Stages, live: Live) -> App:
     elsewhere: Elsewhere = Nowhere(engine)
     cold = None if made.cold is None else ColdHolder(made.cold, parts.clock.now)
     store, now = parts.store, parts.clock.now
-    purging = made.purging(lambda _: None)
+    purging = made.purging()
     if hosts is not None or cold is not None:
         fetch_metrics = FetchMetrics(parts.registry)
         client = None if hosts is None else hosts.credentials.client
         peers = NoPeers() if hosts is None else hosts.peers
         fetching = Fetching(peers, cold, engine, store, client, fetch_metrics, now)
-        purging = made.purging(fetching.stop)
+        parts.memories.append(lambda tenant: fetching.stop(Tenant(tenant)))
         if hosts is not None:
             parts.tasks.supervise(purging.hear, name="purges of other hosts")
         if hosts is None:

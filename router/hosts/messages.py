@@ -5,7 +5,7 @@ from msgspec import Struct
 from router.core.model.plan import Offered
 
 # Two versions that differ here do not exchange requests.
-PROTOCOL = 1
+PROTOCOL = 2
 
 PREFIX = "/peer/"
 HELLO = "/peer/hello"

@@ -68,8 +68,12 @@ class Peer(ServerClient):
         timeouts: Timeouts,
         now: Callable[[], float],
         on_break: Callable[[], None] = lambda: None,
+        purges: Callable[[], str] = lambda: "",
     ) -> None:
-        """Set up a peer that was never asked. `on_break`: called when it is left alone."""
+        """Set up a peer that was never asked. `on_break`: called when it is left alone.
+
+        `purges`: a digest of the purges that this host knows.
+        """
         super().__init__(BackendId(url), url, connections, timeouts)
         self.hello: Hello | None = None
         self.heard_at = 0.0  # clock seconds of the last answer or directory entry.
@@ -78,7 +82,7 @@ class Peer(ServerClient):
         self.quote_s = 0.001  # what a quote takes, learned.
         self.asked = self.failed = 0
         self._now = now
-        self._on_break = on_break
+        self._on_break, self._purges = on_break, purges
         # Apart: a host that answers every question and breaks every request is left alone, too.
         self._calls = Breaker(_LONGEST_BREAK_S, now)
         self._forwards = Breaker(_LONGEST_BREAK_S, now)
@@ -107,8 +111,12 @@ class Peer(ServerClient):
 
     @property
     def hands_out(self) -> bool:
-        """Return whether states can be fetched there, whatever it serves."""
+        """Return whether states can be fetched there, whatever it serves.
+
+        Not from a host that may have states of a purged tenant: it knows other purges.
+        """
         known = self.hello is not None and not self.problem
+        known = known and self.hello is not None and self.hello.purges == self._purges()
         return known and not self._calls.is_open and not self.link.breaker.is_open
 
     @property

@@ -77,11 +77,14 @@ class Peers:
         own_url: Callable[[], str] = lambda: "",
         scheme: str = "http",
         keeps_apart: Callable[[], bool] = lambda: False,
+        purges: Callable[[], str] = lambda: "",
     ) -> None:
         """Set up without peers. `incarnation`, `proof` and `own_url` are this host's own.
 
-        `scheme`: of all hosts. `keeps_apart`: whether this host keeps tenants apart.
+        `scheme`: of all hosts. `keeps_apart`: whether this host keeps tenants apart. `purges`: a
+        digest of the purges that it knows.
         """
+        self._purges = purges
         self._own_url = own_url
         self._scheme = scheme
         self._keeps_apart = keeps_apart
@@ -245,7 +248,12 @@ class Peers:
         if url not in self._peers:
             self._changed()
             self._peers[url] = Peer(
-                url, self._connections, self._timeouts, self._clock.now, self._changed
+                url,
+                self._connections,
+                self._timeouts,
+                self._clock.now,
+                self._changed,
+                self._purges,
             )
         return self._peers[url]
 

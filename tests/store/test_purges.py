@@ -15,6 +15,7 @@ from router.store.store import KvStore
 from tests.support.files.blob_stores import state
 
 ALICE, BOB = Namespace("m@alice"), Namespace("m@bob")
+NOTE = "a1" * 16
 
 
 class Run:
@@ -35,7 +36,7 @@ class Run:
             wall_now=lambda: 0.0,
             fsync=False,
             blobs=settings if blobs else None,
-            is_of=lambda namespace, tenant: is_of(tenant_of(namespace), tenant),
+            tenant_of=tenant_of,
             purges=self.root / "state" / purges.NAME,
         )
         return store, await store.load()
@@ -60,7 +61,7 @@ async def test_a_directory_that_was_not_open_obeys(tmp_path: Path) -> None:
     for one in found:
         if is_of(tenant_of(one.namespace), "alice"):
             await store.delete(one)
-    assert await store.purge(Tenant("alice"), "note-1") == {}
+    assert await store.purge(Tenant("alice"), NOTE) == {}
     await store.aclose()
 
     store, found = await runs.start("a", "b")
@@ -85,7 +86,7 @@ async def test_blobs_of_a_run_whose_setting_is_off_do_not_come_back(tmp_path: Pa
     store, found = await runs.start("a")
     for one in [one for one in found if one.namespace == ALICE]:
         await store.delete(one)
-    await store.purge(Tenant("alice"), "note-1")
+    await store.purge(Tenant("alice"), NOTE)
     await store.aclose()
 
     store, found = await runs.start("a", blobs="blobs")
@@ -101,12 +102,50 @@ async def test_runs_without_a_common_directory_know_each_others_purges(tmp_path:
         await save(store, tmp_path / "a", namespace)
     await store.aclose()
     store, _ = await runs.start("b")
-    assert await store.purge(Tenant("alice"), "note-1") == {}
+    assert await store.purge(Tenant("alice"), NOTE) == {}
     await store.aclose()
 
     store, found = await runs.start("a")
     assert [one.namespace for one in found] == [BOB]
     await store.aclose()
+
+
+def test_only_sound_notes_are_taken() -> None:
+    """Another program may have written them: no folder is a path, no id is a name."""
+    made = purges.Purges(lambda _: Tenant(""))
+    made.add(NOTE, "#../../victim")
+    made.add("../x", "alice")
+    made.add(NOTE[:-1], "alice")
+    assert made.everywhere == {}
+    made.add(NOTE, f"#{'ab' * 8}")
+    assert made.by_name == {}
+    made.add(NOTE, "alice")
+    made.add(NOTE, f"#{'cd' * 8}")
+    assert made.by_name == {NOTE: "alice"}, "a name replaces a folder, and not the other way"
+
+
+async def test_two_routers_of_one_user_keep_each_others_purges(tmp_path: Path) -> None:
+    runs = Run(tmp_path)
+    one, _ = await runs.start("a")
+    two, _ = await runs.start("b")
+    await one.purge(Tenant("alice"), NOTE)
+    await two.purge(Tenant("bob"), "b2" * 16)
+    await one.aclose()
+    await two.aclose()
+    store, _ = await runs.start("c")
+    assert store.purges.everywhere == {NOTE: "alice", "b2" * 16: "bob"}
+    await store.aclose()
+
+
+async def test_a_damaged_list_is_set_aside(tmp_path: Path) -> None:
+    runs, listed = Run(tmp_path), tmp_path / "state" / purges.NAME
+    listed.parent.mkdir()
+    listed.write_text("{")
+    store, _ = await runs.start("a")
+    await store.purge(Tenant("alice"), NOTE)
+    await store.aclose()
+    assert json.loads(listed.read_text()) == {NOTE: "alice"}
+    assert listed.with_name(f"{purges.NAME}-damaged").read_text() == "{"
 
 
 async def test_a_folder_is_obeyed_by_a_directory_that_opens_later(tmp_path: Path) -> None:
@@ -117,8 +156,8 @@ async def test_a_folder_is_obeyed_by_a_directory_that_opens_later(tmp_path: Path
         await save(store, tmp_path / "a", namespace)
     await store.aclose()
     store, _ = await runs.start("b")
-    store.purges.folder_of = lambda namespace: f"folder of {tenant_of(namespace)}"
-    await store.purge(Tenant("#folder of alice"), "note-1")
+    store.purges.folder_of = {Tenant("alice"): "ab" * 8, Tenant("bob"): "cd" * 8}.__getitem__
+    await store.purge(Tenant(f"#{'ab' * 8}"), NOTE)
     (again,) = await store.add([KvDir(str(tmp_path / "a"))])
     assert again.namespace == BOB
     await store.aclose()
@@ -140,7 +179,7 @@ async def test_one_that_cannot_be_noted_is_named(
 
     plain = purges._write
     monkeypatch.setattr(purges, "_write", fails)
-    problems = await store.purge(Tenant("alice"), "note-1")
+    problems = await store.purge(Tenant("alice"), NOTE)
     assert list(problems) == [str(tmp_path / "b")]
     await store.aclose()
 
@@ -149,23 +188,23 @@ async def test_notes_that_cannot_be_read_are_as_none(tmp_path: Path) -> None:
     """Then the directory obeys once more."""
     runs = Run(tmp_path)
     store, _ = await runs.start("a", "b")
-    await store.purge(Tenant("alice"), "note-1")
+    await store.purge(Tenant("alice"), NOTE)
     await save(store, tmp_path / "b", ALICE)
     await store.aclose()
     (tmp_path / "b" / purges.NAME).write_text("{")
     store, found = await runs.start("a", "b")
     assert found == []
-    assert json.loads((tmp_path / "b" / purges.NAME).read_text()) == {"note-1": "alice"}
+    assert json.loads((tmp_path / "b" / purges.NAME).read_text()) == {NOTE: "alice"}
     await store.aclose()
 
 
 def test_the_oldest_notes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = purges.Purges(lambda *_: True)
+    made = purges.Purges(lambda _: Tenant(""))
     monkeypatch.setattr(purges, "_MOST", 10)
     for number in range(15):
-        made.add(str(number), "alice")
-    assert "4" not in made
-    assert "5" in made
+        made.add(f"{number:032x}", "alice")
+    assert f"{4:032x}" not in made
+    assert f"{5:032x}" in made
 
 
 async def test_a_purge_while_a_directory_is_read_does_not_count_for_it(
@@ -177,11 +216,11 @@ async def test_a_purge_while_a_directory_is_read_does_not_count_for_it(
     await save(store, tmp_path / "b", ALICE)
     await store.aclose()
     store, _ = await runs.start("a")
-    await store.purge(Tenant("alice"), "note-1")
+    await store.purge(Tenant("alice"), NOTE)
     recover = KvStore._recover
 
     async def slow(self: KvStore, directory: KvDirectory) -> list[StoredSnapshot]:
-        await self.purge(Tenant("bob"), "note-2")
+        await self.purge(Tenant("bob"), "b2" * 16)
         return await recover(self, directory)
 
     monkeypatch.setattr(KvStore, "_recover", slow)

@@ -238,6 +238,29 @@ async def test_rows_of_others_are_left_out(tmp_path: Path) -> None:
     await again.aclose()
 
 
+async def test_a_file_that_comes_late_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a mount: what a tenant has used before counts as soon as it is there."""
+    path, aside = tmp_path / "usage.sqlite", tmp_path / "aside"
+    book = UsageBook(Clock())
+    await book.open(path)
+    book.over(replace(RECORD, caller=ALICE))
+    await book.aclose()
+    path.rename(aside)
+    path.mkdir()
+    budget = Budget(Clock())
+    budget.limit({"alice": Limits(tokens_per_day=50)})
+    again = UsageBook(Clock(), budget)
+    await again.open(path)
+    assert again.problem
+    path.rmdir()
+    aside.rename(path)
+    await again.save()
+    assert budget.left("alice") == 0
+    await again.aclose()
+
+
 @pytest.mark.parametrize("where", ["forget", "__init__"])
 async def test_a_full_disk_gives_no_new_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str

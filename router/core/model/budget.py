@@ -73,7 +73,7 @@ class Budget:
     @property
     def window_left_s(self) -> float:
         """Return the seconds until a window ends."""
-        return 60 - self._clocks["minute"]() % 60
+        return min(long - self._clocks[window]() % long for window, long in _WINDOWS_S.items())
 
     def refusal(self, tenant: str) -> TenantQuotaError | None:
         """Return the error for a tenant that has used its tokens; None: it may use some."""

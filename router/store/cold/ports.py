@@ -25,8 +25,14 @@ class KeptSnapshots(Protocol):
     def tenants(self) -> set[Tenant]:
         """Return the tenants of snapshots and slots."""
 
-    def purges(self) -> Mapping[str, str]:
-        """Return the purges that are noted here and hold everywhere: tenants by id."""
+    def knows(self, note: str) -> bool:
+        """Return whether a purge was obeyed, by this run or an earlier one."""
+
+    def untold(self) -> Mapping[str, str]:
+        """Return the purges of which the tier has not heard: tenants or folders by id."""
+
+    async def tell(self, notes: Iterable[str]) -> None:
+        """Note that the tier has heard of purges."""
 
     async def purge(self, tenant: Tenant, note: str) -> None:
         """Delete all that is here of a tenant, and note that the purge was obeyed."""

@@ -458,15 +458,18 @@ class ColdTier:
         `note`: the id of the purge, 32 hex digits. Hosts that are down are told by an object: they
         delete what they have of before, and copy nothing of it. Raises KvError.
         """
-        is_folder = tenant.startswith(FOLDER)
-        folder = tenant.removeprefix(FOLDER) if is_folder else self._names.tenant(tenant)
+        return await self._purge(self._names.tenant(tenant), note)
+
+    async def _purge(self, folder: str, note: str) -> int:
         self._purging[folder] += 1
         try:
             async with self._putting:
                 now = await self._works.bulk(self._objects.clock)
                 name = self._names.purge(folder, now, note)
                 await self._works.bulk(partial(self._objects.put, name, b"kvferry"))
-            return await self._clear(folder)
+            deleted = await self._clear(folder)
+            await self._kept.tell([note])
+            return deleted
         finally:
             self._purging[folder] -= 1
 
@@ -504,20 +507,23 @@ class ColdTier:
         host knows of, of a run without the tier, is made up for.
         """
         purges = [one for path in paths if (one := self._names.read_purge(path))]
-        noted = self._kept.purges()
-        fresh = [one for one in purges if one.id not in noted]
         here = {self._names.tenant(tenant): tenant for tenant in self._kept.tenants()}
         for folder, before, _ in purges:
             if self._store_now - before < self._settings.after_s + 2 * _LISTED_S:
                 await self._clear(folder, before + self._settings.after_s)
-        for folder, _, note in fresh:
-            tenant = here.get(folder, Tenant(f"{FOLDER}{folder}"))
-            log.info("purged_by_another_host", tenant=tenant)
-            await self._kept.purge(tenant, note)
-        there = {one.id for one in purges}
-        if not self._unwritable:
-            for note, tenant in [(n, Tenant(who)) for n, who in noted.items() if n not in there]:
-                await self.purge(tenant, note)
+        for folder, _, note in purges:
+            if not self._kept.knows(note):
+                tenant = here.get(folder, Tenant(f"{FOLDER}{folder}"))
+                log.info("purged_by_another_host", tenant=tenant)
+                await self._kept.purge(tenant, note)
+        there, untold = {one.id for one in purges}, self._kept.untold()
+        if heard := there & untold.keys():
+            await self._kept.tell(heard)
+        for note in untold.keys() - there if not self._unwritable else ():
+            who = untold[note]
+            is_folder = who.startswith(FOLDER)
+            folder = who.removeprefix(FOLDER) if is_folder else self._names.tenant(Tenant(who))
+            await self._purge(folder, note)
 
 
 class _OwnError(Exception):

@@ -33,7 +33,7 @@ from router.store.blobs import manifests
 from router.store.files import final_name
 from router.web.admin.guard import Guard
 from router.web.admin.state_json import snapshot_row
-from router.web.fleet.purging import Purging, Reached, new_note
+from router.web.fleet.purging import Purging, Reached, is_tenant, new_note
 from router.web.server.bodies import Bodies
 from router.web.server.call import Call
 from router.web.server.error_responses import json_response
@@ -188,6 +188,8 @@ class Snapshots:
         is_of_one_tenant = wanted.tenant and not (wanted.older_than_s or wanted.id)
         if wanted.everywhere and not is_of_one_tenant:
             raise BadRequestError("everywhere: needs `tenant`, and no other filter")
+        if wanted.everywhere and not is_tenant(wanted.tenant):
+            raise BadRequestError("tenant: give the name of a tenant, without a salt")
         sums, doomed = Sums(), list[Snapshot]()
         async for found in self._fitting(wanted):
             sums.add(found)

@@ -254,7 +254,7 @@ class Completions:
         return {
             "tenant": self._keys.tenant(call.caller, salt) if hop is None else hop.tenant,
             "client": call.client,
-            "sender": call.sender if hop is None else hop.client,
+            "sender": call.sender if hop is None else f"host {hop.host}",
             "clients_id": call.clients_id,
             "caller": call.caller,
             "body_bytes": len(call.raw),

@@ -56,7 +56,7 @@ from router.llama.wire import parse_completion
 from router.web.api.backend_selection import BackendSelection
 from router.web.fleet.fetching import Fetching
 from router.web.fleet.handing_out import HandingOut
-from router.web.fleet.purging import Purging, is_note
+from router.web.fleet.purging import Purging, is_note, is_tenant
 from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS
 
@@ -138,7 +138,7 @@ class PeerRoutes:
             ask = _purge_of(raw)
         except UndecodableError as error:
             raise BadRequestError(f"not a tenant to purge: {error}") from error
-        if not ask.tenant or not is_note(ask.note):
+        if not (is_tenant(ask.tenant) and is_note(ask.note)):
             raise BadRequestError("not a tenant to purge: it has no name, or the purge has no id")
         here = await self._purging.here(Tenant(ask.tenant), ask.note)
         log.info("purged_for_another_host", snapshots=here.count)

@@ -6,7 +6,6 @@ Who could not is told when it is back: each host tells the purges that it knows.
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from secrets import token_hex
 
@@ -26,8 +25,8 @@ from router.web.fleet.cold import NAME
 log = structlog.get_logger(__name__)
 
 _LIMIT_S = 60.0  # for one host
-_LOOKS_S = 1.0  # between two looks for purges that peers know
-_NOTE = re.compile("[0-9a-f]{32}")
+_LOOKS_S, _AGAIN_S = 1.0, 30.0  # between two looks for purges that peers know; after a failure
+_NOTE, _TENANT = re.compile("[0-9a-f]{32}"), re.compile("[A-Za-z0-9._-]{1,64}")
 
 
 class Reached(Struct, frozen=True):
@@ -38,35 +37,48 @@ class Reached(Struct, frozen=True):
     problem: str | None = None
 
 
-@dataclass(slots=True)
-class Purging:
-    """Purges of this host."""
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What this host has of tenants. `memories`: what forgets a tenant, besides core and store."""
 
     engine: Engine
     store: KvStore
-    memories: Sequence[Callable[[str], None]]  # what else of a tenant is kept in memory
-    cold: ColdTier | None
-    peers: Callable[[], Iterable[Peer]]
-    stop_fetches: Callable[[Tenant], None]
+    memories: Sequence[Callable[[str], None]]
 
-    @property
-    def notes(self) -> dict[str, str]:
-        """Return the purges that all hosts obey: tenants by id."""
-        return self.store.purges.everywhere
-
-    async def here(self, tenant: Tenant, note: str) -> Reached:
+    async def purge(self, tenant: Tenant, note: str) -> Reached:
         """Delete the snapshots of a tenant on this host, and what is known of its prompts.
 
         Those in use are deleted after their last use. What idle slots have of it is neither saved
         nor reused. `note`: the id of the purge, from `new_note`.
         """
-        self.stop_fetches(tenant)
+        self._forget(tenant)  # a fetch of its states ends
         count = await self.engine.purge_tenant(tenant)
         problems = await self.store.purge(tenant, note)
-        for forget in self.memories:
-            forget(tenant)
+        self._forget(tenant)
         told = "; ".join(f"{kv_dir}: {why}" for kv_dir, why in problems.items())
         return Reached("this host", count, told or None)
+
+    def _forget(self, tenant: Tenant) -> None:
+        for forget in self.memories:
+            forget(tenant)
+
+
+@dataclass(slots=True)
+class Purging:
+    """Purges of this host, which all others hear of."""
+
+    own: Here
+    cold: ColdTier | None
+    peers: Callable[[], Iterable[Peer]]
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Return the purges that other hosts are told: tenants by id."""
+        return self.own.store.purges.by_name
+
+    async def here(self, tenant: Tenant, note: str) -> Reached:
+        """Delete what this host has of a tenant."""
+        return await self.own.purge(tenant, note)
 
     async def hear(self) -> None:
         """Obey the purges that peers know and this host does not, for ever."""
@@ -74,15 +86,18 @@ class Purging:
         while True:
             for peer in self.peers():
                 told = "" if peer.hello is None or peer.problem else peer.hello.purges
-                if told in ("", self.store.purges.digest, heard.get(peer.key)):
+                if told in ("", self.own.store.purges.digest, heard.get(peer.key)):
                     continue
-                with suppress(BackendError):
+                try:
                     notes = await peer.purges(_LIMIT_S)
-                    heard[peer.key] = told
-                    for note in notes.keys() - self.notes.keys():
-                        if is_note(note) and notes[note]:
-                            log.info("purged_by_another_host", tenant=notes[note])
-                            await self.here(Tenant(notes[note]), note)
+                except BackendError:
+                    await asyncio.sleep(_AGAIN_S)
+                    continue
+                heard[peer.key] = told
+                for note in notes.keys() - self.notes.keys():
+                    if is_note(note) and is_tenant(notes[note]):
+                        log.info("purged_by_another_host", tenant=notes[note])
+                        await self.here(Tenant(notes[note]), note)
             await asyncio.sleep(_LOOKS_S)
 
     async def elsewhere(self, tenant: Tenant, note: str) -> list[Reached]:
@@ -116,6 +131,11 @@ def new_note(*, everywhere: bool = True) -> str:
 def is_note(told: str) -> bool:
     """Return whether another host's word is the id of a purge."""
     return _NOTE.fullmatch(told) is not None
+
+
+def is_tenant(told: str) -> bool:
+    """Return whether another host's word is the name of a tenant, without a salt."""
+    return _TENANT.fullmatch(told) is not None
 
 
 async def _reached(holder: str, count: Awaitable[int]) -> Reached:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,6 +44,7 @@ class Host:
     owners: dict[SnapshotId, Tenant] = field(default_factory=dict)
     held: dict[SnapshotId, Snapshot] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
     tier: ColdTier = field(init=False)
 
     def snapshots(self) -> Iterator[Snapshot]:
@@ -55,8 +56,14 @@ class Host:
     def tenants(self) -> set[Tenant]:
         return set(self.owners.values())
 
-    def purges(self) -> Mapping[str, str]:
-        return dict(self.notes)
+    def knows(self, note: str) -> bool:
+        return note in self.notes
+
+    def untold(self) -> Mapping[str, str]:
+        return {note: who for note, who in self.notes.items() if note not in self.told}
+
+    async def tell(self, notes: Iterable[str]) -> None:
+        self.told |= set(notes)
 
     async def purge_everywhere(self, tenant: str, note: str = "ab" * 16) -> int:
         await self.purge(Tenant(tenant), note)
@@ -502,9 +509,12 @@ async def test_notes_of_purges_are_private_and_end(hosts: Hosts) -> None:
     assert "alice" not in note.name
     age([note], 3 * DAY_S)
     here.tier._swept_at = None
-    here.notes.clear()  # a host that knows of a purge would make up for it
     await here.tier.refresh()
     assert hosts.files(PURGED) == []
+    anew = await here.put(state(700), "alice")
+    await here.copy()
+    await here.tier.refresh()
+    assert here.found(anew.tokens, "alice").n_tokens == 700, "it is not obeyed once more"
 
 
 async def test_a_purge_of_a_run_without_the_tier_is_made_up_for(hosts: Hosts) -> None:

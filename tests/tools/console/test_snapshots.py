@@ -227,7 +227,7 @@ async def test_a_tenant_that_has_nothing_here_is_purged_elsewhere(
     """What was not reached is named, and the exit code says so."""
     asked: list[Tenant] = []
 
-    async def elsewhere(_: Purging, tenant: Tenant) -> list[Reached]:
+    async def elsewhere(_: Purging, tenant: Tenant, __: str) -> list[Reached]:
         asked.append(tenant)
         return [Reached("box-b", 3), Reached("cold tier", problem="it does not answer")]
 
