@@ -6,6 +6,7 @@ from math import inf
 from router.base.tokens import common_prefix, count
 from router.base.types import Source
 from router.core.inventory.inventory import Inventory
+from router.core.model.jobs import SaveJob
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Candidate, Price
 from router.core.model.slots import Phase, Slot
@@ -20,6 +21,7 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
     """Return ways that wait for a busy slot which has, or is computing, the prefix.
 
     1. Its content is being written to a file, perhaps because the slot is another request's now.
+       If it is nobody's, the slot itself is soon free.
     2. Its prefill runs on its own, and will be saved for all that wait.
     3. It runs another request: only if the policy allows to wait for the owner, and only while the
        request is `patient`. The ends of the other cases are known well enough to be priced.
@@ -43,6 +45,8 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
             and (way := _once_saved(context, slot, at_least))
         ):
             saved.add(way)
+        if way := _soon_free(context, slot, at_least):
+            owners.add(way)
         hoped = (
             context.now < slot.work.busy_until + TUNING.abandoned_trusted_s < inf
             if slot.is_abandoned
@@ -107,7 +111,7 @@ def trust_ends(inventory: Inventory, now: float) -> float:
         for _, bench in inventory.slots.benches()
         if bench.phases[Phase.ABANDONED] or bench.phases[Phase.PREPARING]
         for slot in bench
-        if slot.is_abandoned or slot.work.sharing
+        if slot.is_abandoned or slot.work.sharing or slot.work.saving
     )
     return min((end for end in ends if now < end), default=inf)
 
@@ -147,6 +151,26 @@ def _once_saved(context: PricingContext, slot: Slot, at_least: int) -> Candidate
         return None
     context.computing = max(context.computing, reused)
     return _from_file(context, slot, held, reused, 0.0)
+
+
+def _soon_free(context: PricingContext, slot: Slot, at_least: int) -> Candidate | None:
+    """Return the way that waits for the end of an idle save, and goes on there. None: of no use."""
+    inventory, work = context.inventory, slot.work
+    late = context.now >= work.busy_until + TUNING.shared_prefill_late_s
+    if late or not isinstance(inventory.job_in(slot), SaveJob):
+        return None
+    common = common_prefix(work.saving, context.request.prompt.tokens)
+    reused = inventory.reusable(slot, context.n_prompt, common)
+    same = slot.content.tenant == context.request.tenant
+    if not same or reused < at_least or not _will_be_available(context, slot):
+        return None
+    backend = inventory.backends[slot.id.backend]
+    price = Price(
+        wait_s=max(work.busy_until - context.now, 0.0),
+        prefill_s=backend.rates.prefill_s(context.n_prompt - reused, reused),
+        loss_s=context.cut_off_s(backend),
+    )
+    return Candidate(slot.id, Source.RESIDENT, reused, price, wait_for=slot.id)
 
 
 def _from_file(

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from router.base.types import Outcome, Prompt, RequestId, SlotId, SlotStatus, SnapshotId, Tenant
+from router.base.types import (
+    MemoryKind,
+    Outcome,
+    Prompt,
+    RequestId,
+    SlotId,
+    SlotStatus,
+    SnapshotId,
+    Tenant,
+)
 from router.core.execution.idle_saves import wakeup
 from router.core.model import events as ev
 from router.core.model.effects import Delete, Save, SaveReason, WatchSlot
@@ -166,6 +175,21 @@ def test_who_wants_what_is_being_saved_can_wait_for_it() -> None:
     assert arrive(s, ids=run_of(1001)) == []
     done = ev.Saved(SAVE_1, A0, snapshot("s", LONG), 0.001)
     assert names(s.handle(done, NOW)) == ["Dispatch"]
+
+
+def test_a_slot_that_goes_back_by_a_checkpoint_is_waited_for() -> None:
+    """Its file is of no use to the prompt, but the slot is free in a moment."""
+    info = backend("a", 2, memory_kind=MemoryKind.HYBRID)
+    s = scheduler(info, holding={A0: LONG}, coalesce_above_s=None)
+    held = slot(s, A0).content
+    slot(s, A0).hold(replace(held, resident=replace(held.resident, checkpoints=(900,))))
+    s.handle(ev.Tick(), NOW)
+
+    assert arrive(s, ids=run_of(950) + run_of(20, 7)) == []
+    done = ev.Saved(SAVE_1, A0, snapshot("s", LONG), 0.001)
+    s.handle(done, NOW)
+    chosen = s.state.job_of(RequestId("r")).plan.chosen
+    assert (chosen.slot, chosen.reused_tokens) == (A0, 900)
 
 
 @pytest.mark.parametrize("busy", [True, False])
