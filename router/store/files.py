@@ -4,13 +4,14 @@ Knows paths, not snapshots. Every function may raise OSError (the store maps it)
 No function follows a symbolic link or opens a pipe: another process writes the directory.
 """
 
+import fcntl
 import os
 import re
 import secrets
 import shlex
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -175,6 +176,17 @@ def rewrite_tail(path: Path, rewrite: Rewrite) -> Identity:
         return identity_of_fd(file, path)
     finally:
         os.close(file)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file until the end of the block; wait for it. Blocks. Raises OSError."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def read_small(path: Path) -> bytes:

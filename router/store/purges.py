@@ -6,8 +6,6 @@ and the cold tier. What others wrote is checked: a file may have been written by
 """
 
 import asyncio
-import fcntl
-import os
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
@@ -22,7 +20,7 @@ from router.base.decoding import UndecodableError, json_decoder
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import in_thread, within
 from router.base.types import TENANT_SALT, KvDir, Namespace, SnapshotId, Tenant
-from router.store.files import read_small, replace_small
+from router.store.files import locked, read_small, replace_small
 from router.store.records import KvDirectory, StoredSnapshot
 from router.store.sidecars import put_durably
 
@@ -210,16 +208,12 @@ def _merge(path: Path, notes: Notes) -> Notes:
     if not notes and not path.exists():
         return {}
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(path.with_name(f"{path.name}-lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path.with_name(f"{path.name}-lock")):
         found = _read(path)
         if more := {n: who for n, who in notes.items() if found.get(n, FOLDER)[0] == FOLDER}:
             found |= more
             new = path.with_name(f"{path.name}-new")
             put_durably(path, new, msgspec.json.encode(found), fsync=True)
-    finally:
-        os.close(lock)
     return found
 
 
