@@ -57,6 +57,7 @@ class Purges:
         # The folder of a tenant in the cold tier. None: there is none.
         self.folder_of: Callable[[Tenant], str] | None = None
         self._notes: Notes = {}
+        self._digest: str | None = ""
         self._noted: dict[KvDir, set[str]] = {}
         self._turn = asyncio.Lock()
 
@@ -82,8 +83,10 @@ class Purges:
     @property
     def digest(self) -> str:
         """Return a digest of what other hosts are told; "" if that is nothing."""
-        told = "".join(sorted(self.by_name))
-        return xxhash.xxh3_64_hexdigest(told.encode()) if told else ""
+        if self._digest is None:  # asked for each peer of each request
+            told = "".join(sorted(self.by_name))
+            self._digest = xxhash.xxh3_64_hexdigest(told.encode()) if told else ""
+        return self._digest
 
     def add(self, note: str, tenant: str) -> None:
         """Add a purge, which no directory has a note of yet."""
@@ -97,6 +100,7 @@ class Purges:
 
     def _take(self, more: Mapping[str, str]) -> None:
         """Add sound notes, as long as there is room; a name replaces a folder."""
+        self._digest = None
         for note, who in more.items():
             if not (_NOTE.fullmatch(note) and _WHO.fullmatch(who)):
                 log.warning("purge_not_understood", note=note[:80])
