@@ -34,7 +34,7 @@ from router.web.api.sending import Sender
 from router.web.api.suspects import Suspects
 from router.web.app import App, OtherHosts
 from router.web.fleet.asking import Asking
-from router.web.fleet.cold import ColdHolder, FromCold, NoPeers
+from router.web.fleet.cold import ColdHolder, FromCold
 from router.web.fleet.fetching import Fetching
 from router.web.fleet.forwarding import Forwarding
 from router.web.fleet.handing_out import HandingOut
@@ -65,7 +65,7 @@ class Stages:
         """Return what deletes all of a tenant."""
         hosts, parts = self.hosts, self.parts
         own = Here(parts.engine, parts.store, parts.memories)
-        return Purging(own, self.cold, lambda: () if hosts is None else hosts.peers.all())
+        return Purging(own, self.cold, None if hosts is None else hosts.peers)
 
 
 def live_of(made: Stages) -> Live:
@@ -94,8 +94,8 @@ async def app_of(made: Stages, live: Live) -> App:
     if hosts is not None or cold is not None:
         fetch_metrics = FetchMetrics(parts.registry)
         client = None if hosts is None else hosts.credentials.client
-        peers = NoPeers() if hosts is None else hosts.peers
-        fetching = Fetching(peers, cold, engine, store, client, fetch_metrics, now)
+        peer_of = (lambda _: None) if hosts is None else hosts.peers.by_key
+        fetching = Fetching(peer_of, cold, engine, store, client, fetch_metrics, now)
         parts.memories.append(lambda tenant: fetching.stop(Tenant(tenant)))
         if hosts is not None:
             parts.tasks.supervise(purging.hear, name="purges of other hosts")

@@ -18,7 +18,7 @@ _SILENT_S = 10.0
 
 
 class PeerParts:
-    """The parts of one snapshot of the host at `url`. Call `close` last.
+    """The parts of one snapshot of the host at `url`. Call `stop` last.
 
     `ends_at`: the clock seconds after which no part is read any more.
     """
@@ -55,10 +55,6 @@ class PeerParts:
             return self._last_at - self._first_at
 
     def stop(self) -> None:
-        """Let all reads fail soon."""
-        self._stopped.set()
-
-    def close(self) -> None:
         """Close what is open; a read under way fails with its next bytes."""
         with self._lock:
             self._stopped.set()
@@ -81,8 +77,7 @@ class PeerParts:
             while done < len(into):
                 if self._stopped.is_set() or self._now() > self._ends_at:
                     raise KvError("it takes too long")
-                n = answer.readinto(into[done : done + _AT_ONCE])
-                if not n:
+                if not (n := answer.readinto(into[done : done + _AT_ONCE])):
                     raise KvError("it broke off")
                 done += n
                 with self._lock:
@@ -93,16 +88,14 @@ class PeerParts:
                     self._idle.append(connection)
                     return
             connection.close()
-        except HTTPException as error:
+        except BaseException as error:
             connection.close()
-            raise KvError(f"it does not answer as a kvferry does: {error!r}") from error
-        except BaseException:
-            connection.close()
+            if isinstance(error, HTTPException):
+                raise KvError(f"it does not answer as a kvferry does: {error!r}") from error
             raise
 
 
 def _connection(url: SplitResult, tls: ssl.SSLContext | None) -> HTTPConnection:
-    host, port = url.hostname or "", url.port
     if tls is None:
-        return HTTPConnection(host, port, timeout=_SILENT_S)
-    return HTTPSConnection(host, port, timeout=_SILENT_S, context=tls)
+        return HTTPConnection(url.hostname or "", url.port, timeout=_SILENT_S)
+    return HTTPSConnection(url.hostname or "", url.port, timeout=_SILENT_S, context=tls)

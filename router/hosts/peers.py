@@ -192,6 +192,13 @@ class Peers:
         for peer in tuple(self._peers.values()):
             await peer.until_quiet()
 
+    async def introduced(self) -> list[Peer]:
+        """Return all peers; who never answered is asked again: it may be this host itself."""
+        if self._rounds == 0:
+            await self.until_checked()
+        await asyncio.gather(*(self._check(peer) for peer in self.all() if peer.hello is None))
+        return self.all()
+
     async def until_checked(self) -> None:
         """Wait until a round of checks is over."""
         wanted = self._rounds + 1

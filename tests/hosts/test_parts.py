@@ -19,7 +19,7 @@ def test_a_read_under_way_ends_when_its_parts_are_closed() -> None:
         connection, _ = server.accept()
         with connection:
             assert connection.recv(65536).startswith(b"GET ")
-            parts.close()  # as after a timeout: the thread of the read goes on
+            parts.stop()  # as after a timeout: the thread of the read goes on
             connection.sendall(_HEAD + b"ab")
             with pytest.raises(KvError, match="it takes too long"):
                 reading.result()

@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_439,
+    "router": 53_421,
     "router/assembly": 2_372,
     "router/base": 1_749,
     "router/config": 1_940,
@@ -22,7 +22,7 @@ CEILINGS: dict[str, int] = {
     "router/store": 6_590,
     "router/telemetry": 1_844,
     "router/tools": 7_836,
-    "router/web": 8_046,
+    "router/web": 8_028,
     "tests": 65_955,
     "bench": 9_014,
 }

@@ -16,7 +16,6 @@ from router.engine.engine import Engine
 from router.hosts.breaker import Breaker
 from router.hosts.choice import dear_above_s
 from router.hosts.link import Link
-from router.hosts.peer import Peer
 from router.store.blobs.manifests import Manifest
 from router.store.cold.names import StateName
 from router.store.cold.ports import Owned
@@ -94,9 +93,6 @@ class ColdParts:
         """Let all reads fail soon."""
         self._stopped = True
 
-    def close(self) -> None:
-        """Do nothing: a part is a request of its own."""
-
     def read(self, index: int, into: memoryview) -> None:
         """Read one part, of just this size. Blocks. Raises KvError."""
         work = self._tier.read_part(self._state, self._blobs[index], into, lambda: self._stopped)
@@ -136,14 +132,6 @@ class HeldCold:
     def parts(self, manifest: Manifest, _: float) -> ColdParts:
         """Return the reader of the state's parts."""
         return ColdParts(self.tier, self.state, manifest)
-
-
-class NoPeers:
-    """The other hosts of a host that has none. Implements `fetching.KnownPeers`."""
-
-    def by_key(self, _: str) -> Peer | None:
-        """Return None."""
-        return None
 
 
 class FromCold(Nowhere):

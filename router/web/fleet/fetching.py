@@ -57,7 +57,7 @@ class Way(Struct, frozen=True):
 
 
 class ReadParts(Remote, Protocol):
-    """The parts of a state, and what was read of them. Call `close` last."""
+    """The parts of a state, and what was read of them. Call `stop` last."""
 
     @property
     def read_bytes(self) -> int:
@@ -66,16 +66,6 @@ class ReadParts(Remote, Protocol):
     @property
     def reading_s(self) -> float:
         """Return the seconds from the first question to the last byte."""
-
-    def close(self) -> None:
-        """End what is open; a read under way fails soon."""
-
-
-class KnownPeers(Protocol):
-    """The other hosts."""
-
-    def by_key(self, key: str) -> Peer | None:
-        """Return a peer by its incarnation or URL. None: it is not known."""
 
 
 class Holder(Protocol):
@@ -147,11 +137,14 @@ class _UnderWay:
 
 
 class Fetching:
-    """Fetches for this host. `tls`: of the connections to peers; `cold`: the cold tier, if any."""
+    """Fetches for this host. `tls`: of the connections to peers; `cold`: the cold tier, if any.
+
+    `peers` returns a host by its incarnation or URL; None: it is not known.
+    """
 
     def __init__(
         self,
-        peers: KnownPeers,
+        peers: Callable[[str], Peer | None],
         cold: Cold | None,
         engine: Engine,
         store: KvStore,
@@ -177,7 +170,7 @@ class Fetching:
         """
         if holder == COLD:
             return self.from_cold(request, own)
-        peer = self._peers.by_key(holder) if own is not None and offered is not None else None
+        peer = self._peers(holder) if own is not None and offered is not None else None
         if own is None or offered is None or peer is None or not peer.hands_out:
             return None
         link = peer.link
@@ -213,7 +206,7 @@ class Fetching:
         """Return the name of who has a state. None: it is gone."""
         if way.cold is not None:
             return way.cold.name
-        peer = self._peers.by_key(way.holder)
+        peer = self._peers(way.holder)
         return None if peer is None else peer.name
 
     async def fetch(self, request: Request, hashes: Sequence[bytes], way: Way) -> bool:
@@ -252,7 +245,7 @@ class Fetching:
         """Return who hands out a state for a request. None: it is gone."""
         if way.cold is not None:
             return way.cold
-        peer = self._peers.by_key(way.holder)
+        peer = self._peers(way.holder)
         if peer is None:
             return None
         n_tokens, digest = count(request.prompt.tokens), way.offered.digest
@@ -357,7 +350,7 @@ class Fetching:
             raise
         finally:
             if parts is not None:
-                parts.close()
+                parts.stop()
         took_s, n_bytes = self._now() - begun, 0 if parts is None else parts.read_bytes
         if snapshot is None:
             link.gave_up(n_bytes, 0.0 if parts is None else parts.reading_s, took_s)

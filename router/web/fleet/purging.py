@@ -16,7 +16,7 @@ from router.base.errors import BackendError, KvError
 from router.base.tasks import spawn
 from router.base.types import Snapshot, Tenant
 from router.engine.engine import Engine
-from router.hosts.peer import Peer
+from router.hosts.peers import Peers
 from router.store.cold.tier import ColdTier
 from router.store.purges import HERE
 from router.store.store import KvStore
@@ -69,7 +69,7 @@ class Purging:
 
     own: Here
     cold: ColdTier | None
-    peers: Callable[[], Iterable[Peer]]
+    peers: Peers | None
 
     @property
     def notes(self) -> dict[str, str]:
@@ -83,8 +83,8 @@ class Purging:
     async def hear(self) -> None:
         """Obey the purges that peers know and this host does not, for ever."""
         heard: dict[str, str] = {}  # the digest of each peer whose notes are known
-        while True:
-            for peer in self.peers():
+        while self.peers is not None:
+            for peer in self.peers.all():
                 told = "" if peer.hello is None or peer.problem else peer.hello.purges
                 if told in ("", self.own.store.purges.digest, heard.get(peer.key)):
                     continue
@@ -105,12 +105,13 @@ class Purging:
 
         It goes on to its end if the operator does not wait.
         """
-        told = [_reached(peer.name, peer.purge(tenant, note, _LIMIT_S)) for peer in self.peers()]
-        if self.cold is not None:
-            told.append(_reached(NAME, self.cold.purge(tenant, note)))
         reached: list[Reached] = []
 
         async def work() -> None:
+            peers = [] if self.peers is None else await self.peers.introduced()
+            told = [_reached(peer.name, peer.purge(tenant, note, _LIMIT_S)) for peer in peers]
+            if self.cold is not None:
+                told.append(_reached(NAME, self.cold.purge(tenant, note)))
             reached.extend(await asyncio.gather(*told))
 
         await asyncio.wait([spawn(work(), name="purge a tenant")])
