@@ -25,6 +25,7 @@ from router.base.types import TENANT_SALT, Snapshot, Tenant
 from router.base.urls import authority
 from router.config.cold import ColdConfig
 from router.config.schema import Config
+from router.config.values import is_local, url_address
 from router.core.model.slots import Phase
 from router.core.model.tenancy import facts_of, model_of, tenant_of
 from router.engine.engine import Engine
@@ -34,7 +35,7 @@ from router.hosts.messages import Hello, Served
 from router.hosts.peers import KnownHosts, Peers
 from router.llama.attach.namespace import is_same
 from router.llama.server_client import Connections
-from router.store.cold.bucket import Bucket
+from router.store.cold.bucket import Bucket, endpoint_of
 from router.store.cold.directory import SharedDirectory
 from router.store.cold.names import Names
 from router.store.cold.objects import ColdPlace, Objects
@@ -287,6 +288,10 @@ async def cold_parts(config: ColdConfig) -> ColdStore:
             objects = SharedDirectory(place, is_sealed=secret is not None)
         else:
             objects = await asyncio.to_thread(Bucket, place)
+            endpoint = await asyncio.to_thread(endpoint_of, place)
+            is_http = endpoint is not None and endpoint.startswith("http:")
+            if endpoint and is_http and not secret and not is_local(url_address(endpoint).host):
+                raise KvError(f"{endpoint} can be read on the way: use https, or a cold.key_file")
         seal = Unsealed() if secret is None else Sealed(secret)
     except ModuleNotFoundError as error:
         raise StartError("cold.url needs `pip install 'kvferry[cold]'`") from error

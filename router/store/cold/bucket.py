@@ -1,8 +1,11 @@
 """A bucket of S3 or its like, by obstore, which gives up the interpreter's lock."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from configparser import ConfigParser, Error
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from router.base.errors import KvError, KvFileError
@@ -18,8 +21,12 @@ from router.store.cold.objects import (
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
 
-_SILENT = timedelta(seconds=10)
+_SILENT = timedelta(seconds=10)  # of a store that was asked for something
 _LONGEST = timedelta(seconds=110)  # of one request: less than a thread may take (io_pool.py)
+# Of an upload, which says nothing until it has arrived: 5 MiB is the least that S3 takes of one in
+# parts, and comes within _LONGEST at 50 kB/s.
+_PART_BYTES, _PARTS_AT_ONCE = 5 << 20, 2
+_METADATA = "169.254.169.254"
 _CONNECT = timedelta(seconds=5)
 _PAGE = 1000  # names; S3 lists and deletes so many at once
 
@@ -37,7 +44,10 @@ class Bucket:
         self._obstore = obstore
         self.place = place
         with _told(place.url):
-            self._store = _opened(place)
+            self._store = _opened(place, {"read_timeout": _SILENT})
+            self._uploads = _opened(place, {})
+            self._singly = _opened(place, {"read_timeout": _SILENT}, singly=True)
+        self._deletes_singly = not place.url.startswith("s3:")
 
     def clock(self) -> float:
         """Write a small object, and return when that was by the clock of the store."""
@@ -50,7 +60,14 @@ class Bucket:
     def put(self, path: str, content: bytes | memoryview) -> None:
         """Write an object, whole or not at all."""
         with _told(path):
-            self._obstore.put(self._store, path, content, use_multipart=False)
+            self._obstore.put(
+                self._uploads,
+                path,
+                content,
+                use_multipart=len(content) > _PART_BYTES,
+                chunk_size=_PART_BYTES,
+                max_concurrency=_PARTS_AT_ONCE,
+            )
 
     def head(self, path: str) -> ObjectMeta | None:
         """Return what is known of an object. None: it is not there."""
@@ -96,8 +113,21 @@ class Bucket:
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects, those that are there."""
         for start in range(0, len(paths), _PAGE):
+            some = paths[start : start + _PAGE]
             with _told(paths[start]):
-                self._obstore.delete(self._store, paths[start : start + _PAGE])
+                if not self._deletes_singly:
+                    try:
+                        self._obstore.delete(self._store, some)
+                        continue
+                    except Exception:  # noqa: BLE001 - a store may not know `?delete`
+                        self._deletes_singly = True
+                for path in some:
+                    self._delete(path)
+
+    def _delete(self, path: str) -> None:
+        """Delete one object, if it is there."""
+        with suppress(FileNotFoundError):
+            self._obstore.delete(self._singly, path)
 
 
 @contextmanager
@@ -119,24 +149,67 @@ def _told(what: str, *, may_miss: bool = False) -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
+    if _METADATA in str(error):  # where a machine of Amazon's has the keys of its role
+        return "there are no keys: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
     return lines[0] if lines and lines[0] else type(error).__name__
 
 
-def _opened(place: ColdPlace) -> "ObjectStore":
+def endpoint_of(place: ColdPlace) -> str | None:
+    """Return the URL of the S3 of a place, from where other programs take it. Blocks.
+
+    None: Amazon's, or no S3.
+    """
+    if place.endpoint is not None or not place.url.startswith("s3:"):
+        return place.endpoint
+    named = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
+    return next(filter(None, named), None) or _profile().get("endpoint_url")
+
+
+def _profile() -> Mapping[str, str]:
+    """Return what the user's files of AWS say of the profile in use. Blocks; raises KvError."""
+    name, found = os.environ.get("AWS_PROFILE") or "default", dict[str, str]()
+    for variable, default, section in (
+        ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
+    ):
+        path = Path(os.environ.get(variable) or Path.home() / ".aws" / default).expanduser()
+        parser = ConfigParser(interpolation=None)
+        try:
+            parser.read(path, encoding="utf-8")
+        except (Error, OSError, UnicodeDecodeError) as error:
+            raise KvError(f"{path} cannot be read: {_first_line(error)}") from error
+        if parser.has_section(section):
+            found |= dict(parser[section])
+    if "AWS_PROFILE" in os.environ and not found:
+        raise KvError(f"AWS_PROFILE: there is no profile {name!r}")
+    return found
+
+
+def _opened(place: ColdPlace, more: "ClientConfig", *, singly: bool = False) -> "ObjectStore":
     from obstore.store import S3Store, from_url
 
+    endpoint = endpoint_of(place)
     client: ClientConfig = {
         "connect_timeout": _CONNECT,
-        "read_timeout": _SILENT,
         "timeout": _LONGEST,
-        "allow_http": place.endpoint is not None and place.endpoint.startswith("http:"),
+        "allow_http": endpoint is not None and endpoint.startswith("http:"),
+        **more,
     }
     retries: RetryConfig = {"max_retries": 1, "retry_timeout": _SILENT}
     if not place.url.startswith("s3:"):
         return from_url(place.url, client_options=client, retry_config=retries)
+    profile = _profile()
     config: S3Config = {}
-    if place.endpoint is not None:
-        config["endpoint"] = place.endpoint
-    if place.region is not None:
-        config["region"] = place.region
+    if endpoint is not None:
+        config["endpoint"] = endpoint
+    named = (place.region, *(os.environ.get(f"AWS_{key}REGION") for key in ("", "DEFAULT_")))
+    if region := next(filter(None, named), None) or profile.get("region"):
+        config["region"] = region
+    if "AWS_ACCESS_KEY_ID" not in os.environ and "aws_access_key_id" in profile:
+        config["access_key_id"] = profile["aws_access_key_id"]
+        config["secret_access_key"] = profile.get("aws_secret_access_key", "")
+        if token := profile.get("aws_session_token"):
+            config["session_token"] = token
+    if singly:
+        config["disable_bulk_delete"] = True
     return S3Store.from_url(place.url, config=config, client_options=client, retry_config=retries)
