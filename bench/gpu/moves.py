@@ -16,7 +16,7 @@ from router.tools.bench.report import lines, pays_from
 from tests.support.servers.llama_server import LlamaServer
 
 COLUMNS = (
-    *("folder", "prompt", "prefill tok/s", "cold s", "restored s", "x sooner", "elsewhere s"),
+    *("folder", "prompt", "prefill tok/s", "cold s", "restored s", "x sooner"),
     *("save s", "restore s", "MB", "save GB/s", "restore GB/s"),
 )
 _MARGIN = 256
@@ -38,27 +38,17 @@ async def measure(options: argparse.Namespace) -> Report:
     report = Report("moves", "Computed, saved, restored", list(COLUMNS), arguments_of(options))
     lengths = tuple(map(int, options.lengths.split(",")))
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-", dir=options.folder) as folder:
-        servers = [
-            LlamaServer(
-                options.model,
-                ctx=lengths[-1] + _MARGIN,
-                kv_dir=Path(folder),
-                threads=options.threads,
-            )
-            for _ in range(2)
-        ]
-        try:
-            await asyncio.gather(*(server.start() for server in servers))
-            found = await _measured([server.url for server in servers], Path(folder), lengths)
-        finally:
-            for server in servers:
-                await server.stop()
+        ctx = lengths[-1] + _MARGIN
+        async with LlamaServer(
+            options.model, ctx=ctx, kv_dir=Path(folder), threads=options.threads
+        ) as server:
+            found = await _measured(server.url, Path(folder), lengths)
     for point in found.points:
         size = point.size_bytes or 0
         report.add(
             *(found.folder, point.tokens, point.prefill_tokens_per_s, point.cold_s),
             *(point.here_s, point.cold_s / point.here_s if point.here_s else None),
-            *(point.elsewhere_s, point.save_s, point.restore_s, size / 1e6),
+            *(point.save_s, point.restore_s, size / 1e6),
             *(size / 1e9 / s if s else None for s in (point.save_s, point.restore_s)),
         )
     moved = [point for point in found.points if point.here_s is not None]
@@ -67,14 +57,10 @@ async def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-async def _measured(urls: Sequence[str], folder: Path, lengths: tuple[int, ...]) -> Measured:
+async def _measured(url: str, folder: Path, lengths: tuple[int, ...]) -> Measured:
     async with Connections() as connections:
-        first, second = (
-            LlamaClient(BackendId(name), url, connections, Timeouts())
-            for name, url in zip("ab", urls, strict=True)
-        )
-        bench = ServerBench(first, second, folder, _SECONDS, 1, print, lengths)
-        return await bench.run()
+        client = LlamaClient(BackendId("a"), url, connections, Timeouts())
+        return await ServerBench(client, folder, _SECONDS, 1, print, lengths).run()
 
 
 if __name__ == "__main__":

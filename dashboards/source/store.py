@@ -94,6 +94,15 @@ STORE = Dashboard(
                 "Bps",
             ),
             Panel(
+                "Written in 24 hours",
+                "By kvferry and llama-server to disks, and what part of it were new tokens.",
+                [
+                    ("sum(kvferry_written_day_bytes)", "written"),
+                    ("sum(kvferry_new_day_bytes)", "new tokens"),
+                ],
+                "bytes",
+            ),
+            Panel(
                 "Blobs and files",
                 "Blobs on disk, and state files that are not split yet.",
                 [

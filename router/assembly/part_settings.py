@@ -7,7 +7,7 @@ from pathlib import Path
 
 from router.base.types import Caller, KvDir
 from router.config.schema import Config, Counts
-from router.config.values import NO_LIMIT
+from router.config.values import AUTO, NO_LIMIT
 from router.core.model.budget import Limits
 from router.core.model.events import ServersConfigured
 from router.core.model.policy import Policy, PolicyName, SnapshotLimits
@@ -18,18 +18,21 @@ from router.store.blobs.split_snapshots import BlobSettings
 from router.web.api.client_keys import Known
 from router.web.server.settings import Settings
 
+_SOON_S = 0.5  # a save stops all slots of its server for some milliseconds
 _BODIES_SHARE = 32  # of the memory: a body takes about eight times its size
 
 
 def policy_of(config: Config) -> Policy:
     """Return the policy of the scheduler."""
+    after_s = config.store.idle_save_after_s
     return Policy(
         name=config.policy.name,
         max_wait_s=config.policy.max_wait_s,
         coalesce_above_s=config.policy.coalesce_above_s,
         prefill_chunk_s=config.policy.prefill_chunk_s,
         reuse_probability=config.policy.reuse_probability,
-        idle_save_after_s=config.store.idle_save_after_s,
+        idle_save_after_s=_SOON_S if after_s == AUTO else after_s,
+        saves_late=after_s == AUTO,
         keeps_apart=config.auth.keeps_apart,
     )
 
@@ -42,13 +45,11 @@ def limits_of(config: Config) -> SnapshotLimits:
     )
 
 
-def blobs_of(config: Config) -> BlobSettings | None:
-    """Return the settings of the tier of blobs; None: there is none."""
+def blobs_of(config: Config) -> BlobSettings:
+    """Return the settings of blobs."""
     store = config.store
-    if store.blobs is None or not store.enabled:
-        return None
     return BlobSettings(
-        KvDir(str(store.blobs)),
+        None if store.blobs is None else KvDir(str(store.blobs)),
         store.write_after_s,
         store.whole_files,
         inf if store.max_written_per_day == NO_LIMIT else store.max_written_per_day,

@@ -3,7 +3,7 @@
 Each class answers "who reacts when ...?" for one part of the router; the part knows no other.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from router.assembly.backends import Backends
@@ -137,6 +137,11 @@ class StoreReactions:
     def is_worth_writing(self, snapshot: SnapshotId) -> bool:
         """Return whether a snapshot would be kept, and not evicted next."""
         return self.engine.keeps(snapshot)
+
+    def alike(self, snapshot: Snapshot) -> Sequence[tuple[SnapshotId, int]]:
+        """Return the snapshots that begin like one, each with the tokens that they share."""
+        found = self.engine.view.alike(snapshot.namespace, snapshot.tokens)
+        return [(one.item, one.common) for one in found if one.item != snapshot.id]
 
     async def found(self, snapshots: list[Snapshot]) -> None:
         """Offer snapshots again."""

@@ -72,6 +72,12 @@ class SnapshotStore(Protocol):
     A file exists when its record does; only the router chooses names.
     """
 
+    def is_on_disk(self, kv_dir: KvDir) -> bool:
+        """Return whether a KV directory is on a disk, and not in memory."""
+
+    def check_budget(self, kv_dir: KvDir) -> None:
+        """Raise KvError if no more may be written to the disk of a KV directory today."""
+
     def staging_name(self) -> str:
         """Return a fresh name for a backend to write to."""
 

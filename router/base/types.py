@@ -257,6 +257,7 @@ class BackendInfo(Struct, frozen=True):
     namespace: Namespace
     models: frozenset[str] = frozenset()
     kv_dir: KvDir | None = None  # KV directory; None: no snapshots here
+    on_disk: bool = False  # `kv_dir` is in no memory: a save wears a disk
     memory_kind: MemoryKind = MemoryKind.UNKNOWN
     keeps_idle_slots: bool = True  # False: unified KV + RAM cache (llama-server.md section 0.6)
     generates: bool = True  # False: an embedding model; its slots hold nothing (section 2.1)
@@ -530,6 +531,8 @@ class TierStatus(Struct, frozen=True):
     put_off: int  # writes
     damaged: int  # blobs
     budget_left_bytes: float  # that may be written in these 24 hours; inf: no limit
+    today_bytes: int  # written to disks in these 24 hours, by llama-server too
+    new_today_bytes: int  # of the tokens that were new in them
 
 
 class ColdStatus(Struct, frozen=True):

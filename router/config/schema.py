@@ -101,11 +101,11 @@ class StoreConfig(ConfigSection):
     min_free_bytes: values.Size = Field(default=4 * GIB, alias="min_free")
     fsync: bool = True
     group_access: bool = False
-    blobs: values.AbsolutePath | None = None  # None: each snapshot is a file of its own
-    write_after_s: values.Seconds = Field(default=60.0, alias="write_after")
+    blobs: values.AbsolutePath | None = None  # None: in each KV directory
+    write_after_s: values.Seconds = Field(default=30.0, alias="write_after")
     max_written_per_day: values.SizeOrNoLimit = 100 * GIB
-    whole_files: values.Size | None = None  # in each KV directory; None: half its file system
-    idle_save_after_s: values.SecondsOrOff = Field(default=0.5, alias="idle_save_after")
+    whole_files: values.Size | None = None  # in each KV directory; None: as fits its disk
+    idle_save_after_s: values.SecondsOrAuto = Field(default=values.AUTO, alias="idle_save_after")
     save_on_shutdown: bool = True
 
     @property

@@ -53,6 +53,7 @@ MAX_SIZE_BYTES = 2**53 - 1  # 8 PiB; pydantic reads sizes as floats
 MAX_DURATION_S = 366 * 86400.0  # far above any sensible timeout, far below the limits of a float
 MAX_COUNT = 2**53 - 1
 NO_LIMIT = -1
+AUTO = -1.0  # seconds: as fits the case
 
 
 def shown(value: object) -> str:
@@ -132,13 +133,20 @@ def duration_or_off(value: object) -> float | None:
         raise ValueError(f"{error}; `off` disables it") from None
 
 
+def duration_or_auto(value: object) -> float | None:
+    """Return the seconds of a time, None for `off`, or AUTO."""
+    return AUTO if value == "auto" else duration_or_off(value)
+
+
 def format_duration(seconds: float | None) -> str:
-    """Return the time in the largest unit that keeps it whole. None is "off".
+    """Return the time in the largest unit that keeps it whole. None is "off", AUTO "auto".
 
     `duration` reads the result back.
     """
     if seconds is None:
         return "off"
+    if seconds == AUTO:
+        return "auto"
     exact = Decimal(str(seconds))
     for unit, factor in reversed(_DURATION_UNITS.items()):
         if exact and exact % factor == 0:
@@ -423,6 +431,11 @@ SecondsOrOff = Annotated[
     float | None,
     BeforeValidator(duration_or_off),
     WithJsonSchema({"anyOf": [_TIME_TEXT, {"enum": ["off", False]}]}),
+]
+SecondsOrAuto = Annotated[
+    float | None,
+    BeforeValidator(duration_or_auto),
+    WithJsonSchema({"anyOf": [_TIME_TEXT, {"enum": ["off", False, "auto"]}]}),
 ]
 AbsolutePath = Annotated[Path, BeforeValidator(absolute_path), _text_schema("^/")]
 ListenAddress = Annotated[

@@ -26,6 +26,7 @@ from router.base.types import (
 )
 from router.core.execution.state import State
 from router.core.hosts.handout import once_fetched
+from router.core.inventory.prefix_index import Match
 from router.core.model.jobs import (
     AtGate,
     CutStep,
@@ -390,10 +391,10 @@ class SchedulerView:
         """Return the memory kind that a snapshot was saved as."""
         return self._state.inventory.catalog.kind_of(snapshot)
 
-    def alike(self, namespace: Namespace, tokens: Tokens) -> list[SnapshotId]:
+    def alike(self, namespace: Namespace, tokens: Tokens) -> list[Match[SnapshotId]]:
         """Return the snapshots that share most with `tokens`, a block at least, the best first."""
-        found = self._state.inventory.catalog.match(namespace, tokens, limit=2)
-        return [match.item for match in found if match.common >= BLOCK]
+        catalog = self._state.inventory.catalog
+        return [one for one in catalog.match(namespace, tokens, limit=3) if one.common >= BLOCK]
 
     def known_namespaces(self) -> set[Namespace]:
         """Return all namespaces that a backend could belong to."""

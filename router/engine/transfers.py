@@ -61,6 +61,7 @@ class Transfers:
             return ev.SaveFailed(effect.request, slot, _NO_STORE)
         name, start = self.store.staging_name(), self.clock.now()
         try:
+            self.store.check_budget(info.kv_dir)
             transfer = await self.backends[slot.backend].save(slot.index, name)
             staged = await self.store.verify(
                 info.kv_dir, name, transfer.size_bytes, info.memory_kind, effect.media

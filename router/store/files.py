@@ -28,16 +28,27 @@ log = structlog.get_logger(__name__)
 # Flat names of safe characters: llama-server takes no others (docs/llama-server.md section 1.1).
 STAGING = re.compile(r"kvf-([0-9a-f]{32})\.part")
 FINAL = re.compile(r"kvf-([0-9a-f]{32})\.kv")
-SIDECAR = re.compile(r"kvf-([0-9a-f]{32})\.json")
-_NEW_SIDECAR = re.compile(r"kvf-([0-9a-f]{32})\.json\.new")
+MANIFEST = re.compile(r"kvf-([0-9a-f]{32})\.manifest")
+NEW_MANIFEST = re.compile(r"kvf-[0-9a-f]{32}\.manifest-[0-9a-f]+\.new")
+OLD_RECORD = re.compile(r"kvf-[0-9a-f]{32}\.json(\.new)?")  # of kvferry 0.1.0
 QUARANTINED = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
 KEEP_QUARANTINED = 4
 _NEW_SMALL = re.compile(r"kvf-.+-new")  # left by a crash in `replace_small`
-_OLD_JOURNAL = re.compile(r"kvf-slot-.+\.journal")  # of earlier versions; it holds prompts
-_SWEPT = (STAGING, FINAL, SIDECAR, _NEW_SIDECAR, _NEW_SMALL, _OLD_JOURNAL)
+_SWEPT = (STAGING, FINAL, MANIFEST, NEW_MANIFEST, OLD_RECORD, _NEW_SMALL)
 
+LOCK = "kvferry.lock"
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _SMALL_BYTES = 256 << 20
 _CHUNK = 4 << 20  # bytes; xxh3 does about 10 GB/s, so the chunk only has to amortise the call
+
+
+@contextmanager
+def os_errors(what: str, error: type[KvError] = KvError) -> Iterator[None]:
+    """Turn an OSError inside into `error`, the only kind that callers of the store see."""
+    try:
+        yield
+    except OSError as exc:
+        raise error(f"{what}: {exc.strerror or exc}") from exc
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +70,9 @@ def final_name(number: str) -> str:
     return f"kvf-{number}.kv"
 
 
-def sidecar_name(number: str) -> str:
-    """Return the file name of the record of the snapshot with the id `number`."""
-    return f"kvf-{number}.json"
-
-
-def new_sidecar_name(number: str) -> str:
-    """Return the name under which the record is written, until it is whole."""
-    return f"kvf-{number}.json.new"
+def manifest_name(number: str) -> str:
+    """Return the file name of the manifest of the snapshot with the id `number`."""
+    return f"kvf-{number}.manifest"
 
 
 def identity(path: Path) -> Identity:
@@ -268,9 +274,9 @@ def prune_quarantined(directory: Path) -> None:
 
 
 def sweep(directory: Path, known: frozenset[str]) -> int:
-    """Remove the router's own files that no record names; return their number.
+    """Remove the router's own files that no manifest names; return their number.
 
-    Other files stay, and files that cannot be removed.
+    Other files stay, and files that cannot be removed. States of 0.1.0 have no manifest.
     """
     removed = 0
     for path in directory.iterdir():
@@ -281,6 +287,15 @@ def sweep(directory: Path, known: frozenset[str]) -> int:
             removed += 1
     prune_quarantined(directory)
     return removed
+
+
+def is_on_disk(device: int) -> bool:
+    """Return whether a file system is on a disk, and not in memory. Raises OSError."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    mounts = Path("/proc/self/mountinfo")  # major:minor is the third word; the type follows " - "
+    lines = mounts.read_text().splitlines() if mounts.exists() else []
+    kinds = {one.partition(" - ")[2].split(" ")[0] for one in lines if one.split()[2] == wanted}
+    return not kinds & {"tmpfs", "ramfs"}
 
 
 def file_mode(*, group_access: bool) -> int:
@@ -328,3 +343,74 @@ def prepare_directory(directory: Path, *, group_access: bool = False) -> None:
     probe = directory / staging_name()
     os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     probe.unlink()
+
+
+class DirectoryLock:
+    """A lock for one router per directory; the kernel releases it when the process ends."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._fd = -1
+
+    def acquire(self) -> None:
+        """Take the lock. Raises KvError if another router or store of this process holds it."""
+        with os_errors(f"{self._directory}: cannot open the lock file"):
+            fd = os.open(self._directory / LOCK, _OPEN, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            os.close(fd)
+            if isinstance(exc, BlockingIOError):
+                raise KvError(f"{self._directory} is in use by another kvferry") from exc
+            raise KvError(f"{self._directory}: cannot lock: {exc.strerror}") from exc
+        self._fd = fd
+
+    def check(self) -> None:
+        """Raise KvFileError if the lock that is held is not the file in the directory.
+
+        Another directory has then taken the place of the opened one: a file system was unmounted,
+        say. Raises OSError.
+        """
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._directory / LOCK), os.fstat(self._fd)):
+                return
+        raise KvFileError(f"{self._directory} is not the directory that was opened")
+
+    def release(self) -> None:
+        """Release the lock, if it is held."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def put_durably(path: Path, new: Path, content: bytes, *, fsync: bool) -> None:
+    """Write a small file as `new` and rename it to `path`; with `fsync`, both are durable.
+
+    Raises OSError; no `new` is left then.
+    """
+    try:
+        write_new(new, content, fsync=fsync)
+        os.rename(new, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(new)
+        raise
+    if fsync:
+        sync_directory(path.parent)
+
+
+def make_directory(directory: Path, *, fsync: bool) -> None:
+    """Make a private directory below an existing one, if it is missing. Raises OSError."""
+    if not directory.exists():
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if fsync:
+            sync_directory(directory.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in `directory` durable. Raises OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

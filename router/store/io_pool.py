@@ -16,7 +16,7 @@ import structlog
 
 from router.base.errors import KvError, KvFileError
 from router.base.ports import Spawn
-from router.store.sidecars import os_errors
+from router.store.files import os_errors
 
 log = structlog.get_logger(__name__)
 

@@ -1,5 +1,6 @@
 """Who is told what became of snapshots on disk, and asked what they are worth."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from router.base.types import Snapshot, SnapshotId
@@ -20,6 +21,9 @@ class StoreListener(Protocol):
     def is_worth_writing(self, snapshot: SnapshotId) -> bool:
         """Return whether a snapshot would be kept, and not evicted next."""
 
+    def alike(self, snapshot: Snapshot) -> Sequence[tuple[SnapshotId, int]]:
+        """Return the snapshots that begin like one, each with the tokens that they share."""
+
 
 class NullListener:
     """A listener that does nothing."""
@@ -29,3 +33,6 @@ class NullListener:
     def stored(self, *_: object) -> None: ...
     def is_worth_writing(self, *_: object) -> bool:
         return True
+
+    def alike(self, *_: object) -> Sequence[tuple[SnapshotId, int]]:
+        return ()

@@ -20,9 +20,8 @@ from router.base.decoding import UndecodableError, json_decoder
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import in_thread, within
 from router.base.types import TENANT_SALT, KvDir, Namespace, SnapshotId, Tenant
-from router.store.files import locked, read_small, replace_small
+from router.store.files import locked, put_durably, read_small, replace_small
 from router.store.records import KvDirectory, StoredSnapshot
-from router.store.sidecars import put_durably
 
 NAME = "purged-tenants.json"
 _MOST = 10_000  # notes; a purge of this host beyond drops the oldest

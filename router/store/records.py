@@ -1,7 +1,7 @@
-"""Snapshots on disk: each file and its record, kept in agreement.
+"""Snapshots that are whole files, and their manifests, kept in agreement.
 
 The blocking half of `store.py`. The order of writes makes a crash harmless: data, then name, then
-record; the directory is synced after both names. A deletion removes the record before the file.
+manifest; the directory is synced after both names. A deletion removes the manifest before the file.
 """
 
 import os
@@ -10,33 +10,40 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 from msgspec.structs import replace
 
-from router.base import tokens as tok
 from router.base.errors import KvError, KvFileError
-from router.base.types import KvDir, Snapshot, SnapshotId, StateShape
-from router.store import files
-from router.store.files import Identity
-from router.store.format.head import read_head, tokens_of
+from router.base.types import KvDir, Snapshot, SnapshotId
+from router.store import files, manifests
+from router.store.files import DirectoryLock, Identity, os_errors
+from router.store.format.head import read_head
 from router.store.io_pool import Threads
-from router.store.sidecars import DirectoryLock, Sidecars, SnapshotRecord, os_errors
+from router.store.manifests import Manifest, WholeFile
+
+if TYPE_CHECKING:
+    from router.store.blobs.split_snapshots import SplitSnapshots
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
 class KvDirectory:
-    """A KV directory that this process has locked."""
+    """A KV directory, or one of blobs, that this process has locked."""
 
     path: Path
     kv_dir: KvDir
     lock: DirectoryLock
-    sidecars: Sidecars
     threads: Threads
     status: os.stat_result  # from the opening: a later stat could hang
+    fsync: bool = True
     disk_bytes: int = 0  # of its file system
+    on_disk: bool = True  # and not in memory
+    names: list[str] = field(default_factory=list)  # of the manifests at the opening
+    closed: bool = False  # no more is recorded
+    split: "SplitSnapshots | None" = None  # what has its snapshots as blobs
 
 
 @dataclass(slots=True)
@@ -47,8 +54,8 @@ class StoredSnapshot:
     directory: KvDirectory
     identity: Identity
     checksum: str = ""
-    gone: bool = False  # deleted, quarantined or lost: its record may not be written any more
-    lock: threading.Lock = field(default_factory=threading.Lock)  # guards `gone`, `sidecars.add`
+    gone: bool = False  # deleted, quarantined or lost: its manifest may not be written any more
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards `gone`, `write`
 
     @property
     def path(self) -> Path:
@@ -77,7 +84,7 @@ def open_directory(
     fsync: bool,
     group_access: bool,
 ) -> KvDirectory:
-    """Lock a directory and list its records. Raises KvError.
+    """Lock a directory and list its manifests. Raises KvError.
 
     Return the one of `others` that is the same directory, if there is one.
     """
@@ -85,17 +92,16 @@ def open_directory(
     with os_errors(f"{kv_dir} cannot be used for state files"):
         files.prepare_directory(path, group_access=group_access)
         status = path.stat()
-        disk = os.statvfs(path)
+        disk, on_disk = os.statvfs(path), files.is_on_disk(status.st_dev)
         for other in others:
             if os.path.samestat(status, other.status):  # one directory under two names
                 return other
-    sidecars = Sidecars(path, fsync=fsync)
-    directory = KvDirectory(
-        path, kv_dir, DirectoryLock(path), sidecars, threads, status, disk.f_blocks * disk.f_frsize
-    )
-    directory.lock.acquire()
+    size, lock = disk.f_blocks * disk.f_frsize, DirectoryLock(path)
+    directory = KvDirectory(path, kv_dir, lock, threads, status, fsync, size, on_disk)
+    lock.acquire()
     try:
-        directory.sidecars.open()
+        with os_errors(f"{path}: cannot read the manifests"):
+            directory.names = [n for n in os.listdir(path) if files.MANIFEST.fullmatch(n)]
     except BaseException:
         close_directory(directory)
         raise
@@ -103,90 +109,101 @@ def open_directory(
 
 
 def close_directory(directory: KvDirectory) -> None:
-    """Refuse further records and release the lock."""
-    directory.sidecars.close()
+    """Refuse further manifests and release the lock."""
+    directory.closed = True
     directory.lock.release()
 
 
 def recover_all(directory: KvDirectory, names: Iterable[str]) -> list[StoredSnapshot]:
-    """Read the named records; return the snapshots that may be offered. Raises KvError."""
-    found = (recover(directory, each) for each in directory.sidecars.read(names))
+    """Read the named manifests; return the snapshots that may be offered.
+
+    Raises KvError, also for a manifest of a later version.
+    """
+    found = (_recover(directory, directory.path / name) for name in names)
     return [held for held in found if held is not None]
 
 
-def recover(directory: KvDirectory, entry: SnapshotRecord) -> StoredSnapshot | None:
-    """Cross-check a record with its file; return None if it may not be offered."""
-    path = directory.path / files.final_name(entry.id)
+def _recover(directory: KvDirectory, path: Path) -> StoredSnapshot | None:
+    """Cross-check a manifest with its file; return None if it may not be offered."""
     try:
-        with files.open_regular(path) as file:
-            head = read_head(file)
-            found = files.identity_of(file)
-            if found.size_bytes != entry.size_bytes:
-                raise KvFileError(f"file of {found.size_bytes} bytes, record of {entry.size_bytes}")
-            if head.n_tokens != entry.n_tokens:
-                raise KvFileError(f"file of {head.n_tokens} tokens, record of {entry.n_tokens}")
-            if found != Identity(entry.size_bytes, entry.mtime_ns, entry.inode):
-                # The directory was copied or restored from a backup.
-                if files.checksum(file) != entry.checksum:
-                    raise KvFileError("the checksum of the file is not the recorded one")
-                _refresh(directory, entry, found)
-    except (KvFileError, OSError) as error:
-        log.warning("snapshot_not_recovered", snapshot=entry.id, reason=str(error))
-        drop(directory, entry.id)
-        with suppress(OSError):  # the router starts nevertheless
-            files.quarantine(path)
+        with os_errors(str(path)):
+            manifest = manifests.read(path)
+    except KvFileError as error:
+        log.warning("manifest_damaged", file=str(path), error=str(error))
         return None
-    snapshot = Snapshot(
-        entry.id,
-        entry.namespace,
-        directory.kv_dir,
-        tokens_of(head, entry.media),
-        entry.size_bytes,
-        StateShape(
-            entry.n_stream, entry.checkpoints, entry.extendable, media=bool(head.media_starts)
-        ),
-        entry.added_at,
-    )
-    return StoredSnapshot(snapshot, directory, found, entry.checksum)
+    file_path, whole = directory.path / files.final_name(manifest.id), manifest.file
+    try:
+        if whole is None:
+            raise KvFileError("its manifest is one of blobs")
+        with files.open_regular(file_path) as file:
+            found = files.identity_of(file)
+            if file.read(len(manifest.head)) != manifest.head:  # zeros, after a loss of power
+                raise KvFileError("the file has another head than its manifest")
+            if found != whole.identity:
+                # The directory was copied or restored from a backup.
+                if found.size_bytes != whole.size_bytes or files.checksum(file) != whole.checksum:
+                    raise KvFileError("the file is not the one that was saved")
+                _refresh(directory, manifest, found)
+    except (KvFileError, OSError) as error:
+        log.warning("snapshot_not_recovered", snapshot=manifest.id, reason=str(error))
+        drop(directory, manifest.id)
+        with suppress(OSError):  # the router starts nevertheless
+            files.quarantine(file_path)
+        return None
+    return StoredSnapshot(manifest.snapshot(directory.kv_dir), directory, found, whole.checksum)
 
 
-def sweep(directory: KvDirectory) -> None:
-    """Remove the router's own files that no record names."""
-    ids = directory.sidecars.records
-    known = {files.final_name(each) for each in ids} | {files.sidecar_name(each) for each in ids}
+def sweep(directory: KvDirectory, held: Iterable[SnapshotId]) -> None:
+    """Remove the router's own files that no manifest names."""
+    known = {name for each in held for name in (files.final_name(each), files.manifest_name(each))}
+    old = any(map(files.OLD_RECORD.fullmatch, os.listdir(directory.path)))
     if removed := files.sweep(directory.path, frozenset(known)):
-        log.info("leftovers_removed", kv_dir=directory.kv_dir, files=removed)
+        why = "states of kvferry 0.1.0, which cannot be read" if old else "no manifest names them"
+        log.info("leftovers_removed", kv_dir=directory.kv_dir, files=removed, why=why)
 
 
-def record(held: StoredSnapshot, *, fsync: bool) -> None:
-    """Make a committed file durable, and its record after it."""
+def record(held: StoredSnapshot) -> None:
+    """Make a committed file durable, and its manifest after it."""
+    directory = held.directory
     with files.open_regular(held.path) as file:
-        if fsync:
+        if directory.fsync:
             os.fsync(file.fileno())
         checksum = files.checksum(file)
-        head = read_head(file)
+        file.seek(0)
+        end = read_head(file).end
+        file.seek(0)
+        head = file.read(end)
         if files.identity_of(file) != held.identity:
             raise KvFileError(f"{held.path.name} changed after it was committed")
-    snapshot = held.snapshot
-    media = tok.media_of(snapshot.tokens)
-    entry = SnapshotRecord(
-        id=snapshot.id,
-        namespace=snapshot.namespace,
-        n_tokens=head.n_tokens,
-        size_bytes=snapshot.size_bytes,
-        mtime_ns=held.identity.mtime_ns,
-        inode=held.identity.inode,
-        checksum=checksum,
-        added_at=snapshot.saved_at,
-        media=media if len(media) == len(head.media_starts) else (),
-        n_stream=snapshot.shape.n_stream,
-        checkpoints=snapshot.shape.checkpoints,
-        extendable=snapshot.shape.extendable,
-    )
+    manifest = manifests.of_file(held.snapshot, head, _whole(held.identity, checksum))
     with held.lock:
         if not held.gone:
             held.checksum = checksum
-            held.directory.sidecars.add(entry)
+            write(directory, manifest)
+
+
+def write(directory: KvDirectory, manifest: Manifest) -> None:
+    """Write a manifest durably, in place of an older one. Raises KvError.
+
+    The state file's name becomes durable with it.
+    """
+    if directory.closed:
+        raise KvError(f"{directory.kv_dir}: the store is closed")
+    with os_errors(f"{directory.kv_dir}: cannot write the manifest of a snapshot"):
+        manifests.write(directory.path, manifest, fsync=directory.fsync)
+
+
+def _whole(identity: Identity, checksum: str) -> WholeFile:
+    return WholeFile(identity.size_bytes, identity.mtime_ns, identity.inode, checksum)
+
+
+def _refresh(directory: KvDirectory, manifest: Manifest, found: Identity) -> None:
+    """Note the new identity of a file with the same bytes; only log a failure."""
+    assert manifest.file is not None
+    try:
+        write(directory, replace(manifest, file=_whole(found, manifest.file.checksum)))
+    except KvError as error:
+        log.warning("identity_not_recorded", snapshot=manifest.id, reason=str(error))
 
 
 def check_again(held: StoredSnapshot) -> None:
@@ -201,12 +218,10 @@ def check_again(held: StoredSnapshot) -> None:
             raise KvFileError(f"{held.path.name} changed after it was committed")
     with held.lock:
         held.identity = found
-        entry = held.directory.sidecars.get(held.snapshot.id)
-        changed = entry is not None and found != Identity(
-            entry.size_bytes, entry.mtime_ns, entry.inode
-        )
-        if entry is not None and changed and not held.gone:  # None: it cannot be written
-            _refresh(held.directory, entry, found)
+        with suppress(KvFileError):  # None is written yet, or cannot be
+            manifest = manifests.read(manifests.path_of(held.directory.path, held.snapshot.id))
+            if manifest.file is not None and manifest.file.identity != found and not held.gone:
+                _refresh(held.directory, manifest, found)
 
 
 def rename(staged: Path, held: StoredSnapshot, mode: int) -> None:
@@ -222,25 +237,19 @@ def rename(staged: Path, held: StoredSnapshot, mode: int) -> None:
 
 
 def take_out(held: StoredSnapshot, remove: Callable[[], None]) -> None:
-    """Drop the record first, then call `remove` for the file."""
+    """Drop the manifest first, then call `remove` for the file."""
     with held.lock:
         drop(held.directory, held.snapshot.id)
     remove()
 
 
 def drop(directory: KvDirectory, snapshot: SnapshotId) -> None:
-    """Drop a record; only log a failure.
+    """Remove a manifest, if there is one; only log a failure.
 
-    The next start drops a record without a file. A drop that cannot be written must not keep a
-    full disk full.
+    Not synced: the next start drops a manifest without a file. A drop that cannot be written must
+    not keep a full disk full.
     """
     try:
-        directory.sidecars.drop(snapshot)
-    except KvError as error:
+        manifests.path_of(directory.path, snapshot).unlink(missing_ok=True)
+    except OSError as error:
         log.warning("drop_not_recorded", snapshot=snapshot, error=str(error))
-
-
-def _refresh(directory: KvDirectory, entry: SnapshotRecord, found: Identity) -> None:
-    """Record the new identity of the same bytes; this only saves a checksum later."""
-    with suppress(KvError):
-        directory.sidecars.add(replace(entry, mtime_ns=found.mtime_ns, inode=found.inode))

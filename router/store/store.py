@@ -1,6 +1,6 @@
 """Snapshots as files in the KV directories that the backends save to (the SnapshotStore port).
 
-Owns every file in them that is named `kvf-*`; the sidecars say which of them exist. Decides
+Owns every file in them that is named `kvf-*`; the manifests say which of them exist. Decides
 nothing: the engine decides which snapshots are saved, restored or evicted, and when a file is no
 longer in use.
 
@@ -33,8 +33,9 @@ from router.base.types import (
 from router.store import files, io_pool, records, shapes
 from router.store.blobs.blob_files import DamagedBlobError
 from router.store.blobs.exchange import Exchange
-from router.store.blobs.split_snapshots import BlobSettings, SplitSnapshots
+from router.store.blobs.split_snapshots import FOLDER, BlobSettings, SplitSnapshots, summed
 from router.store.blobs.tier import BlobTier
+from router.store.blobs.write_budget import WriteBudget
 from router.store.files import Identity
 from router.store.format.head import tokens_of
 from router.store.io_pool import Threads
@@ -84,7 +85,7 @@ class KvStore:
         self._opened: set[tuple[KvDir, str]] = set()
         self._unwanted: list[tuple[KvDir, str]] = []  # to delete when their directory answers
         self._blobs = blobs
-        self._split: SplitSnapshots | None = None
+        self._splits: dict[KvDir, SplitSnapshots] = {}  # by the directory of their blobs
         self._mode = files.file_mode(group_access=group_access)
         self.exchange = Exchange(self, self._held, blobs, self._mode)
         self._reading: Counter[SnapshotId] = Counter()  # whole files, by their readers
@@ -111,56 +112,67 @@ class KvStore:
         Oldest first. Directories that are open already stay as they are. Raises KvError if a new
         one cannot be used; none of the new ones is locked then.
         """
-        names: list[SnapshotId] = []
-        if self._blobs is not None and self._split is None:
-            self._split = await self._open_blobs(self._blobs)
-            names += self._held
-        before = dict(self._directories)
-        fresh: list[KvDirectory] = []
+        before, known = dict(self._directories), set(self._held)
+        found: list[StoredSnapshot] = []
         try:
-            for kv_dir in dict.fromkeys(kv_dirs):
-                if kv_dir not in self._directories:
-                    known = self._distinct()
-                    await self._open_directory(kv_dir)
-                    fresh += [d for d in self._distinct() if all(d is not other for other in known)]
-            checks = [self._recover(directory) for directory in fresh]
-            found = [held for some in await asyncio.gather(*checks) for held in some]
-            found.sort(key=lambda held: held.snapshot.saved_at)
+            if self._blobs is not None and self._blobs.directory is not None:
+                await self._blobs_at(self._blobs.directory, self._blobs)
+            fresh = await self._open_all(kv_dirs)
+            for some in await asyncio.gather(*map(self._recover, fresh)):
+                found += some
             for directory in fresh:
-                await directory.threads.unhurried(partial(records.sweep, directory))
+                own = [held for held in found if held.directory is directory]
+                ids = [held.snapshot.id for held in own]
+                await directory.threads.unhurried(partial(records.sweep, directory, ids))
+                if self._blobs is not None:
+                    name = self._blobs.directory or KvDir(str(directory.path / FOLDER))
+                    (await self._blobs_at(name, self._blobs)).opened(directory, own)
         except KvError:
-            self._directories = before
-            await self._close(fresh)
+            await self._close_but(before)
             raise
-        if self._split is not None:
-            for directory in fresh:
-                self._split.opened(directory, [h for h in found if h.directory is directory])
         self._held |= {held.snapshot.id: held for held in found}
-        names += [held.snapshot.id for held in found]
         self._loaded |= {directory.kv_dir for directory in self._distinct()}
         await self._obey()
-        here = [name for name in dict.fromkeys(names) if name in self._held]
-        offered = [self._held[name].snapshot for name in here]
-        return sorted(offered, key=lambda snapshot: snapshot.saved_at)
+        offered = (self._held.keys() - known) | {held.snapshot.id for held in found}
+        here = [self._held[name].snapshot for name in offered if name in self._held]
+        return sorted(here, key=lambda snapshot: snapshot.saved_at)
 
-    async def _open_blobs(self, settings: BlobSettings) -> SplitSnapshots:
-        """Lock and read the directory of the tier. Raises KvError."""
-        await self._open_directory(settings.directory)
-        directory = self._directories[settings.directory]
-        tier = BlobTier(directory, self._fsync, settings.least_bytes)
-        split = SplitSnapshots(
-            settings, tier, self._held, lambda: self.listener, self._wall_now, self._reading
-        )
-        try:
+    async def _open_all(self, kv_dirs: Sequence[KvDir]) -> list[KvDirectory]:
+        """Open the directories that are not open; return those that are under no other name."""
+        fresh: list[KvDirectory] = []
+        for kv_dir in dict.fromkeys(kv_dirs):
+            if kv_dir not in self._directories:
+                known = self._distinct()
+                await self._open_directory(kv_dir)
+                fresh += [d for d in self._distinct() if all(d is not other for other in known)]
+        return fresh
+
+    async def _close_but(self, before: dict[KvDir, KvDirectory]) -> None:
+        """Close the directories that were not open before, and forget what is in them."""
+        kept = list(before.values())
+        opened = [d for d in self._distinct() if all(d is not other for other in kept)]
+        for name in [name for name in self._splits if name not in before]:
+            await self._splits.pop(name).aclose()
+        for held in [one for one in self._held.values() if any(one.directory is d for d in opened)]:
+            del self._held[held.snapshot.id]
+        self._directories = before
+        await self._close(opened)
+
+    async def _blobs_at(self, name: KvDir, settings: BlobSettings) -> SplitSnapshots:
+        """Return what splits files to a directory of blobs, opened now. Raises KvError."""
+        if name not in self._splits:
+            await self._open_directory(name)
+            tier = BlobTier(self._directories[name], self._fsync, settings.least_bytes)
+            budget = WriteBudget(settings.max_written_per_day, self._wall_now)
+            split = SplitSnapshots(
+                settings, tier, self._held, lambda: self.listener, budget, self._reading
+            )
+            self._splits[name] = split
             await split.load()
-        except KvError:
-            del self._directories[settings.directory]
-            await self._close([directory])
-            raise
-        return split
+        return self._splits[name]
 
     async def _recover(self, directory: KvDirectory) -> list[StoredSnapshot]:
-        names = directory.sidecars.names
+        names = directory.names
         found: list[StoredSnapshot] = []
         for start in range(0, len(names), _RECOVERED_AT_ONCE):
             some = names[start : start + _RECOVERED_AT_ONCE]
@@ -178,9 +190,9 @@ class KvStore:
         await self._background.join()
 
     async def write_out(self) -> None:
-        """Split all whole files now that are not split, as far as the budget goes."""
-        if self._split is not None:
-            await self._split.behind.finish()
+        """Split all files now that memory may lose."""
+        for split in self._splits.values():
+            await split.finish()
 
     async def aclose(self) -> None:
         """Finish the background work, remove the files that `open` made, release the directories.
@@ -190,8 +202,7 @@ class KvStore:
         with suppress(TimeoutError):
             async with asyncio.timeout(io_pool.QUICK_S if self.hangs else io_pool.BULK_S):
                 await self.flush()
-                if self._split is not None:
-                    await self._split.aclose()
+                await asyncio.gather(*(split.aclose() for split in self._splits.values()))
         await self._background.aclose()
         for kv_dir, name in tuple(self._opened):
             with suppress(KvError):
@@ -210,9 +221,9 @@ class KvStore:
                 with suppress(KvError, TimeoutError):
                     async with asyncio.timeout(io_pool.BULK_S):
                         # Queued behind the deletes that have been requested.
-                        await directory.threads.unhurried(directory.sidecars.close)
+                        await directory.threads.unhurried(lambda: None)
             directory.threads.close()
-            directory.lock.release()
+            records.close_directory(directory)
 
     @property
     def hangs(self) -> bool:
@@ -226,7 +237,18 @@ class KvStore:
 
     def tier_status(self) -> TierStatus | None:
         """Return the state of the tier of blobs; None: there is none."""
-        return None if self._split is None else self._split.status()
+        found = [split.status() for split in self._splits.values()]
+        return summed(found) if found else None
+
+    def is_on_disk(self, kv_dir: KvDir) -> bool:
+        """Return whether a KV directory that is open is on a disk, and not in memory."""
+        return kv_dir in self._directories and self._directories[kv_dir].on_disk
+
+    def check_budget(self, kv_dir: KvDir) -> None:
+        """Raise KvError if no more may be written to the disk of a KV directory today."""
+        split = self._directory(kv_dir).split if self.is_on_disk(kv_dir) else None
+        if split is not None and not split.budget.left_bytes:
+            raise KvError("as much was written as store.max_written_per_day allows")
 
     def staging_name(self) -> str:
         """Return a fresh name for a backend to write to."""
@@ -285,27 +307,19 @@ class KvStore:
         `staged.tokens` may have been replaced by tokens with one negative id for each medium.
         Raises KvFileError if the file was not verified or has changed since.
         """
-        known = self._staged.pop((staged.kv_dir, staged.name), None)
         path = self._staging_path(staged.kv_dir, staged.name)
-        if known is None:
+        if (known := self._staged.pop((staged.kv_dir, staged.name), None)) is None:
             raise KvFileError(f"{staged.name} was not verified")
         directory = self._directory(staged.kv_dir)
         number = SnapshotId(path.stem.removeprefix("kvf-"))
-        snapshot = Snapshot(
-            number,
-            namespace,
-            staged.kv_dir,
-            staged.tokens,
-            staged.size_bytes,
-            staged.shape,
-            self._wall_now(),
-        )
+        facts = staged.tokens, staged.size_bytes, staged.shape, self._wall_now()
+        snapshot = Snapshot(number, namespace, staged.kv_dir, *facts)
         held = StoredSnapshot(snapshot, directory, known)
         rename = partial(records.rename, path, held, self._mode)
         await directory.threads.quick(rename, lambda _: held.unlink(), blame_file=True)
         self._held[number] = held
-        if self._split is not None:
-            self._split.behind.add(held)
+        if directory.split is not None:
+            directory.split.saved(held)
         self._background.spawn(self._make_durable(held), name=f"kv_durable {number}")
         return snapshot
 
@@ -359,8 +373,8 @@ class KvStore:
         try:
             held = await self._readable(snapshot)
             if held.snapshot.whole:
-                if self._split is not None:
-                    self._split.behind.used(held)
+                if held.directory.split is not None:
+                    held.directory.split.used(held)
                 yield StateFile(held.directory, held.path, held.identity)
                 return
             target = directory.path / files.staging_name()
@@ -378,13 +392,13 @@ class KvStore:
     async def _assemble(
         self, held: StoredSnapshot, directory: KvDirectory, target: Path
     ) -> Identity:
-        assert self._split is not None
-        work = self._split.tier.assembly(held.snapshot.id, target, self._mode)
+        assert held.directory.split is not None
+        work = held.directory.split.tier.assembly(held.snapshot.id, target, self._mode)
         threads = self._threads_of(held.directory, directory)
         try:
             return await threads.bulk(work, lambda _: target.unlink(missing_ok=True))
         except DamagedBlobError as error:
-            losing = self._split.damaged(error.blob)
+            losing = held.directory.split.damaged(error.blob)
             self._background.spawn(losing, name=f"blob_damaged {held.snapshot.id}")
             raise
 
@@ -393,24 +407,31 @@ class KvStore:
 
         A whole file that has changed is dropped if the snapshot has blobs.
         """
+        held = self._held.get(snapshot.id)
+        if held is None:
+            raise KvFileError(f"snapshot {snapshot.id} does not exist")
+        if not held.snapshot.whole:
+            return held
+        threads = held.directory.threads
         try:
-            return await self._unchanged(snapshot)
+            found = await threads.quick(partial(files.identity, held.path), blame_file=True)
+            if found != held.identity:
+                await threads.bulk(partial(records.check_again, held), blame_file=True)
         except KvFileError:
             if not await self._blobs_make_up_for(snapshot.id):
                 raise
             return self._held[snapshot.id]
+        return held
 
     async def _blobs_make_up_for(self, snapshot: SnapshotId) -> bool:
         """Drop a damaged whole file if the snapshot has blobs; return whether it has."""
-        if self._split is None or snapshot not in self._split.tier:
+        held = self._held.get(snapshot)
+        split = None if held is None else held.directory.split
+        if held is None or split is None or snapshot not in split.tier:
             return False
-        if self._held[snapshot].snapshot.whole:  # no other reader has found it before
-            await self._split.drop_whole(snapshot)
+        if held.snapshot.whole:  # no other reader has found it before
+            await split.drop_whole(snapshot)
         return True
-
-    def tier_directory(self) -> KvDirectory | None:
-        """Return the directory of the tier of blobs; None: there is none."""
-        return None if self._split is None else self._split.tier.directory
 
     def _read(self, snapshot: SnapshotId) -> None:
         """Note the end of a read of a whole file."""
@@ -420,8 +441,7 @@ class KvStore:
 
     def kv_directory(self) -> KvDirectory:
         """Return a directory for a file that the router makes. Raises KvError."""
-        blobs = self.tier_directory()
-        found = next((one for one in self._distinct() if one is not blobs), None)
+        found = next((one for one in self._distinct() if one.kv_dir not in self._splits), None)
         if found is None:
             raise KvError("there is no KV directory to make a state file in")
         return found
@@ -444,20 +464,6 @@ class KvStore:
             self._threads.append(self._between[way])
         return self._between[way]
 
-    async def _unchanged(self, snapshot: Snapshot) -> StoredSnapshot:
-        """Return the held snapshot. Raises KvFileError unless its file is as committed."""
-        held = self._held.get(snapshot.id)
-        if held is None:
-            raise KvFileError(f"snapshot {snapshot.id} does not exist")
-        if not held.snapshot.whole:
-            return held
-        identity = partial(files.identity, held.path)
-        found = await held.directory.threads.quick(identity, blame_file=True)
-        if found != held.identity:
-            check = partial(records.check_again, held)
-            await held.directory.threads.bulk(check, blame_file=True)
-        return held
-
     async def close(self, snapshot: Snapshot, kv_dir: KvDir, name: str) -> None:
         """Release a name that `open` returned; remove its link or copy."""
         if (kv_dir, name) in self._opened:
@@ -465,13 +471,6 @@ class KvStore:
             await self._unlink(kv_dir, name)
         elif snapshot.id in self._reading:
             self._read(snapshot.id)
-
-    async def _give_up(self, held: StoredSnapshot, reason: str) -> None:
-        """Give up a whole file that is damaged; its blobs make up for it."""
-        if await self._blobs_make_up_for(held.snapshot.id):
-            return
-        self.listener.lost(held.snapshot, reason)
-        await self.quarantine(held.snapshot, reason)
 
     async def delete(self, snapshot: Snapshot) -> None:
         """Remove a snapshot: first its record, then its file. Idempotent."""
@@ -482,12 +481,12 @@ class KvStore:
             await self._background.complete(removing, name=f"delete {snapshot.id}")
 
     async def _remove(self, held: StoredSnapshot, remove: Callable[[], None]) -> None:
-        if self._split is not None:
-            self._split.gone(held)
+        if held.directory.split is not None:
+            held.directory.split.gone(held)
         if held.snapshot.whole:
             await held.directory.threads.unhurried(partial(records.take_out, held, remove))
-        if self._split is not None:
-            await self._split.remove(held)
+        if held.directory.split is not None:
+            await held.directory.split.remove(held)
 
     async def purge(self, tenant: Tenant, note: str) -> dict[KvDir, str]:
         """Delete all of a tenant, now or when a directory answers; return what failed, and why."""
@@ -586,7 +585,9 @@ class KvStore:
 
     async def _make_durable(self, held: StoredSnapshot) -> None:
         try:
-            await held.directory.threads.unhurried(partial(records.record, held, fsync=self._fsync))
+            await held.directory.threads.unhurried(partial(records.record, held))
+            if held.directory.split is not None:
+                await held.directory.split.note()
         except KvError as error:
             if held.gone:
                 return  # deleted meanwhile, and its file with it

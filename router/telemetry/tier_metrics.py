@@ -28,6 +28,8 @@ BLOBS = TierMetrics(
         "kvferry_whole_file_bytes": ("Bytes of state files in KV directories", "whole_bytes"),
         "kvferry_unwritten_files": ("State files that are not split yet", "unwritten"),
         "kvferry_blob_write_budget_bytes": ("Bytes still allowed today", "budget_left_bytes"),
+        "kvferry_written_day_bytes": ("Bytes written to disks in 24 hours", "today_bytes"),
+        "kvferry_new_day_bytes": ("Bytes of tokens that were new in them", "new_today_bytes"),
     },
     {
         "kvferry_blob_written_bytes": ("Bytes of written blobs and manifests", "written_bytes"),

@@ -13,11 +13,11 @@ from router.base import decoding
 from router.base.decoding import UndecodableError, json_bytes, json_decoder, json_of, text_of
 from router.hosts.messages import Hello, PromptRead, QuoteAsk, QuoteReply
 from router.llama.bodies.anthropic import dump_like_server
-from router.store.sidecars import SnapshotRecord
+from router.store.manifests import Manifest
 
 Decode = Callable[[bytes], object]
-JSON: list[type] = [Hello, PromptRead, SnapshotRecord]
-MSGPACK: list[type] = [QuoteAsk, QuoteReply]
+JSON: list[type] = [Hello, PromptRead]
+MSGPACK: list[type] = [QuoteAsk, QuoteReply, Manifest]
 DECODERS: list[Decode] = [
     *map(json_decoder, JSON),
     *map(decoding.msgpack_decoder, MSGPACK),

@@ -27,6 +27,7 @@ from router.config.schema import (
     TokenizerMode,
 )
 from router.config.servers import GroupConfig, ModelConfig
+from router.config.values import AUTO
 from router.core.model.policy import Policy as Preset
 from router.tools.doctor import check
 from tests.support.paths import ROOT
@@ -120,7 +121,7 @@ def test_the_planner_has_the_same_defaults() -> None:
     assert preset.coalesce_above_s == default.policy.coalesce_above_s
     assert preset.prefill_chunk_s == default.policy.prefill_chunk_s
     assert preset.reuse_probability == default.policy.reuse_probability
-    assert preset.idle_save_after_s == default.store.idle_save_after_s
+    assert default.store.idle_save_after_s == AUTO
 
 
 # Valid files

@@ -19,7 +19,6 @@ from tests.support.conversations.turns import (
     tiny_talk,
 )
 from tests.support.files.small_blobs import make_blobs_small
-from tests.support.models.tiny_models import KINDS
 from tests.support.servers.running_router import Json, RunningRouter, running
 
 pytestmark = pytest.mark.thorough
@@ -43,25 +42,6 @@ async def until_split(kvferry: RunningRouter) -> None:
         return bool(blobs["snapshots"]) and not blobs["whole_files"]
 
     await kvferry.until(split)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_every_memory_kind(llama_server: StartServer, kind: str, tmp_path: Path) -> None:
-    talk, yaml = tiny_talk(kind), split_at_once(tmp_path / "blobs")
-    home = await named(llama_server, kind, "a")
-    away = await named(llama_server, kind, "b")
-    backends = [("a", home.url), ("b", away.url)]
-    async with direct(await llama_server(kind, slots=1, ctx=8192)) as client:
-        reference = Reference(client, kind)
-        async with running(backends, home.kv_dir, yaml=yaml) as kvferry:
-            first = await first_turn(kvferry, talk)
-            await first_saved(kvferry, talk, first)
-            await until_split(kvferry)
-            await ask_all(kvferry, reference, talk, first, {"model": "b"}, stranger=True)
-            metrics = await kvferry.metrics()
-            assert metrics['kvferry_rewrite_seconds_count{what="assemble"}'] > 0
-            if kind != "mamba":  # its states have nothing in common
-                assert metrics["kvferry_blob_bytes"] < 0.9 * metrics["kvferry_blob_sum_bytes"]
 
 
 async def test_memory_is_lost_at_a_restart(llama_server: StartServer, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """A KV directory that an older kvferry wrote: its snapshots are used after an upgrade.
 
+Those of 0.1.0 are not: they had records of another kind, and are removed.
+
 `python -m tests.e2e.test_upgrades 3` writes `kv-dir-3` as the present version would. The older ones
 stay as they are: they are what users have.
 """
@@ -49,6 +51,22 @@ async def test_its_snapshots_are_used(tmp_path: Path, directory: Path) -> None:
             await kvferry.until_quiet()
 
 
+async def test_states_of_0_1_0_are_swept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kv_dir = tmp_path / "kv"
+    kv_dir.mkdir(mode=0o700)
+    for name in ("kv", "json"):
+        (kv_dir / f"kvf-{'0' * 32}.{name}").write_bytes(b"x")
+    async with (
+        FakeLlama(kv_dir=kv_dir, n_slots=1) as fake,
+        running([("a", fake.url)], kv_dir, yaml=YAML) as kvferry,
+    ):
+        assert (await kvferry.state())["snapshots"]["count"] == 0
+        assert not list(kv_dir.glob("kvf-0*"))
+    assert capsys.readouterr().out.count("states of kvferry 0.1.0, which cannot be read") == 1
+
+
 def test_there_is_one() -> None:
     assert DIRECTORIES
 
@@ -57,6 +75,6 @@ if __name__ == "__main__":
     there = FIXTURES / f"kv-dir-{sys.argv[1]}"
     there.mkdir(mode=0o700, parents=True)
     asyncio.run(write(there))
-    for file in there.iterdir():
-        if file.suffix == ".lock":
-            file.unlink()
+    for name in ("kvferry.lock", "kvf-blobs"):
+        path = there / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()

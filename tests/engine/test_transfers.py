@@ -17,7 +17,7 @@ from router.base.errors import (
     KvError,
     KvFileError,
 )
-from router.base.types import StagedFile, StateShape, Transfer
+from router.base.types import KvDir, StagedFile, StateShape, Transfer
 from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.engine.transfers import Transfers
@@ -47,6 +47,11 @@ class World:
         self.said.append((name, *args))
         if name in self.fails:
             raise self.fails[name]
+
+    def is_on_disk(self, _: KvDir) -> bool:
+        return True
+
+    def check_budget(self, _: KvDir) -> None: ...
 
     def staging_name(self) -> str:
         return "staged"

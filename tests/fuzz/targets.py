@@ -5,18 +5,19 @@ an entry takes are used as they are used later, to the last step.
 """
 
 import asyncio
-import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
+import xxhash
+
 from router.base import decoding
 from router.base.decoding import UndecodableError
 from router.base.errors import BackendError, BadRequestError, KvError
 from router.base.prefix_hash import split
-from router.base.types import OwnPrefill, PrefillProgress
+from router.base.types import OwnPrefill, PrefillProgress, SnapshotId
 from router.config.loader import ConfigError
 from router.config.schema import parse
 from router.hosts.messages import Hello, PromptRead, QuoteAsk, QuoteReply
@@ -29,7 +30,7 @@ from router.llama.http1 import HttpError, Pool, Response, Target, _Connection
 from router.llama.routes import Shape
 from router.llama.wire import ParsedRequest, parse_completion, pin_slot, strip_slot
 from router.prompts.chat_template import LocalTemplate, _compiled
-from router.store.sidecars import Sidecars
+from router.store import manifests
 from router.web.server.content_encodings import ENCODINGS, BrokenEncodingError, Decoding
 from tests.support.paths import TEMPLATES
 
@@ -175,11 +176,12 @@ def files(raw: bytes) -> None:
     """Find bytes in the small files of a KV directory."""
     (_KV / PROOFS).write_bytes(raw)
     read_proofs(_KV)
-    name = f"kvf-{'0' * 32}.json"
-    (_KV / name).write_bytes(raw)
-    with suppress(KvError):
-        Sidecars(_KV).read([name])
-    os.unlink(_KV / name)
+    for summed in (raw, raw + xxhash.xxh3_128_digest(raw)):
+        path = manifests.path_of(_KV, SnapshotId("0" * 32))
+        path.write_bytes(summed)
+        with suppress(KvError):
+            manifests.read(path)
+        path.unlink()
 
 
 def configuration(raw: bytes) -> None:

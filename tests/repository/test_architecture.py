@@ -161,7 +161,7 @@ def test_one_module_opens_files_of_the_kv_directory() -> None:
     banned = {"open", "os.open", ".read_bytes", ".read_text", ".write_bytes", ".write_text"}
     openers = {m for m in MODULES if is_within(m, "router.store") and _uses(m) & banned}
     # A lock and directories, opened without following a link.
-    assert openers == {"router.store.files", "router.store.sidecars"}
+    assert openers == {"router.store.files"}
 
 
 def test_what_a_terminal_shows_is_asked_over_http() -> None:

@@ -13,7 +13,7 @@ from tests.support.files.stores import Stores
 
 pytestmark = pytest.mark.thorough
 
-FILES = sorted(DIRECTORIES[-1].iterdir())[:2]  # a record, and its state file
+FILES = sorted(DIRECTORIES[-1].iterdir())[:2]  # a state file, and its manifest
 EACH = 307  # bits between two flips of a state file: 150 starts
 
 

@@ -276,4 +276,4 @@ async def test_what_is_deleted_in_a_directory_that_hangs_is_gone_later(
     hanging.go.set()
     await deleted
     assert not names(store)
-    assert not store._directories[snapshot.kv_dir].sidecars.records
+    assert not store._held

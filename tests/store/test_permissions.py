@@ -114,7 +114,7 @@ async def test_files_whatever_the_umask(
         await kvferry.complete("x" * 600)
         await kvferry.until(lambda state: state["snapshots"]["count"] >= 1)
         await kvferry.until_quiet()
-        modes = {path.name: mode_of(path) for path in list_of(tmp_path)}
+        modes = {path.name: mode_of(path) for path in list_of(tmp_path) if path.is_file()}
 
     states = {name: found for name, found in modes.items() if name.endswith(".kv")}
     assert states

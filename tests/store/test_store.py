@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.base.errors import KvError, KvFileError
-from router.store.sidecars import LOCK
+from router.store.files import LOCK
 from router.store.store import KvStore
 from tests.support.files.state_files import attention, full, head, stream
 from tests.support.files.stores import (
@@ -190,13 +190,3 @@ async def test_many_records_are_checked_many_at_a_time(
     again = stores.make()
     assert {snapshot.id for snapshot in await again.load()} == {one.id for one in made}
     assert len(calls) == 3 + 2  # plus opening and sweeping the directory
-
-
-async def test_what_earlier_versions_noted_of_slots_is_removed(stores: Stores) -> None:
-    """It holds prompts, and nothing reads it."""
-    store = stores.make()
-    await store.load()
-    old = Path(stores.kv_dirs[0]) / "kvf-slot-a-0.journal"
-    old.write_bytes(b"tokens")
-    await stores.restart(store)
-    assert not old.exists()

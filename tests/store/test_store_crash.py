@@ -8,15 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from router.base.errors import KvError, KvFileError
-from router.base.types import KvDir, SnapshotId
-from router.store import files, records, sidecars
-from router.store.files import new_sidecar_name, sidecar_name
-from router.store.sidecars import Sidecars
+from router.base.types import KvDir
+from router.store import files, manifests, records
+from router.store.files import manifest_name
+from router.store.records import StoredSnapshot
 from router.store.store import KvStore
 from tests.support.files.state_files import full
 from tests.support.files.stores import (
@@ -43,25 +42,6 @@ async def test_oldest_comes_first(stores: Stores) -> None:
         await store.flush()
     _, loaded = await stores.restart(store)
     assert put_in == loaded
-
-
-async def test_what_is_found_costs_no_copy_of_the_records_each(
-    stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sorting ten thousand records once blocked the event loop for half a second."""
-    put_in = [await put(store, full(range(n))) for n in range(2, 12)]
-    entries = vars(Sidecars)["records"].fget
-    copied = []
-
-    def copy(sidecars: Sidecars) -> object:
-        copied.append(sidecars)
-        return entries(sidecars)
-
-    monkeypatch.setattr(Sidecars, "records", property(copy))
-    _, loaded = await stores.restart(store)
-
-    assert sorted(one.id for one in loaded) == sorted(one.id for one in put_in)
-    assert len(copied) == 1  # to sweep
 
 
 async def test_commit_needs_a_verified_unchanged_file(store: KvStore) -> None:
@@ -131,12 +111,12 @@ def opened_by_path(file: Path) -> Any:
     return file.open("rb")
 
 
-@pytest.mark.parametrize("step", ["sync_directory", "checksum", "read_head", "add"])
+@pytest.mark.parametrize("step", ["sync_directory", "checksum", "read_head", "write"])
 async def test_disk_trouble_after_the_commit(
     stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """The engine is told, and neither the file nor the record stays."""
-    where: dict[str, Any] = {"checksum": files, "add": Sidecars, "sync_directory": sidecars}
+    where: dict[str, Any] = {"checksum": files, "sync_directory": files}
     monkeypatch.setattr(where.get(step, records), step, enospc)
     snapshot = await put(store)
     await store.flush()
@@ -187,9 +167,9 @@ async def test_crash_while_the_record_is_written(stores: Stores, store: KvStore)
     await store.flush()
     torn = await put(store, full([1, 2]))
     await store.aclose()
-    written = at(kept.kv_dir, sidecar_name(torn.id))
+    written = at(kept.kv_dir, manifest_name(torn.id))
     os.truncate(written, 40)
-    written.rename(at(kept.kv_dir, new_sidecar_name(torn.id)))
+    written.rename(at(kept.kv_dir, f"{manifest_name(torn.id)}-0a.new"))
 
     again = stores.make()
     assert [kept] == await again.load()
@@ -201,24 +181,13 @@ async def test_crash_between_drop_and_unlink(
 ) -> None:
     snapshot = await put(store)
     await store.flush()
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+    monkeypatch.setattr(StoredSnapshot, "unlink", lambda _: None)
     await store.delete(snapshot)
     monkeypatch.undo()
     assert path(snapshot).exists()
     again, loaded = await stores.restart(store)
     assert loaded == []
     assert set() == names(again)
-
-
-async def test_lost_drop_is_harmless(stores: Stores, store: KvStore) -> None:
-    snapshot = await put(store)
-    await store.flush()
-    before = at(snapshot.kv_dir, sidecar_name(snapshot.id)).read_bytes()
-    await store.delete(snapshot)
-    await store.aclose()
-    at(snapshot.kv_dir, sidecar_name(snapshot.id)).write_bytes(before)
-    assert await stores.make().load() == []
-    assert not at(snapshot.kv_dir, sidecar_name(snapshot.id)).exists()
 
 
 async def test_full_disk_can_still_be_emptied(
@@ -238,26 +207,13 @@ async def test_leftovers_are_swept_and_others_left_alone(stores: Stores) -> None
     (directory / store.staging_name()).write_bytes(b"x")
     (directory / f"kvf-{'0' * 32}.kv").write_bytes(full(TOKENS))
     (directory / f"kvf-{'0' * 32}.json").write_bytes(b"x")
-    (directory / f"kvf-{'0' * 32}.json.new").write_bytes(b"x")
+    (directory / f"kvf-{'0' * 32}.manifest").write_bytes(b"x")
+    (directory / f"kvf-{'0' * 32}.manifest-0a.new").write_bytes(b"x")
     others = {"mine.bin", "kvf-1.kv", "kvf-x.part", ".hidden"}
     for name in others:
         (directory / name).write_bytes(b"x")
     assert await store.load() == []
     assert others == names(store)
-
-
-async def test_record_with_a_foreign_file_name(stores: Stores, store: KvStore) -> None:
-    """A record that names `../x` makes the store neither read, rename nor remove that file."""
-    snapshot = await put(store)
-    await store.flush()
-    victim = Path(snapshot.kv_dir).parent / "x"
-    victim.write_bytes(full(TOKENS))
-    found = store._directories[snapshot.kv_dir].sidecars.records[snapshot.id]
-    foreign = at(snapshot.kv_dir, sidecar_name("0" * 32))
-    foreign.write_bytes(msgspec.json.encode(replace(found, id=SnapshotId("../x"))))
-    _, loaded = await stores.restart(store)
-    assert [snapshot] == loaded
-    assert victim.exists()
 
 
 async def test_one_owner_per_directory(stores: Stores, store: KvStore) -> None:
@@ -285,6 +241,19 @@ async def test_unusable_directory(stores: Stores, tmp_path: Path) -> None:
             await stores.make(KvDir(str(kv_dir))).load()
 
 
+async def test_unreadable_directory_is_let_go_of(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> list[str]:
+        raise OSError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("router.store.records.os.listdir", fails)
+        with pytest.raises(KvError, match="cannot read the manifests"):
+            await stores.make().load()
+    assert await stores.make().load() == []
+
+
 async def test_read_only_directory(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
@@ -301,8 +270,10 @@ async def test_read_only_directory(stores: Stores, monkeypatch: pytest.MonkeyPat
 async def test_record_of_another_file_is_not_believed(stores: Stores, store: KvStore) -> None:
     snapshot = await put(store)
     await store.flush()
-    kept = store._directories[snapshot.kv_dir].sidecars
-    kept.add(replace(kept.records[snapshot.id], n_tokens=3))
+    found = manifests.read(manifests.path_of(Path(snapshot.kv_dir), snapshot.id))
+    assert found.file is not None
+    other = replace(found.file, inode=0, checksum="0" * 32)
+    manifests.write(Path(snapshot.kv_dir), replace(found, file=other), fsync=False)
     _, loaded = await stores.restart(store)
     assert loaded == []
 
@@ -325,4 +296,4 @@ async def test_deleted_while_its_checksum_is_computed(
     await store.delete(snapshot)
     go.set()
     await store.flush()
-    assert store._directories[snapshot.kv_dir].sidecars.records == {}
+    assert not at(snapshot.kv_dir, manifest_name(snapshot.id)).exists()

@@ -179,7 +179,9 @@ async def test_every_metric_is_described(
     exercise(telemetry)
     exercise_hosts(registry)
     TierCollector(registry, COLD, lambda: ColdStatus("/c", "", 1, 2, 3, 4, 5, 6, 7, 8, 9))
-    TierCollector(registry, BLOBS, lambda: TierStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, inf))
+    TierCollector(
+        registry, BLOBS, lambda: TierStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, inf, 13, 14)
+    )
     await Vitals(
         registry, MonotonicClock(), lambda: [str(tmp_path)], "1", lambda: {"fleet": 1.0}
     ).measure_disks()

@@ -373,6 +373,9 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         sharing=shared,
         busy_until=now + (decision.ttft_s if shared else needs_s),
     )
+    goes_on = chosen.source is Source.RESIDENT
+    back_s = now - slot.last_used if goes_on else 0.0
+    slot.hold(replace(slot.content, returned_after_s=back_s))
     job = RequestJob(
         id=request.id,
         lease=slot.lease(request.id, work),

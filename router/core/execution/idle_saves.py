@@ -4,15 +4,21 @@ from math import inf
 
 from msgspec.structs import replace
 
-from router.base.types import BackendId, Namespace, RequestId, RequestProgress, SlotId, Tenant
+from router.base.types import Namespace, RequestId, RequestProgress, SlotId, Tenant
 from router.core.execution.job_ends import watch
 from router.core.execution.job_steps import save
 from router.core.execution.state import State
+from router.core.inventory.backend import Backend
+from router.core.inventory.inventory import Inventory
 from router.core.model.effects import SaveReason
 from router.core.model.jobs import SaveJob
 from router.core.model.slots import Phase, Slot, Work
 from router.core.model.tenancy import is_of, tenant_of
 from router.core.planning.pricing import can_save, saving_pays
+
+# To a disk: seconds until a slot is saved that nothing else needs; how many of the times that its
+# conversation takes to go on are waited for, and at most how long.
+_LATE_S, _GAPS, _LATEST_S = 120.0, 2.0, 600.0
 
 
 def save_idle(state: State, now: float) -> None:
@@ -24,29 +30,44 @@ def save_idle(state: State, now: float) -> None:
     unsaved = state.inventory.slots.unsaved()
     if not unsaved or state.gives_up_content:
         return
-    for backend in state.inventory.up:
-        if backend not in unsaved:
+    for name in state.inventory.up:
+        if name not in unsaved or name in state.inventory.gated:
             continue
-        leaves = state.stopping or backend in state.inventory.draining
-        after_s = 0.0 if leaves else state.inventory.policy.idle_save_after_s
-        if after_s is None or now - unsaved[backend] < after_s:
-            continue
-        if backend not in state.inventory.gated:
-            _save_first(state, backend, now, after_s)
+        leaves = state.stopping or name in state.inventory.draining
+        backend = state.inventory.backends[name]
+        while True:
+            due, slot = _first_due(state.inventory, backend)
+            if slot is None or (due > now and not leaves):
+                break
+            if saving_pays(state.inventory, slot)[2]:
+                _save(state, slot, now)  # the next slot follows when that save is over
+                break
+            slot.hold(replace(slot.content, save_decided=True))  # ruled out, and considered once
 
 
-def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0.0) -> None:
-    """Save the first slot that is due and worth it.
+def _first_due(inventory: Inventory, backend: Backend) -> tuple[float, Slot | None]:
+    """Return the idle slot of a backend to save next, and when, in clock seconds; inf: never.
 
-    The next slot follows when that save is over.
+    On a disk, where each save writes a state whole (docs/adr/0038): late if no other content needs
+    the slot, or if its conversation usually goes on sooner. A slot that is saved or empty is enough
+    for the next newcomer.
     """
-    for slot in state.inventory.slots.of(backend):
-        if not slot.is_unsaved or now - slot.last_used < after_s:
-            continue
-        if saving_pays(state.inventory, slot)[2]:
-            _save(state, slot, now)
-            return
-        slot.hold(replace(slot.content, save_decided=True))  # ruled out, and considered once
+    policy, slots = inventory.policy, backend.slots
+    unsaved = [slot for slot in slots if slot.is_unsaved]
+    if policy.idle_save_after_s is None or not unsaved:
+        return inf, unsaved[0] if unsaved else None
+    if not (policy.saves_late and backend.info.on_disk):
+        first = min(unsaved, key=lambda slot: slot.last_used)
+        return first.last_used + policy.idle_save_after_s, first
+    is_spare = any(slot.is_idle and not slot.is_unsaved for slot in slots)
+    least_s = _LATE_S if is_spare else policy.idle_save_after_s
+
+    def due(slot: Slot) -> float:
+        returns_s = min(_GAPS * slot.content.returned_after_s, _LATEST_S)
+        return slot.last_used + max(least_s, returns_s)
+
+    first = min(unsaved, key=due)
+    return due(first), first
 
 
 def save_for_host(state: State, slot_id: SlotId, now: float) -> None:
@@ -113,12 +134,12 @@ def wakeup(state: State) -> float:
 
     In clock seconds; inf: never.
     """
-    inventory, after_s = state.inventory, state.inventory.policy.idle_save_after_s
+    inventory = state.inventory
     at = min((one.backoff.until or inf for one in inventory.backends.values()), default=inf)
-    if after_s is not None and not state.stopping and inventory.policy.name.moves_kv:
-        for name, since in inventory.slots.unsaved().items():
+    if not state.stopping and inventory.policy.name.moves_kv:
+        for name in inventory.slots.unsaved():
             if name not in inventory.gated:
-                at = min(at, since + after_s)
+                at = min(at, _first_due(inventory, inventory.backends[name])[0])
     return at
 
 

@@ -38,6 +38,7 @@ class Policy(Struct, frozen=True):
     prefill_chunk_s: float | None = 0.5  # None: off
     reuse_probability: float = 0.5
     idle_save_after_s: float | None = 0.5  # None: off
+    saves_late: bool = False  # to a disk: only when another content needs a slot, or nobody returns
     keeps_apart: bool = False  # tenants: content without an owner is not reused
 
     def reuse_chance(self, keep_s: float) -> float:

@@ -149,6 +149,8 @@ class Content(Struct, frozen=True):
     savable: bool = True
     save_decided: bool = False  # an idle save was tried or ruled out
     keep: Keep = NO_KEEP  # `Request.keep` of the last request
+    # Seconds from an answer to the next request that went on from it, the last time; 0: not seen.
+    returned_after_s: float = 0.0
 
     @property
     def is_unsaved(self) -> bool:

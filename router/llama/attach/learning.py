@@ -82,6 +82,7 @@ async def attach(
         namespace=namespace(facts, file, found.behaviour, known or set(), seen),
         models=models.names | set(extra_models),
         kv_dir=kv_dir if found.usable and found.keeps_idle_slots else None,
+        on_disk=kv_dir is not None and store is not None and store.is_on_disk(kv_dir),
         memory_kind=found.memory_kind,
         keeps_idle_slots=found.keeps_idle_slots,
         generates=found.generates,

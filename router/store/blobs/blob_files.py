@@ -24,9 +24,8 @@ from blake3 import blake3
 from router.base.errors import KvFileError
 from router.base.types import Blob
 from router.store import copies, files
-from router.store.files import Identity
+from router.store.files import Identity, make_directory, sync_directory
 from router.store.format.rewrite import Span
-from router.store.sidecars import make_directory, sync_directory
 
 _MAGIC = b"KVFB"
 _VERSION = 1
@@ -39,6 +38,7 @@ _AT_ONCE = 2
 _NAME = re.compile(r"([0-9a-f]{64})\.blob")
 _TEMPORARY = re.compile(r"[0-9a-f]{64}\.blob-[0-9a-f]+\.new")
 _QUARANTINED = re.compile(r"[0-9a-f]{64}\.blob\.quarantined")
+_OLD_MANIFESTS = "manifests"  # of kvferry 0.1.0
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 
 
@@ -157,6 +157,10 @@ def scan(root: Path) -> Found:
     """List all blobs by name and size; only `read` looks into them."""
     found = Found(set(), [])
     for folder in os.scandir(root):
+        if folder.name == _OLD_MANIFESTS:
+            found.leftovers.extend(Path(entry.path) for entry in os.scandir(folder.path))
+        if files.NEW_MANIFEST.fullmatch(folder.name):
+            found.leftovers.append(Path(folder.path))
         if not (_FOLDER.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False)):
             continue
         for entry in os.scandir(folder.path):

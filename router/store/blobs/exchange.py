@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import structlog
 from msgspec.structs import replace
@@ -23,24 +23,25 @@ from router.base.tasks import spawn
 from router.base.tokens import Tokens
 from router.base.types import (
     Blob,
-    KvDir,
     MemoryKind,
     Namespace,
     Snapshot,
     SnapshotId,
-    StagedFile,
 )
-from router.store import copies, files, shapes
-from router.store.blobs import blob_files, manifests
+from router.store import copies, files, manifests, shapes
+from router.store.blobs import blob_files
 from router.store.blobs.blob_files import Buffer
-from router.store.blobs.manifests import Manifest
 from router.store.blobs.split_snapshots import BlobSettings
 from router.store.blobs.tier import plan_of
+from router.store.files import os_errors
 from router.store.format.head import tokens_of
 from router.store.format.split import LEAST_BYTES
-from router.store.records import KvDirectory, StoredSnapshot
+from router.store.manifests import Manifest
+from router.store.records import StoredSnapshot
 from router.store.shapes import Inspected
-from router.store.sidecars import os_errors
+
+if TYPE_CHECKING:
+    from router.store.store import KvStore
 
 T = TypeVar("T")
 
@@ -60,31 +61,12 @@ class Remote(Protocol):
         """Let all reads fail soon."""
 
 
-class Receiver(Protocol):
-    """The store, which takes a file that was made of parts as it takes one of a backend."""
-
-    def tier_directory(self) -> KvDirectory | None:
-        """Return the directory of the tier of blobs; None: there is none."""
-
-    def kv_directory(self) -> KvDirectory:
-        """Return a KV directory for the file. Raises KvError."""
-
-    def stage(self, kv_dir: KvDir, name: str, found: Inspected) -> StagedFile:
-        """Return the file, to commit it."""
-
-    async def commit(self, staged: StagedFile, namespace: Namespace) -> Snapshot:
-        """Make it a snapshot. Raises KvError."""
-
-    async def discard(self, kv_dir: KvDir, name: str) -> None:
-        """Remove a file that is not committed. Raises KvError."""
-
-
 class Exchange:
     """Parts of the snapshots that a store holds. Calls raise KvError or KvFileError."""
 
     def __init__(
         self,
-        owner: Receiver,
+        owner: "KvStore",
         held: Mapping[SnapshotId, StoredSnapshot],
         blobs: BlobSettings | None,
         mode: int,
@@ -126,9 +108,10 @@ class Exchange:
         return self._manifests[snapshot]
 
     async def _look_up(self, held: StoredSnapshot, *, hurried: bool) -> None:
-        snapshot, blobs = held.snapshot.id, self._owner.tier_directory()
+        snapshot, split = held.snapshot.id, held.directory.split
         try:
-            if held.snapshot.blobs and blobs is not None:
+            if held.snapshot.blobs and split is not None:
+                blobs = split.tier.directory
                 path = manifests.path_of(blobs.path, snapshot)
                 found = await blobs.threads.bulk(partial(manifests.read, path))
             else:
@@ -206,10 +189,7 @@ class Exchange:
             with files.open_regular(held.path) as file:
                 copies.gather(file.fileno(), manifest.split.spans_of(index), raw)
             return raw
-        blobs = self._owner.tier_directory()
-        if blobs is None:
-            raise KvFileError(f"snapshot {manifest.id} has no file any more")
-        return blob_files.read(blobs.path, blob, buffer)
+        return blob_files.read(held.directory.path, blob, buffer)
 
     def _assemble(
         self,

@@ -2,7 +2,8 @@
 
 Shares the dictionary of held snapshots with `KvStore`, and changes it where a snapshot gets blobs,
 loses its whole file, or loses a blob. A snapshot without a whole file is held in the directory of
-the tier.
+the tier. Files are split and dropped off the path of every request: one at a time, when it is due
+(`whole_files.py`).
 """
 
 import asyncio
@@ -22,7 +23,6 @@ from router.base.types import Blob, KvDir, Snapshot, SnapshotId, TierStatus
 from router.store import files, records
 from router.store.blobs.tier import BlobTier
 from router.store.blobs.whole_files import WholeFiles
-from router.store.blobs.write_behind import WriteBehind
 from router.store.blobs.write_budget import WriteBudget
 from router.store.files import Identity
 from router.store.format.split import LEAST_BYTES
@@ -32,65 +32,100 @@ from router.store.records import KvDirectory, StoredSnapshot
 log = structlog.get_logger(__name__)
 
 _NO_FILE = Identity(0, 0, 0)
+# Seconds until a file is tried again that could not be split: a full disk, or no budget left.
+_AGAIN_S = 60.0
+FOLDER = "kvf-blobs"
+_SHARED = 256  # tokens at the begin of two snapshots, from which on it pays to store them once
 _SHARE = 0.5  # of a KV directory's file system that whole files may take by default
 
 
 @dataclass(frozen=True, slots=True)
 class BlobSettings:
-    """Settings of the tier of blobs; its directory is on a disk, KV directories in memory."""
+    """Settings of blobs. `directory`: None: each KV directory has a folder `FOLDER` for its own."""
 
-    directory: KvDir
-    write_after_s: float = 60.0
-    whole_bytes: int | None = None  # of files in each KV directory; None: half its file system
+    directory: KvDir | None = None
+    write_after_s: float = 30.0
+    # Of split files in each KV directory. None: none on the disk of the blobs; elsewhere half of
+    # its file system.
+    whole_bytes: int | None = None
     max_written_per_day: float = inf  # bytes
     least_bytes: int = LEAST_BYTES  # of a blob of rows
 
 
 @dataclass(slots=True)
 class SplitSnapshots:
-    """Snapshots with blobs, with a whole file, or with both. Implements `write_behind.Owner`."""
+    """Snapshots with blobs, with a whole file, or with both, of KV directories with one tier."""
 
     settings: BlobSettings
     tier: BlobTier
     held: dict[SnapshotId, StoredSnapshot]
     listener: Callable[[], StoreListener]
-    wall_now: Callable[[], float]
+    budget: WriteBudget
     reading: Counter[SnapshotId]  # whole files, by their readers
-    behind: WriteBehind = field(init=False)
-    directories: dict[KvDir, KvDirectory] = field(default_factory=dict)
+    put_off: int = 0  # splits: no budget or no room, or the snapshot would soon be evicted
+    _directories: dict[KvDir, tuple[KvDirectory, WholeFiles]] = field(default_factory=dict)
     _left_to: dict[SnapshotId, list[SnapshotId]] = field(default_factory=dict)  # by heir
     _running: asyncio.Task[None] | None = None
-
-    def __post_init__(self) -> None:
-        budget = WriteBudget(self.settings.max_written_per_day, self.wall_now)
-        self.behind = WriteBehind(
-            self.tier, budget, self.settings.write_after_s, self, self.reading
-        )
+    _over: asyncio.Event = field(default_factory=asyncio.Event)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def load(self) -> None:
         """Read the directory of the tier, and hold its snapshots. Raises KvError."""
         directory = self.tier.directory
-        await directory.threads.unhurried(partial(self.behind.budget.read, directory.path))
+        directory.split = self
+        await directory.threads.unhurried(partial(self.budget.read, directory.path))
         for snapshot in await self.tier.load():
             self.held[snapshot.id] = StoredSnapshot(snapshot, directory, _NO_FILE)
-        self._running = supervise(self.behind.run, name="write blobs")
+        self._running = supervise(self._run, name="write blobs")
 
     def opened(self, directory: KvDirectory, found: Sequence[StoredSnapshot]) -> None:
-        """Note a KV directory and its whole files; those without blobs will get them."""
-        room = directory.disk_bytes * _SHARE
-        self.directories[directory.kv_dir] = directory
+        """Note a KV directory and its whole files; those without blobs may get them."""
+        directory.split = self
+        same_disk = directory.status.st_dev == self.tier.directory.status.st_dev
         limit = self.settings.whole_bytes
-        self.behind.directories[directory.kv_dir] = WholeFiles(room if limit is None else limit)
+        if same_disk and self.settings.directory is None:
+            whole = WholeFiles(inf, limit or 0, same_disk=True)
+        else:
+            whole = WholeFiles(directory.disk_bytes * _SHARE if limit is None else limit)
+        self._directories[directory.kv_dir] = directory, whole
         for one in found:
             split = self.held.get(one.snapshot.id)
             if split is not None:
                 one.snapshot = replace(one.snapshot, blobs=split.snapshot.blobs)
-            self.behind.add(one)
+            self._add(one)
+
+    def saved(self, held: StoredSnapshot) -> None:
+        """Note a new whole file, which llama-server has written."""
+        snapshot = held.snapshot
+        shared = max((n for _, n in self.listener().alike(snapshot)), default=0)
+        new_bytes = round(snapshot.size_bytes * (1 - shared / max(len(snapshot), 1)))
+        self.budget.spend(snapshot.size_bytes if held.directory.on_disk else 0, new_bytes)
+        self._add(held)
+
+    def _add(self, held: StoredSnapshot) -> None:
+        """Note a whole file: a new one, one found at the start, or one whose blobs are damaged."""
+        snapshot = held.snapshot
+        due = None if snapshot.blobs else _now() + self.settings.write_after_s
+        self._whole_files(held).add(snapshot.id, snapshot.size_bytes, due)
+        self._wake.set()
+
+    def used(self, held: StoredSnapshot) -> None:
+        """Note that a whole file was read."""
+        self._whole_files(held).use(held.snapshot.id)
 
     def gone(self, held: StoredSnapshot) -> None:
-        """Note that a snapshot is deleted: its whole file is not written any more."""
+        """Note that a snapshot is deleted: its whole file is not split any more."""
         if held.snapshot.whole:
-            self.behind.gone(held)
+            self._whole_files(held).drop(held.snapshot.id)
+
+    def _whole_files(self, held: StoredSnapshot) -> WholeFiles:
+        # A directory may be open under two names: that of the snapshot may be the other one.
+        return self._directories[held.directory.kv_dir][1]
+
+    async def note(self) -> None:
+        """Write down for the next run what was written; a restart then may allow it once more."""
+        with suppress(KvError):
+            await self.tier.note(self.budget)
 
     async def remove(self, held: StoredSnapshot) -> None:
         """Remove the blobs of a deleted snapshot, or leave them to its heir."""
@@ -110,7 +145,7 @@ class SplitSnapshots:
 
         It has the rows of the snapshot, whose blobs would have to be written once more.
         """
-        for whole in self.behind.directories.values():
+        for _, whole in self._directories.values():
             for name in whole.unwritten():
                 other = self.held.get(name)
                 if other is not None and other.snapshot.goes_on_from(snapshot):
@@ -133,7 +168,7 @@ class SplitSnapshots:
             if held is not None and held.snapshot.whole:
                 held.snapshot = replace(held.snapshot, blobs=())
                 self.listener().stored(held.snapshot)
-                self.behind.add(held)
+                self._add(held)
             elif held is not None:
                 del self.held[name]
                 self.listener().lost(held.snapshot, "a blob of it is damaged")
@@ -141,44 +176,114 @@ class SplitSnapshots:
             await self.tier.remove(name)
 
     async def aclose(self) -> None:
-        """Write what is not written yet; the directories must still be open."""
+        """Split what memory may lose; the directories must still be open."""
         if self._running is not None:
-            self.behind.stop()
+            self._over.set()  # a thread that writes cannot be cancelled
+            self._wake.set()
             await asyncio.wait([self._running])
             with suppress(KvError):
-                await self.behind.finish()
+                await self.finish()
+
+    async def finish(self) -> None:
+        """Split all files that memory may lose: the router ends."""
+        for _, whole in tuple(self._directories.values()):
+            for snapshot in [] if whole.same_disk else whole.unwritten():
+                if whole.is_unwritten(snapshot):  # `_run` may have split it meanwhile
+                    await self._split(whole, snapshot)
 
     def status(self) -> TierStatus:
         """Return the state of the tier."""
-        tier, behind = self.tier, self.behind
-        directories = behind.directories.values()
+        tier, budget = self.tier, self.budget
+        whole = [one for _, one in self._directories.values()]
         return TierStatus(
             snapshots=len(tier.shared),
             blobs=tier.shared.n_blobs,
             blob_bytes=tier.shared.total_bytes,
             sum_bytes=tier.shared.sum_bytes,
-            whole_files=sum(len(one) for one in directories),
-            whole_bytes=sum(one.total_bytes for one in directories),
-            unwritten=sum(len(one.unwritten()) for one in directories),
+            whole_files=sum(map(len, whole)),
+            whole_bytes=sum(one.total_bytes for one in whole),
+            unwritten=sum(one.n_due for one in whole),
             written_bytes=tier.counts.written_bytes,
             split_bytes=tier.counts.split_bytes,
-            put_off=behind.put_off,
+            put_off=self.put_off,
             damaged=tier.counts.damaged,
-            budget_left_bytes=behind.budget.left_bytes,
+            budget_left_bytes=budget.left_bytes,
+            today_bytes=budget.spent_bytes,
+            new_today_bytes=budget.new_bytes,
         )
 
-    # -- for the task that writes and drops ---------------------------------------------------
+    # -- the task that splits and drops -----------------------------------------------------------
 
-    def hangs(self, kv_dir: KvDir) -> bool:
-        """Return whether a KV directory, or that of the blobs, does not answer."""
-        found = self.directories.get(kv_dir)
-        return self.tier.directory.threads.hangs or found is None or found.threads.hangs
+    async def _run(self) -> None:
+        """Split and drop files until `aclose`."""
+        while not self._over.is_set():
+            self._wake.clear()
+            for directory, whole in tuple(self._directories.values()):
+                while self._goes_on(directory) and await self._step(whole):
+                    pass
+            due = min((whole.wakeup() for _, whole in self._directories.values()), default=inf)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if due == inf else max(due - _now(), 0)):
+                    await self._wake.wait()
 
-    def is_worth_writing(self, snapshot: SnapshotId) -> bool:
-        """Return whether a snapshot would be kept, and not evicted next."""
-        return self.listener().is_worth_writing(snapshot)
+    def _goes_on(self, directory: KvDirectory) -> bool:
+        hangs = directory.threads.hangs or self.tier.directory.threads.hangs
+        return not (self._over.is_set() or hangs)
 
-    async def write_blobs(self, snapshot: SnapshotId) -> None:
+    async def _step(self, whole: WholeFiles) -> bool:
+        """Drop or split one file; return whether there may be more to do."""
+        if snapshot := whole.to_drop(self.reading):
+            whole.drop(snapshot)
+            with suppress(KvError):
+                await self.drop_whole(snapshot)
+            return True
+        snapshot = whole.to_write(_now())
+        if snapshot is None:
+            return False
+        if whole.same_disk:
+            sharers = self._sharers(snapshot)
+            if not sharers:
+                whole.leave(snapshot)
+                return True
+            whole.split_soon(sharers, _now())
+        if await self._split(whole, snapshot):
+            return True
+        if not self.listener().is_worth_writing(snapshot) and snapshot not in self.reading:
+            return whole.is_full and await self._give_up(whole, snapshot)
+        return await self._give_up(whole, whole.to_give_up(self.reading))
+
+    def _sharers(self, snapshot: SnapshotId) -> Sequence[SnapshotId]:
+        """Return snapshots that share bytes with one, or itself if it was left blobs."""
+        if snapshot in self._left_to:
+            return [snapshot]
+        held = self.held.get(snapshot)
+        alike = () if held is None else self.listener().alike(held.snapshot)
+        return [name for name, n_tokens in alike if n_tokens >= _SHARED]
+
+    async def _split(self, whole: WholeFiles, snapshot: SnapshotId) -> bool:
+        """Split one file; return False if that has to wait."""
+        problem = ""
+        if not self.budget.left_bytes:
+            problem = "as much was written as is allowed in a day"
+        elif self.listener().is_worth_writing(snapshot):
+            before = self.tier.counts.written_bytes
+            try:
+                await self._write_blobs(snapshot)
+                whole.written(snapshot)
+                return True
+            except KvError as error:
+                problem = str(error)
+            finally:
+                if self.tier.directory.on_disk:
+                    self.budget.spend(self.tier.counts.written_bytes - before)
+                await self.note()
+        if problem:
+            log.warning("write_put_off", snapshot=snapshot, reason=problem)
+        self.put_off += 1
+        whole.put_off(snapshot, _now() + _AGAIN_S)
+        return False
+
+    async def _write_blobs(self, snapshot: SnapshotId) -> None:
         """Write the blobs of a whole file. Raises KvError."""
         held = self._whole(snapshot)
         threads = held.directory.threads
@@ -199,21 +304,26 @@ class SplitSnapshots:
             raise KvFileError(f"the blobs of {snapshot} are not written")
         split = replace(held.snapshot, kv_dir=self.tier.kv_dir, whole=False)
         self.held[snapshot] = StoredSnapshot(split, self.tier.directory, _NO_FILE)
-        self.behind.gone(held)
+        self.gone(held)
         self.listener().stored(split)
         await self._delete(held)
 
-    async def give_up(self, snapshot: SnapshotId, reason: str) -> None:
-        """Delete a snapshot for which there is no room. Raises KvError."""
-        held = self._whole(snapshot)
-        if held.snapshot.blobs:
-            await self.drop_whole(snapshot)
-            return
-        del self.held[snapshot]
-        log.warning("snapshot_given_up", snapshot=snapshot, reason=reason)
-        self.listener().lost(held.snapshot, reason)
-        await self._delete(held)
-        await self.remove(held)
+    async def _give_up(self, whole: WholeFiles, snapshot: SnapshotId | None) -> bool:
+        """Delete a file to make room, as none can be split; return whether there was one."""
+        if snapshot is None:
+            return False
+        whole.drop(snapshot)
+        with suppress(KvError):
+            held = self._whole(snapshot)
+            if held.snapshot.blobs:
+                await self.drop_whole(snapshot)
+                return True
+            del self.held[snapshot]
+            log.warning("snapshot_given_up", snapshot=snapshot)
+            self.listener().lost(held.snapshot, "no room for it, and it could not be written")
+            await self._delete(held)
+            await self.remove(held)
+        return True
 
     def _whole(self, snapshot: SnapshotId) -> StoredSnapshot:
         held = self.held.get(snapshot)
@@ -224,3 +334,13 @@ class SplitSnapshots:
     async def _delete(self, held: StoredSnapshot) -> None:
         held.gone = True
         await held.directory.threads.unhurried(partial(records.take_out, held, held.unlink))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def summed(tiers: Sequence[TierStatus]) -> TierStatus:
+    """Return the state of all tiers together; blobs that two of them have count twice."""
+    names = TierStatus.__struct_fields__
+    return TierStatus(**{name: sum(getattr(one, name) for one in tiers) for name in names})

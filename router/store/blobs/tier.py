@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from router.base.errors import KvError, KvFileError
 from router.base.shared_bytes import SharedBytes
 from router.base.types import Blob, KvDir, Snapshot, SnapshotId
-from router.store import files
-from router.store.blobs import blob_files, manifests
+from router.store import files, manifests
+from router.store.blobs import blob_files
 from router.store.blobs.write_budget import WriteBudget
 from router.store.files import Identity
 from router.store.format.head import read_head
@@ -67,9 +67,9 @@ class BlobTier:
 
     async def load(self) -> list[Snapshot]:
         """Read the directory; return the snapshots with all of their blobs. Removes all else."""
-        paths, leftovers = await self._threads.unhurried(partial(manifests.scan, self._root))
+        paths = [self._root / name for name in self.directory.names]
         there = await self._threads.unhurried(partial(blob_files.scan, self._root))
-        found: list[Snapshot] = []
+        found, leftovers = list[Snapshot](), there.leftovers
         kept: dict[Blob, Blob] = {}  # one object for each, however many manifests name it
         for first in range(0, len(paths), _READ_AT_ONCE):
             some = paths[first : first + _READ_AT_ONCE]
@@ -83,7 +83,6 @@ class BlobTier:
                 leftovers.append(manifests.path_of(self._root, snapshot.id))
         unused = [blob for blob in there.blobs if not self.shared.has(blob)]
         leftovers += [blob_files.path_of(self._root, blob.id) for blob in unused]
-        leftovers += there.leftovers
         if leftovers:
             await self._threads.unhurried(partial(_remove, leftovers))
             log.info("leftovers_removed", kv_dir=self.kv_dir, files=len(leftovers))

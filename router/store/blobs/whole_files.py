@@ -1,12 +1,13 @@
-"""Whole files in the KV directories, while blobs are in use: which to write, which to drop.
+"""Whole files in a KV directory: which to split, which to drop.
 
-A new state file is written as blobs only after some time: in a conversation that goes on, the next
-state replaces it before, and nothing of it is ever written. A file that has been written stays
-while there is room, so that a restore need not assemble it. Pure.
+A new state file is split only after some time: in a conversation that goes on, the next state
+replaces it before, and nothing of it is ever written. Where blobs would be on the same disk, a file
+is split only if another state shares bytes with it; else it stays as it is. A file that has been
+split stays while there is room, so that a restore need not assemble it. Pure.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -15,42 +16,69 @@ from router.base.types import SnapshotId
 
 @dataclass(slots=True)
 class WholeFiles:
-    """The whole files of one KV directory, the one used last at the end."""
+    """The whole files of one KV directory; `split`: those with blobs, the one used last at the end.
+
+    `limit_bytes`: of all files; `split_limit_bytes`: of those with blobs. `same_disk`: blobs are on
+    the disk of the files.
+    """
 
     limit_bytes: float = inf
+    split_limit_bytes: float = inf
+    same_disk: bool = False
     total_bytes: int = 0
-    _sizes: OrderedDict[SnapshotId, int] = field(default_factory=OrderedDict)
-    _due: dict[SnapshotId, float] = field(default_factory=dict)  # of files not written as blobs
+    split_bytes: int = 0
+    _sizes: dict[SnapshotId, int] = field(default_factory=dict)  # of all, the oldest first
+    _split: OrderedDict[SnapshotId, None] = field(default_factory=OrderedDict)
+    _due: dict[SnapshotId, float] = field(default_factory=dict)  # when to split, in clock seconds
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def add(self, snapshot: SnapshotId, size_bytes: int, due: float | None) -> None:
-        """Add a file. `due`: when to write its blobs, in clock seconds; None: they are written."""
+        """Add a file. `due`: when to split it, in clock seconds; None: it has blobs."""
         self.drop(snapshot)
         self._sizes[snapshot] = size_bytes
         self.total_bytes += size_bytes
-        if due is not None:
+        if due is None:
+            self.written(snapshot)
+        else:
             self._due[snapshot] = due
 
     def drop(self, snapshot: SnapshotId) -> None:
         """Forget a file, if it is there."""
-        self.total_bytes -= self._sizes.pop(snapshot, 0)
+        size_bytes = self._sizes.pop(snapshot, 0)
+        self.total_bytes -= size_bytes
+        if snapshot in self._split:
+            self.split_bytes -= size_bytes
+            del self._split[snapshot]
         self._due.pop(snapshot, None)
 
     def use(self, snapshot: SnapshotId) -> None:
         """Note that a file was read."""
-        if snapshot in self._sizes:
-            self._sizes.move_to_end(snapshot)
+        if snapshot in self._split:
+            self._split.move_to_end(snapshot)
 
     def written(self, snapshot: SnapshotId) -> None:
-        """Note that the blobs of a file are written."""
+        """Note that a file has blobs."""
         self._due.pop(snapshot, None)
+        if snapshot in self._sizes and snapshot not in self._split:
+            self._split[snapshot] = None
+            self.split_bytes += self._sizes[snapshot]
 
     def put_off(self, snapshot: SnapshotId, due: float) -> None:
-        """Write the blobs of a file later."""
+        """Split a file later."""
         if snapshot in self._due:
             self._due[snapshot] = due
+
+    def leave(self, snapshot: SnapshotId) -> None:
+        """Leave a file as it is, until another one shares bytes with it."""
+        self._due.pop(snapshot, None)
+
+    def split_soon(self, snapshots: Iterable[SnapshotId], now: float) -> None:
+        """Split those of the files that have no blobs."""
+        for snapshot in snapshots:
+            if self.is_unwritten(snapshot):
+                self._due[snapshot] = now
 
     @property
     def is_full(self) -> bool:
@@ -58,17 +86,16 @@ class WholeFiles:
         return self.total_bytes > self.limit_bytes
 
     def to_drop(self, in_use: Collection[SnapshotId]) -> SnapshotId | None:
-        """Return the file to drop next: written, not in use, unused for longest.
+        """Return the file to drop next: with blobs, not in use, unused for longest.
 
-        None: there is room, or every file is in use or not written yet.
+        None: there is room, or every file is in use or has no blobs.
         """
-        if not self.is_full:
+        if not self.is_full and self.split_bytes <= self.split_limit_bytes:
             return None
-        free = (s for s in self._sizes if s not in self._due and s not in in_use)
-        return next(free, None)
+        return next((s for s in self._split if s not in in_use), None)
 
     def to_write(self, now: float) -> SnapshotId | None:
-        """Return a file whose blobs to write now: it is due, or there is no room for it."""
+        """Return a file to split now: it is due, or there is no room for it."""
         if not self._due:
             return None
         first = min(self._due, key=self._due.__getitem__)
@@ -85,9 +112,14 @@ class WholeFiles:
         return min(self._due.values(), default=inf)
 
     def is_unwritten(self, snapshot: SnapshotId) -> bool:
-        """Return whether a file is there whose blobs are not written."""
-        return snapshot in self._due
+        """Return whether a file is there that has no blobs."""
+        return snapshot in self._sizes and snapshot not in self._split
+
+    @property
+    def n_due(self) -> int:
+        """Return how many files are to be split."""
+        return len(self._due)
 
     def unwritten(self) -> list[SnapshotId]:
-        """Return the files whose blobs are not written, the one due first at the begin."""
-        return sorted(self._due, key=self._due.__getitem__)
+        """Return the files without blobs, the oldest first."""
+        return [snapshot for snapshot in self._sizes if snapshot not in self._split]

@@ -19,23 +19,28 @@ NAME = "written.json"
 _HOUR_S = 3600
 _HOURS = 24
 
-_decode = json_decoder(list[tuple[int, int]])
+_decode = json_decoder(list[tuple[int, int, int]])
 
 
 @dataclass(slots=True)
 class WriteBudget:
-    """Bytes written in the last 24 hours. `wall_now`: seconds since the epoch."""
+    """Bytes of the last 24 hours: written to a disk, and of new tokens that were saved.
+
+    `wall_now`: seconds since the epoch.
+    """
 
     max_bytes: float  # in 24 hours; inf: no limit
     wall_now: Callable[[], float]
-    _hours: deque[tuple[int, int]] = field(default_factory=deque)  # hour since the epoch, bytes
+    # Hour since the epoch, bytes written, bytes of new tokens.
+    _hours: deque[tuple[int, int, int]] = field(default_factory=deque)
 
-    def spend(self, size_bytes: int) -> None:
-        """Note that bytes were written."""
+    def spend(self, written_bytes: int, new_bytes: int = 0) -> None:
+        """Note that bytes were written, and how many bytes of new tokens were saved."""
         hour = self._hour()
         if self._hours and self._hours[-1][0] == hour:
-            size_bytes += self._hours.pop()[1]
-        self._hours.append((hour, size_bytes))
+            _, written, new = self._hours.pop()
+            written_bytes, new_bytes = written_bytes + written, new_bytes + new
+        self._hours.append((hour, written_bytes, new_bytes))
 
     @property
     def left_bytes(self) -> float:
@@ -48,7 +53,13 @@ class WriteBudget:
         the clock, count too.
         """
         first = self._hour() - _HOURS
-        return sum(n for hour, n in self._hours if hour > first)
+        return sum(written for hour, written, _ in self._hours if hour > first)
+
+    @property
+    def new_bytes(self) -> int:
+        """Return the bytes of new tokens that were saved in the last 24 hours."""
+        first = self._hour() - _HOURS
+        return sum(new for hour, _, new in self._hours if hour > first)
 
     def _hour(self) -> int:
         return int(self.wall_now()) // _HOUR_S

@@ -16,7 +16,7 @@ from router.store.cold.objects import (
     MissingError,
     ObjectMeta,
 )
-from router.store.sidecars import make_directory, os_errors
+from router.store.files import make_directory, os_errors
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 

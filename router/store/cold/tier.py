@@ -19,7 +19,8 @@ from router.base.errors import KvError, KvFileError
 from router.base.tasks import Tasks
 from router.base.tokens import Tokens
 from router.base.types import Blob, ColdStatus, Snapshot, SnapshotId, Tenant
-from router.store.blobs import blob_files, manifests
+from router.store import manifests
+from router.store.blobs import blob_files
 from router.store.blobs.blob_files import Buffer
 from router.store.blobs.exchange import Exchange
 from router.store.cold.index import ColdIndex, ColdMatch
@@ -106,7 +107,7 @@ class ColdTier:
         self._counts: Counter[str] = Counter()
         self._waiting = 0
         self.problem = _UNSEEN  # why nothing is read
-        self._unwritable = ""  # why nothing is copied
+        self._unwritable = self._failure = ""  # why nothing, or the last snapshot, is not copied
 
     # -- what is there ---------------------------------------------------------------------------
 
@@ -122,11 +123,12 @@ class ColdTier:
 
     def status(self) -> ColdStatus:
         """Return the state of the tier."""
-        hangs = self._reads.hangs or self._works.hangs
-        counts = self._counts
+        counts, problem = self._counts, self.problem or self._unwritable or self._failure
+        if self._reads.hangs or self._works.hangs:
+            problem = "it does not answer"
         return ColdStatus(
             url=self.url,
-            problem="it does not answer" if hangs else self.problem or self._unwritable,
+            problem=problem,
             states=len(self._index),
             state_bytes=self._index.total_bytes,
             waiting=self._waiting,
@@ -327,21 +329,22 @@ class ColdTier:
     async def copy_due(self) -> None:
         """Copy all snapshots that are due, one after the other, until the next listing is due."""
         due, failures = await self._due(), 0
-        self._waiting = len(due)
+        self._waiting = len(due) + len(self._failed)
         if self._unwritable:
             return
         for snapshot in due:
             try:
                 await self._copy(snapshot)
-                failures = 0
+                failures, self._failure = 0, ""
             except _OwnError as error:  # deleted meanwhile, or damaged: not the tier's fault
                 self._put_off(snapshot, error)
             except KvError as error:
                 self._put_off(snapshot, error)
-                failures += 1
+                failures, self._failure = failures + 1, str(error)
                 if failures == _FAILURES:
                     self._unwritable = str(error)
                     return
+                continue
             self._waiting -= 1
             if self._is_due(self._listed_at, _LISTED_S) or self.problem:
                 return
@@ -429,7 +432,7 @@ class ColdTier:
         async with self._putting:
             if self._purging[tenant]:
                 raise _OwnError("its tenant is being purged")
-            self._counts["written"] += await self._works.bulk(put)
+            self._counts["written"] += await self._slowly(put)
 
     # -- to delete -------------------------------------------------------------------------------
 

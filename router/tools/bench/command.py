@@ -8,7 +8,7 @@ from rich.text import Text
 
 from router.assembly.backends import client_of, timeouts_of
 from router.base.errors import BackendError, KvError, KvferryError
-from router.config.schema import BackendConfig, Config
+from router.config.schema import Config
 from router.llama.server_client import Connections
 from router.tools.bench.measure import Measured, ServerBench
 from router.tools.bench.report import as_json, lines, table
@@ -36,11 +36,8 @@ async def bench(config: Config, options: argparse.Namespace) -> int:
     with no_log_lines(), Progress() as progress:
         async with Connections() as connections:
             for backend in config.backends:
-                other = _other(config, backend)
-                timeouts = timeouts_of(config)
                 measuring = ServerBench(
-                    client_of(backend, connections, timeouts),
-                    None if other is None else client_of(other, connections, timeouts),
+                    client_of(backend, connections, timeouts_of(config)),
                     None if backend.kv_dir is None else Path(backend.kv_dir),
                     options.seconds,
                     len(config.backends),
@@ -58,16 +55,6 @@ async def bench(config: Config, options: argparse.Namespace) -> int:
     else:
         _print(results)
     return int(failed)
-
-
-def _other(config: Config, backend: BackendConfig) -> BackendConfig | None:
-    """Return another server that reads the same directory."""
-    others = [
-        one
-        for one in config.backends
-        if one.name != backend.name and one.kv_dir is not None and one.kv_dir == backend.kv_dir
-    ]
-    return others[0] if others else None
 
 
 def _print(results: list[Measured]) -> None:

@@ -36,8 +36,7 @@ _POLL_S = 1.5
 class Point(Struct, frozen=True):
     """The times for a prompt of `tokens` tokens, in seconds. None: not measured.
 
-    `cold_s`, `here_s` and `elsewhere_s` are times to the first token: computed, restored into the
-    same server, restored into another one.
+    `cold_s` and `here_s` are times to the first token: computed, and restored.
     """
 
     tokens: int
@@ -47,7 +46,6 @@ class Point(Struct, frozen=True):
     size_bytes: int | None = None
     restore_s: float | None = None
     here_s: float | None = None
-    elsewhere_s: float | None = None
 
 
 class Measured(Struct, frozen=True):
@@ -75,7 +73,6 @@ class ServerBench:
     def __init__(
         self,
         client: LlamaClient,
-        other: LlamaClient | None,
         folder: Path | None,
         seconds: float,
         shares: int,
@@ -83,7 +80,6 @@ class ServerBench:
         lengths: Sequence[int] = LENGTHS,
     ) -> None:
         self._client = client
-        self._other = other
         self._folder = folder
         # Only the methods that a probe uses are called.
         self._store = cast(SnapshotStore, DirectoryProbeStore())
@@ -94,12 +90,10 @@ class ServerBench:
         self._notes: list[str] = []
         self._layout: Layout | None = None
         self._saves = True
-        self._model_path = ""
 
     async def run(self) -> Measured:
         """Measure the server. Raises BackendError if it is busy, refuses or goes away."""
         props = await self._client.props()
-        self._model_path = props.model_path
         slot = await _idle_slot(self._client)
         kv_dir = None if self._folder is None else KvDir(str(self._folder))
         if kv_dir is None:
@@ -146,7 +140,7 @@ class ServerBench:
                 break
             self._progress(f"{self._client.id}: computing {length:,} tokens")
             await _until_alone(self._client)
-            took_s = await self._first_token(self._client, slot, head(tokens, length))
+            took_s = await self._first_token(slot, head(tokens, length))
             cold_s += took_s
             expected_s = took_s / (length - before) * 1.3  # attention reads more with each token
             point = Point(length, cold_s, (length - before) / took_s)
@@ -160,7 +154,6 @@ class ServerBench:
             return point
         kv_dir, name = KvDir(str(self._folder)), self._store.staging_name()
         self._progress(f"{self._client.id}: saving and restoring {point.tokens:,} tokens")
-        elsewhere_s: float | None = None
         try:
             await _until_alone(self._client)
             saved = await self._client.save(slot, name)
@@ -176,9 +169,7 @@ class ServerBench:
             if saved.n_tokens != point.tokens:
                 self._notes.append(f"another request took the slot at {point.tokens:,} tokens")
                 return point
-            restored_s, here_s = await self._restored(self._client, slot, name, longer)
-            if self._other is not None:
-                elsewhere_s = await self._elsewhere(self._other, name, longer)
+            restored_s, here_s = await self._restored(slot, name, longer)
         except BackendRefusedError as error:
             self._notes.append(f"the server saves nothing: {error}")
             return point
@@ -190,41 +181,20 @@ class ServerBench:
             size_bytes=saved.size_bytes,
             restore_s=restored_s,
             here_s=here_s,
-            elsewhere_s=elsewhere_s,
         )
 
-    async def _restored(
-        self, client: LlamaClient, slot: int, name: str, longer: Tokens
-    ) -> tuple[float, float]:
+    async def _restored(self, slot: int, name: str, longer: Tokens) -> tuple[float, float]:
         """Return the seconds of a restore, and those to the first token after it."""
-        await erase(client, slot)
-        await _until_alone(client)
+        await erase(self._client, slot)
+        await _until_alone(self._client)
         begun = time.perf_counter()
-        restored = await client.restore(slot, name)
+        restored = await self._client.restore(slot, name)
         took_s = time.perf_counter() - begun
-        return restored.seconds, took_s + await self._first_token(client, slot, longer)
+        return restored.seconds, took_s + await self._first_token(slot, longer)
 
-    async def _elsewhere(self, other: LlamaClient, name: str, longer: Tokens) -> float | None:
-        try:
-            if (await other.props()).model_path != self._model_path:
-                raise KvError("it has another model")
-            there = await _idle_slot(other)
-            kv_dir = KvDir(str(self._folder))
-            keep = await put_aside(other, self._store, kv_dir, there)
-            if keep is None and there.n_tokens:
-                raise KvError(f"the content of its slot {there.index} cannot be saved")
-            try:
-                return (await self._restored(other, there.index, name, longer))[1]
-            finally:
-                await put_back(other, self._store, kv_dir, there, keep)
-        except (BackendError, KvError) as error:
-            self._notes.append(f"not restored into {other.id}: {error}")
-            self._other = None
-            return None
-
-    async def _first_token(self, client: LlamaClient, slot: int, tokens: Tokens) -> float:
+    async def _first_token(self, slot: int, tokens: Tokens) -> float:
         begun = time.perf_counter()
-        await client.prefill(slot, tokens)
+        await self._client.prefill(slot, tokens)
         return time.perf_counter() - begun
 
 

@@ -8,7 +8,7 @@ import msgspec
 from router.tools.bench.measure import Measured, Point
 
 _TITLES = (
-    *("prompt", "prefill tok/s", "cold s", "restored s", "sooner", "elsewhere s"),
+    *("prompt", "prefill tok/s", "cold s", "restored s", "sooner"),
     *("save s", "restore s", "MB"),
 )
 
@@ -34,7 +34,6 @@ def _cells(point: Point) -> tuple[str, ...]:
         _seconds(point.cold_s),
         _seconds(point.here_s),
         "" if not point.here_s else f"{point.cold_s / point.here_s:.1f} x",
-        _seconds(point.elsewhere_s),
         _seconds(point.save_s),
         _seconds(point.restore_s),
         "" if point.size_bytes is None else f"{point.size_bytes / 1e6:,.1f}",

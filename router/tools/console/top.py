@@ -72,6 +72,9 @@ def _sums(state: Json, decisions: Sequence[Json]) -> Table:
     limits = f" of {size(store['max_bytes'])}" if store["max_bytes"] > 0 else ""
     held = f"{store['count']:,}; {size(store['size_bytes'])}{limits}; {store['tokens']:,} tokens"
     made.add_row("snapshots", f"{held}; {store['evicted']:,} evicted")
+    if blobs := store.get("blobs"):
+        new = f"{size(blobs['new_today_bytes'])} of new tokens"
+        made.add_row("disk", f"{size(blobs['today_bytes'])} written in 24 hours; {new}")
     if problem := (store.get("cold") or {}).get("problem"):
         made.add_row("cold tier", Text(problem, "red"))
     for one in state.get("servers") or ():

@@ -4,6 +4,7 @@
 prints the findings. The doctor may run beside a router with the same servers and directories.
 """
 
+import asyncio
 import textwrap
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from router.config.schema import Config
 from router.llama.server_client import Connections
 from router.tools.doctor.certificates import of_certificates
 from router.tools.doctor.cold import of_cold
+from router.tools.doctor.disk import of_disks
 from router.tools.doctor.facts import Facts, gather
 from router.tools.doctor.findings import Finding, Level, of_backend
 from router.tools.doctor.hosts import of_hosts
@@ -34,6 +36,8 @@ async def doctor(config: Config) -> int:
         _print(console, f"{facts.name}  {facts.backend.url}", of_backend(facts))
     if together := of_several(all_facts, config):
         _print(console, "together", together)
+    if disk := await asyncio.to_thread(of_disks, config):
+        _print(console, "disk", disk)
     if certificates := await of_certificates(config):
         _print(console, "certificates", certificates)
     if cold := await of_cold(config):

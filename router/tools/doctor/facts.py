@@ -29,7 +29,7 @@ from router.prompts.local_tokenizer import Encoder, LocalTokenizerError, load_lo
 from router.prompts.special_tokens import discover_specials
 from router.prompts.tokenizer import SegmentTokenizer
 from router.store import files, shapes
-from router.store.sidecars import os_errors
+from router.store.files import os_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,9 @@ class DirectoryProbeStore:
     def __init__(self) -> None:
         self.saved: SavedFile | None = None  # the last file found
         self.unseen = ""  # name of the last file that was missing
+
+    def is_on_disk(self, _: KvDir) -> bool:
+        return True
 
     def staging_name(self) -> str:
         """Return a name that a later router removes at its start if this process dies."""

@@ -29,8 +29,7 @@ from router.config.loader import ConfigSection, path_text, problems_of
 from router.core.model.tenancy import is_of, tenant_of
 from router.engine.engine import Engine
 from router.llama.wire import parse_body
-from router.store.blobs import manifests
-from router.store.files import final_name
+from router.store.files import final_name, manifest_name
 from router.web.admin.guard import Guard
 from router.web.admin.state_json import snapshot_row
 from router.web.fleet.purging import Purging, Reached, is_tenant, new_note
@@ -112,7 +111,7 @@ class Item:
             "age_s": round(self.age_s, 1),
             "idle_s": None if self.idle_s is None else round(self.idle_s, 1),
             "kv_dir": snapshot.kv_dir,
-            "file": final_name(snapshot.id) if snapshot.whole else manifests.name_of(snapshot.id),
+            "file": final_name(snapshot.id) if snapshot.whole else manifest_name(snapshot.id),
         }
 
 

@@ -129,6 +129,8 @@ def _tier_row(tier: TierStatus) -> Row:
         "put_off": tier.put_off,
         "damaged": tier.damaged,
         "budget_left_bytes": None if left == inf else int(left),
+        "today_bytes": tier.today_bytes,
+        "new_today_bytes": tier.new_today_bytes,
     }
 
 

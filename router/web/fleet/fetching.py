@@ -28,9 +28,9 @@ from router.hosts.messages import ExportAsk
 from router.hosts.parts import PeerParts
 from router.hosts.peer import Peer
 from router.llama.attach.namespace import is_same
-from router.store.blobs import manifests
+from router.store import manifests
 from router.store.blobs.exchange import Remote
-from router.store.blobs.manifests import Manifest
+from router.store.manifests import Manifest
 from router.store.store import KvStore
 from router.telemetry.hosts_metrics import FetchMetrics
 
@@ -324,7 +324,7 @@ class Fetching:
                     manifest,
                     namespace,
                     info.memory_kind,
-                    self._engine.view.alike(namespace, told.tokens),
+                    [one.item for one in self._engine.view.alike(namespace, told.tokens)],
                     parts,
                 )
                 reading_s = parts.reading_s

@@ -20,7 +20,7 @@ from router.core.model.plan import Handout, Offered
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.messages import ExportAsk
-from router.store.blobs import manifests
+from router.store import manifests
 from router.store.store import KvStore
 from router.telemetry.hosts_metrics import FetchMetrics
 from router.web.server.error_responses import OWN_HEADERS

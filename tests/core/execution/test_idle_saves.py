@@ -20,6 +20,7 @@ from router.core.execution.idle_saves import wakeup
 from router.core.model import events as ev
 from router.core.model.effects import Delete, Save, SaveReason, WatchSlot
 from router.core.model.policy import PolicyName
+from router.core.model.slots import Resident
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -48,6 +49,35 @@ from tests.support.scheduler.drive import (
 LONG = run_of(1000)
 SAVE_1, SAVE_2 = RequestId("save-1"), RequestId("save-2")
 IDLE = SaveReason.IDLE
+
+
+def test_slot_on_a_disk_is_saved_late_while_another_is_free() -> None:
+    disk = replace(backend("a", 2), on_disk=True)
+    s = scheduler(disk, holding={A0: LONG}, idle_save_after_s=0.5, saves_late=True)
+    slot(s, A0).last_used = NOW
+    assert wakeup(s.state) == NOW + 120
+    slot(s, A1).hold(replace(slot(s, A0).content, resident=Resident(run_of(900, 7))))
+    slot(s, A1).last_used = NOW + 1
+    assert wakeup(s.state) == NOW + 0.5, "the next newcomer needs a slot"
+
+
+@pytest.mark.parametrize(("went_on_after_s", "due_s"), [(0.1, 0.5), (3, 6), (60, 120), (999, 600)])
+def test_slot_on_a_disk_waits_for_the_next_turn(went_on_after_s: float, due_s: float) -> None:
+    disk = replace(backend("a", 1), on_disk=True)
+    s = scheduler(disk, holding={A0: LONG}, idle_save_after_s=0.5, saves_late=True)
+    slot(s, A0).hold(replace(slot(s, A0).content, returned_after_s=went_on_after_s))
+    slot(s, A0).last_used = NOW
+    assert wakeup(s.state) == NOW + due_s
+
+
+def test_time_of_a_return_is_learned_from_the_slot() -> None:
+    s = scheduler(backend("a", 1), holding={A0: LONG})
+    slot(s, A0).last_used = NOW - 7
+    arrive(s, "x", run_of(1010))
+    finish(s, "x")
+    assert slot(s, A0).content.returned_after_s == 7
+    arrive(s, "y", run_of(50, 5))
+    assert slot(s, A0).content.returned_after_s == 0
 
 
 def test_an_idle_slot_is_saved_after_a_while() -> None:

@@ -12,10 +12,12 @@ import pytest
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import spawn
 from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId
-from router.store.blobs import blob_files, exchange, manifests
+from router.store import manifests
+from router.store.blobs import blob_files, exchange
 from router.store.blobs.exchange import Exchange
+from router.store.format.split import TOKENS
 from router.store.store import KvStore
-from tests.support.files.blob_stores import NAMESPACE, Place, state, until
+from tests.support.files.blob_stores import Place, state, until
 
 OTHER = Namespace("the same model there")
 LONG = 3600.0
@@ -98,7 +100,7 @@ async def test_only_what_is_missing_is_asked_for(places: tuple[Place, Place], sp
     moved, wire = await move(source, longer, target, known)
 
     assert await there.read(target, moved) == state(1600)
-    shared = 512 // 256
+    shared = 600 // TOKENS
     n_parts = len((await source.exchange.manifest(longer.id)).blobs)
     assert sorted(wire.asked) == list(range(shared, n_parts))
 
@@ -188,21 +190,6 @@ async def test_cancelled_it_leaves_no_file(places: tuple[Place, Place]) -> None:
     async with asyncio.timeout(30):
         while any("kvf-" in path.name for path in there.kv.iterdir()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # its thread removes it
-
-
-async def test_a_store_without_blobs_takes_part(places: tuple[Place, Place]) -> None:
-    here, there = places
-    source, _, _ = await here.store(write_after_s=LONG, whole_bytes=None, least_bytes=2 << 20)
-    target = KvStore([there.kv_dir], wall_now=lambda: 1.5)
-    there.open.append(target)
-    await target.load()
-    snapshot = await here.put(source, state(1600))
-    moved, _ = await move(source, snapshot, target)
-    assert await there.read(target, moved) == state(1600)
-    back, wire = await move(target, moved, source, snapshot)
-    assert await here.read(source, back) == state(1600)
-    assert wire.asked == [], "all of it was here"
-    assert NAMESPACE != OTHER
 
 
 async def test_stores_that_fetch_from_each_other_do_not_wait_for_ever(

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from router.base.errors import KvError, KvFileError
+from router.base.errors import KvFileError
 from router.base.tasks import spawn
 from router.base.types import KvDir, MemoryKind
-from router.store.blobs import blob_files, manifests
+from router.store import manifests
+from router.store.blobs import blob_files
+from router.store.format.split import TOKENS
 from router.store.store import KvStore
 from tests.support.files.blob_stores import (
     NAMESPACE,
@@ -45,8 +47,9 @@ async def test_equal_bytes_are_stored_once(place: Place) -> None:
     store, noting, _ = await place.store()
     first = await until(noting, await place.put(store, state(700, 1)))
     second = await until(noting, await place.put(store, state(700, 2)))
-    assert first.blobs[:2] == second.blobs[:2]
-    assert len({*first.blobs, *second.blobs}) == 4
+    shared = 512 // TOKENS
+    assert first.blobs[:shared] == second.blobs[:shared]
+    assert not {*first.blobs[shared:]} & {*second.blobs[shared:]}
     await store.delete(second)
     assert await place.read(store, first) == state(700, 1)
     await store.delete(first)
@@ -70,16 +73,6 @@ async def test_the_blobs_of_a_state_are_left_to_the_next(place: Place) -> None:
     spent = written_bytes(store) - written
     assert sum(blob.size_bytes for blob in new) < spent < sum(b.size_bytes for b in first.blobs)
     assert len(place.disk()) == 1 + len(told.now[third.id].blobs)
-
-
-async def test_what_was_left_to_nobody_goes(place: Place) -> None:
-    store, told, _ = await place.store(whole_bytes=None)
-    first = await until(told, await place.put(store, state(600)), whole=True)
-    told.worth = False
-    second = await place.put(store, state(700))
-    await store.delete(first)
-    await store.delete(second)
-    assert not place.disk()
 
 
 async def test_restreamed_and_cut_from_blobs(place: Place) -> None:
@@ -183,7 +176,7 @@ async def test_a_flipped_bit_is_a_miss(place: Place) -> None:
     first = await until(noting, await place.put(store, state(700, 1)))
     second = await until(noting, await place.put(store, state(700, 2)))
     other = await until(noting, await place.put(store, state(300)))
-    flip(place, first.blobs[1].id)
+    flip(place, first.blobs[512 // TOKENS - 1].id)
     with pytest.raises(KvFileError, match="damaged"):
         await place.read(store, first)
     await store.flush()
@@ -258,23 +251,6 @@ async def test_deleted_while_it_is_split(place: Place, monkeypatch: pytest.Monke
     assert snapshot.id not in noting.now
 
 
-@pytest.mark.parametrize("harm", ["gone", "flipped", "short"])
-async def test_a_damaged_manifest_is_swept(place: Place, harm: str) -> None:
-    store, noting, _ = await place.store()
-    first = await until(noting, await place.put(store, state(700, 1)))
-    second = await until(noting, await place.put(store, state(700, 2)))
-    await store.aclose()
-    path = manifests.path_of(place.blobs, first.id)
-    raw = path.read_bytes()
-    if harm == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(raw[:-3] if harm == "short" else raw[:50] + b"\0" + raw[51:])
-    _, _, found = await place.store()
-    assert found == [second]
-    assert len(place.disk()) == 1 + len(second.blobs), "nothing is unreachable"
-
-
 @pytest.mark.parametrize("harm", ["gone", "flipped"])
 async def test_a_manifest_that_is_damaged_later_is_a_miss(place: Place, harm: str) -> None:
     store, told, _ = await place.store()
@@ -339,28 +315,6 @@ async def test_a_missing_blob_is_found_at_the_start(place: Place) -> None:
     assert len(place.disk()) == 1 + len(second.blobs)
 
 
-async def test_a_manifest_of_a_later_version_stops_the_start(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, noting, _ = await place.store()
-    await until(noting, await place.put(store, state(700)))
-    await store.aclose()
-    with monkeypatch.context() as patch:
-        patch.setattr(manifests, "FORMAT_VERSION", 0)
-        with pytest.raises(KvError, match="unknown version 1"):
-            await place.store()
-    assert place.disk()
-    _, _, found = await place.store()
-    assert found
-
-
-async def test_the_directory_is_locked(place: Place) -> None:
-    await place.store()
-    place.kv = place.kv.with_name("other")
-    with pytest.raises(KvError, match="in use by another kvferry"):
-        await place.store()
-
-
 async def test_nothing_is_left_after_a_kill(place: Place) -> None:
     """What a killed router may leave: blobs without a manifest, and halves of files."""
     store, noting, _ = await place.store()
@@ -390,15 +344,6 @@ async def test_a_delete_goes_on_without_its_caller(place: Place) -> None:
     assert not place.whole()
 
 
-async def test_two_readers_of_a_changed_file(place: Place) -> None:
-    store, told, _ = await place.store(whole_bytes=None)
-    snapshot = await until(told, await place.put(store, state(700)), whole=True)
-    path = place.kv / f"kvf-{snapshot.id}.kv"
-    path.write_bytes(b"x" + path.read_bytes()[1:])
-    found = await asyncio.gather(*(place.read(store, snapshot) for _ in range(3)))
-    assert found == [state(700)] * 3
-
-
 async def test_what_is_worth_nothing_makes_room(place: Place) -> None:
     """And not a file that was used less lately, whose blobs are still to be written."""
     store, told, _ = await place.store(write_after_s=LONG, whole_bytes=80_000)
@@ -422,6 +367,8 @@ async def test_the_end_waits_for_a_split(place: Place, monkeypatch: pytest.Monke
 
     def held(*args: Any, **named: Any) -> int:
         nonlocal calls
+        if args[1].file is not None:
+            return real(*args, **named)
         calls += 1
         inside.set()
         asyncio.run_coroutine_threadsafe(_wait(go), loop).result(10)

@@ -16,7 +16,7 @@ from router.base.tasks import spawn
 from router.base.tokens import Tokens
 from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId, Tenant
 from router.core.model.tenancy import is_of
-from router.store.blobs import manifests
+from router.store import manifests
 from router.store.cold.directory import SharedDirectory
 from router.store.cold.names import BLOBS, PURGED, STATES, Names, StateName
 from router.store.cold.objects import ColdPlace

@@ -5,7 +5,6 @@ Records are read here from the disk, without the code that writes them.
 
 import asyncio
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -23,8 +22,8 @@ from tests.support.servers.llama_server import LlamaServer
 from tests.support.servers.running_router import PATIENCE_S, Answer, RunningRouter
 
 LOCK = "kvferry.lock"
-_RECORD = re.compile(r"kvf-([0-9a-f]{32})\.json")
-_MANIFEST = re.compile(r"kvf-[0-9a-f]{32}\.manifest")
+_BLOBS = "kvf-blobs"
+_MANIFEST = re.compile(r"kvf-([0-9a-f]{32})\.manifest")
 _SET_ASIDE = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
 _KEPT_ASIDE = 4
 _POLL_S = 0.05
@@ -83,10 +82,10 @@ async def _differences(
     wrong = []
     recorded: dict[str, Json] = {}
     for kv_dir in kv_dirs:
-        records = _records(kv_dir)
+        records = _manifests(kv_dir)
         recorded |= records
-        named = {f"kvf-{name}.{kind}" for name in records for kind in ("kv", "json")}
-        owned = named | foreign | {LOCK, PROOFS}
+        named = {f"kvf-{name}.{kind}" for name in records for kind in ("kv", "manifest")}
+        owned = named | foreign | {LOCK, PROOFS, _BLOBS}
         others = set(os.listdir(kv_dir)) - owned
         aside = {name for name in others if _SET_ASIDE.fullmatch(name)}
         # A directory in the place of a file cannot be removed: it stays beside the newest files.
@@ -100,7 +99,8 @@ async def _differences(
                 continue
             problem = _disagreement(kv_dir / file, record, rows.get(name))
             wrong += [f"{file}: {problem}"] if problem else []
-    if blobs is not None:
+    folders = [kv_dir / _BLOBS for kv_dir in kv_dirs] if blobs is None else [blobs]
+    for blobs in folders:
         split = _manifests(blobs)
         wrong += [f"{name} is split and not offered" for name in split.keys() - rows.keys()]
         wrong += _unreachable(blobs, split, foreign)
@@ -114,15 +114,16 @@ async def _differences(
     return wrong
 
 
-def _manifests(blobs: Path) -> dict[str, Json]:
-    """Return the manifests by id. Every one must be whole."""
+def _manifests(folder: Path) -> dict[str, Json]:
+    """Return the manifests in a directory by id. Every one must be whole."""
     found: dict[str, Json] = {}
-    for path in (blobs / "manifests").iterdir():
-        assert _MANIFEST.fullmatch(path.name), path
-        with suppress(FileNotFoundError):  # deleted meanwhile
-            raw = path.read_bytes()
-            assert xxhash.xxh3_128(raw[:-16]).digest() == raw[-16:], path
-            found[path.stem.removeprefix("kvf-")] = _unpacked(raw[:-16])
+    for name in os.listdir(folder) if folder.exists() else ():
+        if match := _MANIFEST.fullmatch(name):
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                raw = (folder / name).read_bytes()
+                assert xxhash.xxh3_128(raw[:-16]).digest() == raw[-16:], name
+                found[match[1]] = _unpacked(raw[:-16])
+                assert found[match[1]]["id"] == match[1], name
     return found
 
 
@@ -135,25 +136,14 @@ def _unreachable(blobs: Path, split: dict[str, Json], foreign: frozenset[str]) -
     return wrong + [f"{name} is nobody's" for name in there - named - aside]
 
 
-def _records(kv_dir: Path) -> dict[str, Json]:
-    """Return the records of a directory by id. Every one must be whole."""
-    found: dict[str, Json] = {}
-    for name in os.listdir(kv_dir):
-        if match := _RECORD.fullmatch(name):
-            with suppress(FileNotFoundError):  # deleted meanwhile
-                found[match[1]] = json.loads((kv_dir / name).read_bytes())
-                assert found[match[1]]["id"] == match[1], name
-    return found
-
-
 def _disagreement(file: Path, record: Json, row: Json | None) -> str:
     if row is None:
         return "recorded and not offered"
     if not file.is_file() or file.is_symlink():
         return "not there"
-    raw = file.read_bytes()
-    if not len(raw) == record["size_bytes"] == row["size_bytes"]:
-        return f"{len(raw)} bytes, recorded {record['size_bytes']}, listed {row['size_bytes']}"
-    if xxhash.xxh3_128(raw).hexdigest() != record["checksum"]:
+    raw, (size_bytes, _, _, checksum) = file.read_bytes(), record["file"]
+    if not len(raw) == size_bytes == row["size_bytes"]:
+        return f"{len(raw)} bytes, recorded {size_bytes}, listed {row['size_bytes']}"
+    if xxhash.xxh3_128(raw).hexdigest() != checksum:
         return "another checksum than recorded"
-    return "" if row["tokens"] == record["n_tokens"] else "other tokens than recorded"
+    return "" if raw.startswith(record["head"]) else "other tokens than recorded"

@@ -15,7 +15,6 @@ from typing import Any
 from router.llama.client import LlamaClient
 from router.store import copies, files, io_pool, records
 from router.store.records import StoredSnapshot
-from router.store.sidecars import Sidecars
 from router.tools.cli import main
 
 Wrapped = Callable[..., Any]
@@ -73,7 +72,7 @@ def _halve_record() -> None:
     real: Wrapped = files.write_new
 
     def wrapped(path: Path, data: bytes, **more: Any) -> None:
-        if not path.name.endswith(".json.new"):
+        if ".manifest-" not in path.name:
             real(path, data, **more)
             return
         armed = Path(sys.argv[2]).exists()
@@ -88,7 +87,7 @@ def _rename(*, after: bool) -> None:
     real = os.rename
 
     def wrapped(source: Any, target: Any, **more: Any) -> None:
-        ours = Path(target).suffix == ".json"
+        ours = Path(target).suffix == ".manifest"
         if ours and not after:
             _die()
         real(source, target, **more)
@@ -126,8 +125,8 @@ POINTS: dict[str, list[Callable[[], None]]] = {
     "commit: half a record": [_halve_record],
     "commit: a record without its name": [lambda: _rename(after=False)],
     "commit: a record with its name": [lambda: _rename(after=True)],
-    "commit: recorded": [lambda: _wrap(Sidecars, "add", after=True)],
-    "evict: before the record goes": [lambda: _wrap(Sidecars, "drop", after=False)],
+    "commit: recorded": [lambda: _wrap(records, "write", after=True)],
+    "evict: before the record goes": [lambda: _wrap(records, "drop", after=False)],
     "evict: before the file goes": [lambda: _wrap(StoredSnapshot, "unlink", after=False)],
     "evict: after the file went": [lambda: _wrap(StoredSnapshot, "unlink", after=True)],
     "restore: asked for": [lambda: _wrap_async("restore", after=False)],

@@ -42,12 +42,15 @@ class Told:
     def is_worth_writing(self, snapshot: SnapshotId) -> bool:
         return self.worth if self.worthless is None else snapshot not in self.worthless
 
+    def alike(self, _: Snapshot) -> list[tuple[SnapshotId, int]]:
+        return []
+
     async def found(self, snapshots: list[Snapshot]) -> None: ...
 
 
 @dataclass
 class Place:
-    """A KV directory and a directory of blobs, and the stores over them."""
+    """A KV directory in memory and one of blobs on a disk, and the stores over them."""
 
     kv: Path
     blobs: Path
@@ -68,7 +71,9 @@ class Place:
         noting = Told()
         store.listener = noting
         self.open.append(store)
-        return store, noting, await store.load()
+        found = await store.load()
+        store._directories[KvDir(str(self.kv))].on_disk = False
+        return store, noting, found
 
     async def put(self, store: KvStore, raw: bytes, kind: MemoryKind | None = None) -> Snapshot:
         name = store.staging_name()

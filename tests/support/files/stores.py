@@ -32,6 +32,9 @@ class Noting:
     def is_worth_writing(self, _: SnapshotId) -> bool:
         return True
 
+    def alike(self, _: Snapshot) -> list[tuple[SnapshotId, int]]:
+        return []
+
     async def found(self, snapshots: list[Snapshot]) -> None:
         self.back.append(snapshots)
 
@@ -80,7 +83,7 @@ async def put(store: KvStore, raw: bytes = full(TOKENS)) -> Snapshot:
 def names(store: KvStore) -> set[str]:
     """Return the files in the first KV directory, without the lock and the records."""
     found = os.listdir(store._kv_dirs[0])
-    return {n for n in found if not (n.startswith("kvferry.") or ".json" in n)}
+    return {n for n in found if not (n.startswith("kvferry.") or ".json" in n or ".manifest" in n)}
 
 
 def path(snapshot: Snapshot) -> Path:

@@ -127,28 +127,8 @@ async def test_a_kv_dir_of_another_server(
     assert any(f"the file {left} that the server saved cannot be read" in n for n in told["notes"])
 
 
-@pytest.mark.parametrize("partner", ["of another model", "down"])
-async def test_a_partner_that_does_not_fit(
-    llama_server: StartServer, capsys: Capture, partner: str
-) -> None:
-    a = await llama_server("llama", slots=1, ctx=4_000)
-    url = "http://127.0.0.1:9"
-    if partner == "of another model":
-        url = (await llama_server("lfm2", slots=1, ctx=4_000)).url
-    kvferry = ("--backend", a.url, "--backend", url, "--kv-dir", str(a.kv_dir), "--seconds", "8")
-
-    assert await _bench(*kvferry, "--json") == int(partner == "down")
-
-    told = json.loads(capsys.readouterr().out)["servers"][0]
-    point = told["points"][0]
-    assert point["here_s"] is not None
-    assert point["elsewhere_s"] is None
-    (why,) = [note for note in told["notes"] if note.startswith("not restored into")]
-    assert why.endswith("it has another model" if partner != "down" else "cannot be reached")
-
-
 def _point(tokens: int, cold_s: float, here_s: float) -> Point:
-    return Point(tokens, cold_s, 100.0, 1.0, 10_000_000, 0.5, here_s, None)
+    return Point(tokens, cold_s, 100.0, 1.0, 10_000_000, 0.5, here_s)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,19 @@
 """`kvferry doctor` and `serve` over a cold tier: what is wrong with it, in words and a remedy."""
 
+from math import inf
 from pathlib import Path
 
 import pytest
 
 from router.assembly.backends import StartError
 from router.assembly.router import build
+from router.base.clock import wall_now
 from router.config.loader import ConfigError
 from router.config.schema import parse
+from router.store.blobs.split_snapshots import FOLDER
+from router.store.blobs.write_budget import WriteBudget
 from router.tools.doctor.cold import of_cold
+from router.tools.doctor.disk import of_disks
 from router.tools.doctor.findings import Level
 from tests.support.servers.running_router import configuration
 from tests.support.servers.s3_server import S3_KEYS, S3Server
@@ -110,3 +115,20 @@ def test_http_is_allowed_where_everything_is_sealed_or_local() -> None:
         "{url: 's3://b', endpoint: 'https://minio:9000'}",
     ):
         assert parse(f"{BACKENDS}cold: {cold}", "test").cold.url == "s3://b"
+
+
+async def test_what_was_written_today_is_told(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    config = configuration([("x", "http://127.0.0.1:9")], tmp_path)
+    assert of_disks(config) == []
+    budget = WriteBudget(inf, wall_now)
+    budget.spend(5 << 20, 3 << 20)
+    budget.write(tmp_path / FOLDER)
+    (found,) = of_disks(config)
+    assert (found.level, found.what.split(": ")[1]) == (
+        Level.OK,
+        "5.00MiB written in 24 hours, 3.00MiB of it for new tokens",
+    )
+    budget.spend(200 << 30)
+    budget.write(tmp_path / FOLDER)
+    assert of_disks(config)[0].level is Level.WARNING

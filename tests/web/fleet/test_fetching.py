@@ -17,7 +17,7 @@ from router.base.tokens import pack
 from router.base.types import NO_TENANT, KvDir, Namespace
 from router.hosts import link
 from router.hosts.messages import ExportAsk
-from router.store.blobs import manifests
+from router.store import manifests
 from router.store.blobs.exchange import Exchange
 from router.telemetry.hosts_metrics import FetchMetrics
 from router.web.fleet.fetching import Fetching

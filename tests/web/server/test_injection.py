@@ -227,5 +227,5 @@ async def test_no_file_is_named_by_a_client(tmp_path: Path) -> None:
         await kvferry.until(lambda state: state["snapshots"]["count"] >= 1)
         names = sorted(path.name for path in tmp_path.rglob("*"))  # noqa: ASYNC240 - a test's own
         assert [name for name in names if "evil" in name] == []
-        known = r"kvf-[0-9a-f]{32}\.(kv|part|json|json\.new)|kvferry.*"
+        known = r"kvf-[0-9a-f]{32}\.(kv|part|manifest.*)|kvf-blobs|written.json|kvferry.*"
         assert [name for name in names if not re.fullmatch(known, name)] == []

@@ -35,7 +35,8 @@ function ofBlobs(blobs) {
   const trouble = blobs.damaged ? `, ${whole(blobs.damaged)} damaged` : "";
   return (
     `; blobs: ${bytes(blobs.size_bytes)} for ${bytes(blobs.sum_bytes)} of files, ` +
-    `${bytes(blobs.written_bytes)} written, ${whole(blobs.unwritten)} not split yet${trouble}`
+    `${whole(blobs.unwritten)} not split yet; written in 24 hours: ${bytes(blobs.today_bytes)}, ` +
+    `new tokens: ${bytes(blobs.new_today_bytes)}${trouble}`
   );
 }
 

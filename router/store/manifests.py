@@ -1,13 +1,13 @@
-"""Manifests: what a snapshot is, and the blobs that its state file was split into.
+"""Manifests: what a snapshot is, and the file or the blobs that have its bytes.
 
-`manifests/kvf-ID.manifest` is MessagePack and a checksum. It is written by rename after all of its
-blobs, so a snapshot whose manifest is there can be assembled. It begins with the head of the state
-file, which has the tokens: a manifest is a transcript, as the file was.
+`kvf-ID.manifest` is MessagePack and a checksum: a flipped bit could name another model, or a
+version that stops the start. It is written by rename after all that it names, so a snapshot exists
+when its manifest does. It begins with the head of the state file, which has the tokens: a manifest
+is a transcript, as the file is.
 """
 
 import io
 import os
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -19,24 +19,37 @@ from router.base.errors import KvError, KvFileError
 from router.base.tokens import Tokens, media_of
 from router.base.types import Blob, KvDir, Namespace, Snapshot, SnapshotId, StateShape
 from router.store import files
+from router.store.files import Identity, put_durably
 from router.store.format.head import Head, read_head, tokens_of
 from router.store.format.rewrite import Span
 from router.store.format.split import Split
-from router.store.sidecars import make_directory, put_durably
 
-FOLDER = "manifests"
 FORMAT_VERSION = 1
 
-_NAME = re.compile(r"kvf-([0-9a-f]{32})\.manifest")
-_TEMPORARY = re.compile(r"kvf-[0-9a-f]{32}\.manifest-[0-9a-f]+\.new")
 _SUM_BYTES = 16
+
+
+class WholeFile(msgspec.Struct, frozen=True, array_like=True):
+    """A state file that is not split. `checksum` (xxh3_128, hex) proves that it is the same."""
+
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+    checksum: str
+
+    @property
+    def identity(self) -> Identity:
+        """Return what shows cheaply that it is the same."""
+        return Identity(self.size_bytes, self.mtime_ns, self.inode)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """One snapshot. `head`: the first bytes of its file; `blobs`: the ids of all others, in order.
 
-    `added_at` is wall time in seconds. `media`, `n_stream`, `checkpoints` and `extendable` are as
-    in a `SnapshotRecord`.
+    `added_at` is wall time in seconds. `media` holds the fingerprints that stand for media in the
+    tokens: the only part of the tokens that is not in the head. `n_stream`, `checkpoints` and
+    `extendable` are the file's shape (router.base.types.StateShape). `file`: a state in one piece,
+    in the directory of the manifest, which has no split.
     """
 
     version: int = FORMAT_VERSION
@@ -45,11 +58,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     added_at: float
     head: bytes
     split: Split
-    blobs: tuple[bytes, ...]
+    blobs: tuple[bytes, ...] = ()
     media: tuple[int, ...] = ()
     n_stream: int = 1
     checkpoints: tuple[int, ...] = ()
     extendable: bool = True
+    file: WholeFile | None = None
 
     @property
     def parts(self) -> Iterator[tuple[Blob, list[Span]]]:
@@ -67,7 +81,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return tokens_of(self._checked_head(), self.media)
 
     def snapshot(self, kv_dir: KvDir) -> Snapshot:
-        """Return the snapshot, of which there is no file but its blobs in `kv_dir`.
+        """Return the snapshot, whose file or blobs are in `kv_dir`.
 
         Raises KvFileError if the head is not one.
         """
@@ -84,7 +98,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             shape,
             self.added_at,
             self.sized,
-            whole=False,
+            whole=self.file is not None,
         )
 
     def check(self) -> None:
@@ -92,7 +106,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         split = self.split
         if len(self.blobs) != split.n_rows + len(split.ends):  # first: a number may be any
             raise KvFileError(f"the manifest of {self.id} has other blobs than its split")
-        split.check()
+        if self.file is None:
+            split.check()
+        elif self.blobs or split.size_bytes != self.file.size_bytes:
+            raise KvFileError(f"the manifest of {self.id} has a file, and other bytes than that")
         if any(len(id) != 32 for id in self.blobs):
             raise KvFileError(f"the manifest of {self.id} has ids that are none")
         self._checked_head()
@@ -112,7 +129,13 @@ _version_of = msgpack_decoder(_Version)
 _manifest_of = msgpack_decoder(Manifest)
 
 
-def manifest_of(snapshot: Snapshot, head: bytes, split: Split, blobs: Iterable[Blob]) -> Manifest:
+def manifest_of(
+    snapshot: Snapshot,
+    head: bytes,
+    split: Split,
+    blobs: Iterable[Blob],
+    file: WholeFile | None = None,
+) -> Manifest:
     """Return the manifest of a snapshot whose file has this head, and was split into `blobs`."""
     shape = snapshot.shape
     return Manifest(
@@ -126,7 +149,14 @@ def manifest_of(snapshot: Snapshot, head: bytes, split: Split, blobs: Iterable[B
         n_stream=shape.n_stream,
         checkpoints=shape.checkpoints,
         extendable=shape.extendable,
+        file=file,
     )
+
+
+def of_file(snapshot: Snapshot, head: bytes, file: WholeFile) -> Manifest:
+    """Return the manifest of a snapshot that is a whole file."""
+    split = Split(len(head), file.size_bytes, (), 0, 0, ())
+    return manifest_of(snapshot, head, split, (), file)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -170,27 +200,11 @@ def read(path: Path) -> Manifest:
     except FileNotFoundError:
         raise KvFileError(f"{path.name} is missing") from None
     manifest = decode(raw, path.name)
-    if path.name != path_of(path.parent.parent, manifest.id).name:
+    if path.name != files.manifest_name(manifest.id):
         raise KvFileError(f"{path.name}: its id is another one")
     return manifest
 
 
 def path_of(root: Path, snapshot: SnapshotId) -> Path:
     """Return the path of the manifest of a snapshot."""
-    return root / name_of(snapshot)
-
-
-def name_of(snapshot: SnapshotId) -> str:
-    """Return the path of the manifest of a snapshot, below the directory of the tier."""
-    return f"{FOLDER}/kvf-{snapshot}.manifest"
-
-
-def scan(root: Path) -> tuple[list[Path], list[Path]]:
-    """Return the paths of all manifests, and of what writes have left. Creates their directory."""
-    folder = root / FOLDER
-    make_directory(folder, fsync=True)
-    paths = list(folder.iterdir())
-    return (
-        [path for path in paths if _NAME.fullmatch(path.name)],
-        [path for path in paths if _TEMPORARY.fullmatch(path.name)],
-    )
+    return root / files.manifest_name(snapshot)
