@@ -50,7 +50,7 @@ HOSTILE_TOO ?= tests/web/server tests/web/api/test_forbidden.py tests/web/api/te
   tests/store/test_purges.py tests/store/test_permissions.py tests/store/cold/test_tier.py \
   tests/assembly/test_reload.py tests/base/test_decoding.py tests/fuzz tests/e2e/test_suspects.py \
   tests/e2e/test_tenants.py tests/e2e/test_purge.py tests/e2e/test_usage.py \
-  tests/e2e/hosts/test_security.py tests/web/fleet/test_purging.py tests/store/test_sidecars.py \
+  tests/e2e/hosts/test_security.py tests/web/fleet/test_purging.py tests/store/test_manifests.py \
   tests/store/test_bit_flips.py tests/store/test_power_loss.py tests/store/format/test_fuzz.py
 test-hostile: $(VENV)/.test
 	$(RUN) -m hostile tests/hostile
