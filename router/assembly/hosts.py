@@ -39,9 +39,8 @@ from router.store.cold.bucket import Bucket, endpoint_of
 from router.store.cold.directory import SharedDirectory
 from router.store.cold.names import Names
 from router.store.cold.objects import ColdPlace, Objects
-from router.store.cold.ports import Owned
 from router.store.cold.seals import Seal, Sealed, Unsealed
-from router.store.cold.tier import ColdSettings, ColdTier
+from router.store.cold.tier import ColdSettings, ColdTier, Owned
 from router.store.store import KvStore
 from router.telemetry.hosts_metrics import HostsCollector, HostsMetrics, PeerStats
 from router.web.admin.hosts import HostsView

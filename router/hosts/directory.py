@@ -4,7 +4,8 @@ Everything in it is a hint, and it may be slow, empty or gone: no call here rais
 waits for it. It holds what hosts say of themselves, signed with the fleet's secret. What they hold
 of a prompt they are asked themselves. All times are lengths, so clocks do not have to agree.
 
-Keys: `kvf:hosts`, a set of incarnations; `kvf:i:INCARNATION`, a host, for 6 s.
+Keys: `{kvf}:hosts`, a set of incarnations; `{kvf}:i:INCARNATION`, a host, for 6 s. Of a cluster
+one node has all of them, and is found by what the others say.
 """
 
 import asyncio
@@ -13,13 +14,14 @@ import random
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 import redis.asyncio
 import structlog
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import MovedError, RedisError
 
 from router.base.decoding import UndecodableError, json_decoder
 from router.hosts.messages import Hello
@@ -28,6 +30,7 @@ log = structlog.get_logger(__name__)
 
 _hello_of = json_decoder(Hello)
 
+_HOSTS, _HOST = "{kvf}:hosts", "{kvf}:i:"
 _SIGNATURE_BYTES = 16
 _TTL_MS = 6000
 _BEAT_S = 2.0
@@ -63,21 +66,30 @@ class Directory:
         self._hello = hello
         self._on_seen = on_seen
         self._secret = secret
-        self._gone: set[bytes] = set()  # without an entry at the last look
-        # It neither waits long nor tries again by itself.
-        self._redis: Any = redis.asyncio.Redis.from_url(
-            url,
+        self._url = urlsplit(url)
+        self._redis = self._client(self._url.netloc)
+
+    def _client(self, place: str) -> Any:
+        """Return a client, which neither waits long nor tries again by itself."""
+        return redis.asyncio.Redis.from_url(
+            urlunsplit(self._url._replace(netloc=place)),
             socket_connect_timeout=_CALL_LIMIT_S,
             socket_timeout=_CALL_LIMIT_S,
             retry=Retry(NoBackoff(), 0),
             health_check_interval=0,
         )
 
+    async def _go_to(self, node: str = "") -> None:
+        """Use another node of a cluster, or the configured one."""
+        login, at, place = self._url.netloc.rpartition("@")
+        before, self._redis = self._redis, self._client(f"{login}{at}{node or place}")
+        await before.aclose()
+
     async def aclose(self) -> None:
         """Take this host out of the directory, if that is quick, and close the connection."""
         try:
             async with asyncio.timeout(_LEAVING_LIMIT_S):
-                await self._redis.delete(f"kvf:i:{self._incarnation}")
+                await self._redis.delete(f"{_HOST}{self._incarnation}")
         except _FAILED:
             pass  # it expires by itself
         await self._redis.aclose()
@@ -88,7 +100,11 @@ class Directory:
             try:
                 async with asyncio.timeout(_CALL_LIMIT_S):
                     await self._beat()
+            except MovedError as error:
+                await self._go_to(f"{error.host}:{error.port}")
+                continue
             except _FAILED as error:
+                await self._go_to()
                 reason = str(error) or type(error).__name__
                 if not self.problem:
                     log.warning("directory_down", reason=reason)
@@ -105,16 +121,15 @@ class Directory:
             return None
         try:
             async with asyncio.timeout(_CALL_LIMIT_S):
-                known = await self._redis.smembers("kvf:hosts")
+                known = await self._redis.smembers(_HOSTS)
                 names = random.sample(sorted(known), min(len(known), _MOST_LOOKED_AT))
                 async with self._redis.pipeline(transaction=False) as pipe:
                     for name in names:
-                        pipe.get(b"kvf:i:" + name)
+                        pipe.get(_HOST.encode() + name)
                     told = await pipe.execute(raise_on_error=False)
                 gone = {name for name, one in zip(names, told, strict=True) if one is None}
-                if twice := gone & self._gone:  # a host registers again each two seconds
-                    await self._redis.srem("kvf:hosts", *twice)
-                self._gone = gone
+                if gone:  # a host registers again each two seconds
+                    await self._redis.srem(_HOSTS, *gone)
         except _FAILED:
             return None
         return [hello for one in told if (hello := self._proved(one)) is not None]
@@ -134,8 +149,8 @@ class Directory:
     async def _beat(self) -> None:
         self._on_seen(await self._own_address())
         told = signed(msgspec.json.encode(self._hello()), self._secret)
-        await self._redis.set(f"kvf:i:{self._incarnation}", told, px=_TTL_MS)
-        await self._redis.sadd("kvf:hosts", self._incarnation)
+        await self._redis.set(f"{_HOST}{self._incarnation}", told, px=_TTL_MS)
+        await self._redis.sadd(_HOSTS, self._incarnation)
 
     async def _own_address(self) -> str:
         """Return the address under which the directory sees this host."""

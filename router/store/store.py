@@ -189,11 +189,6 @@ class KvStore:
         """Wait until everything committed so far is durable, or reported lost."""
         await self._background.join()
 
-    async def write_out(self) -> None:
-        """Split all files now that memory may lose."""
-        for split in self._splits.values():
-            await split.finish()
-
     async def aclose(self) -> None:
         """Finish the background work, remove the files that `open` made, release the directories.
 

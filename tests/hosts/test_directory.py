@@ -3,8 +3,10 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -12,6 +14,7 @@ import redis.asyncio
 from router.base.tasks import Tasks
 from router.hosts.directory import Directory, signed
 from router.hosts.messages import Hello
+from router.servers.program import free_port
 from tests.support.servers.redis_server import RedisServer
 
 pytestmark = pytest.mark.thorough
@@ -66,7 +69,7 @@ async def test_what_no_host_has_signed_is_ignored(redis_server: RedisServer) -> 
     async with host(redis_server, "a") as a:
         await until(lambda: not a.directory.problem)
         async with redis_server.client() as client:
-            true = await client.get("kvf:i:a")
+            true = await client.get("{kvf}:i:a")
             assert isinstance(true, bytes)
             said, garbage = true[16:], list[bytes]()
             garbage += [
@@ -76,19 +79,19 @@ async def test_what_no_host_has_signed_is_ignored(redis_server: RedisServer) -> 
                 signed(b'{"name":"\xff', SECRET),
             ]
             for number, told in enumerate(garbage):
-                await client.set(f"kvf:i:{number}", told)
-                await client.sadd("kvf:hosts", str(number))
-            await client.sadd("kvf:hosts", *(f"h{n}" for n in range(5000)))
+                await client.set(f"{{kvf}}:i:{number}", told)
+                await client.sadd("{kvf}:hosts", str(number))
+            await client.sadd("{kvf}:hosts", *(f"h{n}" for n in range(5000)))
             found = await a.directory.members()
             assert found is not None
             assert [one.name for one in found] == ["a"]
-            await client.set("kvf:i:\udcff".encode("utf-8", "surrogateescape"), "")
-            await client.sadd("kvf:hosts", b"\xff")
+            await client.set("{kvf}:i:\udcff".encode("utf-8", "surrogateescape"), "")
+            await client.sadd("{kvf}:hosts", b"\xff")
             assert await a.directory.members() == found
-            await client.delete("kvf:hosts")
-            await client.set("kvf:hosts", "no set")
+            await client.delete("{kvf}:hosts")
+            await client.set("{kvf}:hosts", "no set")
             assert not await a.directory.members()
-            await client.delete("kvf:hosts")
+            await client.delete("{kvf}:hosts")
 
 
 async def test_a_host_that_is_gone_is_not_found(redis_server: RedisServer) -> None:
@@ -115,9 +118,9 @@ async def test_no_token_no_hash_and_no_text_is_in_it(redis_server: RedisServer) 
         await until_members(a, "a")
         async with redis_server.client() as client:
             keys = [key async for key in client.scan_iter()]
-            said = await client.get("kvf:i:a")
+            said = await client.get("{kvf}:i:a")
         assert isinstance(said, bytes)
-        assert set(keys) == {b"kvf:hosts", b"kvf:i:a"}
+        assert set(keys) == {b"{kvf}:hosts", b"{kvf}:i:a"}
         assert set(json.loads(said[16:])) == set(Hello.__struct_fields__)
 
 
@@ -140,3 +143,22 @@ async def test_connection_closed_during_a_call_fails_the_call(
             await until(lambda: bool(a.directory.problem))
         await until_members(a, "a")
     assert failed >= 2
+
+
+async def test_nodes_of_a_cluster(tmp_path: Path) -> None:
+    """One of them has all keys; hosts that were given the other one find it, also once more."""
+    nodes: list[RedisServer] = []
+    async with AsyncExitStack() as stack:
+        for first in (0, 8192):
+            (folder := tmp_path / str(first)).mkdir()
+            flags = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+            nodes.append(await stack.enter_async_context(RedisServer.started(folder, *flags)))
+            client: Any
+            async with nodes[-1].client() as client:
+                await client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, first + 8191)
+        async with nodes[0].client() as client:
+            other = nodes[1].port, nodes[1].more[-1]
+            await client.execute_command("CLUSTER", "MEET", "127.0.0.1", *other)
+        async with host(nodes[0], "a") as a, host(nodes[1], "b") as b:
+            await until_members(a, "a", "b")
+            await until_members(b, "a", "b")

@@ -9,21 +9,21 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_421,
-    "router/assembly": 2_383,
+    "router": 53_416,
+    "router/assembly": 2_382,
     "router/base": 1_758,
     "router/config": 1_953,
     "router/core": 9_973,
     "router/engine": 2_087,
-    "router/hosts": 1_525,
+    "router/hosts": 1_540,
     "router/llama": 5_977,
     "router/prompts": 2_348,
     "router/servers": 1_166,
-    "router/store": 6_513,
+    "router/store": 6_501,
     "router/telemetry": 1_846,
-    "router/tools": 7_847,
-    "router/web": 8_029,
-    "tests": 65_952,
+    "router/tools": 7_841,
+    "router/web": 8_028,
+    "tests": 65_953,
     "bench": 9_014,
 }
 # A part may shrink so far before its ceiling has to follow.

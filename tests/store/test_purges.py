@@ -12,7 +12,7 @@ from router.store import purges
 from router.store.blobs.split_snapshots import BlobSettings
 from router.store.records import KvDirectory, StoredSnapshot
 from router.store.store import KvStore
-from tests.support.files.blob_stores import state
+from tests.support.files.blob_stores import state, write_out
 
 ALICE, BOB = Namespace("m@alice"), Namespace("m@bob")
 NOTE = "a1" * 16
@@ -80,7 +80,7 @@ async def test_blobs_of_a_run_whose_setting_is_off_do_not_come_back(tmp_path: Pa
     await save(store, tmp_path / "a", ALICE)
     bobs = await save(store, tmp_path / "a", BOB)
     await store.flush()
-    await store.write_out()
+    await write_out(store)
     await store.aclose()
 
     store, found = await runs.start("a")

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import structlog
 from msgspec import Struct
@@ -34,7 +34,6 @@ from router.store.cold.names import (
     is_ours,
 )
 from router.store.cold.objects import MissingError, Objects
-from router.store.cold.ports import KeptSnapshots, Owned
 from router.store.cold.seals import Seal
 from router.store.io_pool import Threads
 from router.store.purges import FOLDER
@@ -55,6 +54,38 @@ _FAILED_S = 600.0  # until a snapshot is tried again that could not be copied
 _FAILURES = 3  # of copies in a row: then the tier cannot be written
 _ROUNDS = 3  # of a deletion, and the last one has to find nothing: a listing may be late
 _UNSEEN = "not looked at yet"
+
+
+class Owned(NamedTuple):
+    """Whose a snapshot is: the part of its namespace that all hosts share, and its tenant."""
+
+    facts: str
+    tenant: Tenant
+
+
+class KeptSnapshots(Protocol):
+    """The snapshots of this host, and what else it has of tenants."""
+
+    def snapshots(self) -> Iterable[Snapshot]:
+        """Return all that are in use, the most valuable first."""
+
+    def owned(self, snapshot: Snapshot) -> Owned:
+        """Return whose a snapshot is."""
+
+    def tenants(self) -> set[Tenant]:
+        """Return the tenants of snapshots and slots."""
+
+    def knows(self, note: str) -> bool:
+        """Return whether a purge was obeyed, by this run or an earlier one."""
+
+    def untold(self) -> Mapping[str, str]:
+        """Return the purges of which the tier has not heard: tenants or folders by id."""
+
+    async def tell(self, notes: Iterable[str]) -> None:
+        """Note that the tier has heard of purges."""
+
+    async def purge(self, tenant: Tenant, note: str) -> None:
+        """Delete all that is here of a tenant, and note that the purge was obeyed."""
 
 
 class ColdSettings(Struct, frozen=True):

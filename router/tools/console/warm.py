@@ -94,13 +94,7 @@ def path_of(body: Json) -> str:
         return _TEXT
     if "input" in body:
         return "/v1/responses"
-    messages = body.get("messages")
-    known = messages if isinstance(messages, list) else []
-    parts = [message.get("content") for message in known if isinstance(message, dict)]
-    blocks = [block for part in parts if isinstance(part, list) for block in part]
-    kinds = [block.get("type") for block in blocks if isinstance(block, dict)]
-    anthropic = "system" in body or "tool_use" in kinds or "tool_result" in kinds
-    return _MESSAGES if anthropic else _CHAT
+    return _MESSAGES if "system" in body else _CHAT
 
 
 def _show(found: list[Json]) -> None:

@@ -17,8 +17,7 @@ from router.hosts.breaker import Breaker
 from router.hosts.choice import dear_above_s
 from router.hosts.link import Link
 from router.store.cold.names import StateName
-from router.store.cold.ports import Owned
-from router.store.cold.tier import ColdTier
+from router.store.cold.tier import ColdTier, Owned
 from router.store.manifests import Manifest
 from router.telemetry.decision_log import DecisionLog, HostsAsked
 from router.web.api.elsewhere import Nowhere

@@ -17,7 +17,7 @@ from router.store.blobs import blob_files, exchange
 from router.store.blobs.exchange import Exchange
 from router.store.format.split import TOKENS
 from router.store.store import KvStore
-from tests.support.files.blob_stores import Place, state, until
+from tests.support.files.blob_stores import Place, state, until, write_out
 
 OTHER = Namespace("the same model there")
 LONG = 3600.0
@@ -83,7 +83,7 @@ async def test_a_split_file_and_a_whole_one_have_the_same_parts(
     source, told, _ = await here.store(write_after_s=LONG, whole_bytes=None)
     snapshot = await here.put(source, state(700))
     hashed = await source.exchange.manifest(snapshot.id)
-    await source.write_out()
+    await write_out(source)
     assert manifests.read(manifests.path_of(here.blobs, snapshot.id)) == hashed
     assert told.now[snapshot.id].blobs == hashed.sized
 

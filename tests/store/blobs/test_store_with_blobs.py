@@ -21,6 +21,7 @@ from tests.support.files.blob_stores import (
     Place,
     state,
     until,
+    write_out,
     written_bytes,
 )
 from tests.support.files.state_files import head
@@ -68,7 +69,7 @@ async def test_the_blobs_of_a_state_are_left_to_the_next(place: Place) -> None:
     assert not manifests.path_of(place.blobs, first.id).exists(), "its prompt is gone at once"
     await store.delete(second)
     told.worth = True
-    await store.write_out()
+    await write_out(store)
     new = [blob for blob in told.now[third.id].blobs if blob not in first.blobs]
     spent = written_bytes(store) - written
     assert sum(blob.size_bytes for blob in new) < spent < sum(b.size_bytes for b in first.blobs)
@@ -83,15 +84,6 @@ async def test_restreamed_and_cut_from_blobs(place: Place) -> None:
     made = await until(noting, await store.commit(staged, NAMESPACE))
     assert await place.read(store, made) == state(600)
     assert made.blobs[:2] == snapshot.blobs[:2]
-
-
-async def test_found_with_its_whole_file(place: Place) -> None:
-    store, noting, _ = await place.store(whole_bytes=None)
-    snapshot = await until(noting, await place.put(store, state(700)), whole=True)
-    await store.aclose()
-    store, _, found = await place.store(whole_bytes=None)
-    assert found == [snapshot]
-    assert found[0].kv_dir == str(place.kv)
 
 
 async def test_whole_files_of_an_earlier_run_are_taken_over(place: Place) -> None:
@@ -295,7 +287,7 @@ async def test_another_disk_in_the_place_of_the_blobs(place: Place) -> None:
     snapshot = await place.put(store, state(700))
     moved = place.blobs.rename(place.blobs.with_name("moved"))
     place.blobs.mkdir()
-    await store.write_out()
+    await write_out(store)
     assert not place.disk(), "no prompt is written to another disk"
     assert await place.read(store, snapshot) == state(700)
     place.blobs.rmdir()
@@ -395,7 +387,7 @@ async def test_a_touched_file_is_split_all_the_same(place: Place) -> None:
     snapshot = await place.put(store, state(700))
     await store.flush()
     os.utime(place.kv / f"kvf-{snapshot.id}.kv", ns=(1, 1))
-    await store.write_out()
+    await write_out(store)
     assert told.now[snapshot.id].blobs
 
 
@@ -405,7 +397,7 @@ async def test_a_changed_file_is_not_split(place: Place) -> None:
     await store.flush()
     path = place.kv / f"kvf-{snapshot.id}.kv"
     path.write_bytes(b"x" + path.read_bytes()[1:])
-    await store.write_out()
+    await write_out(store)
     assert snapshot.id not in told.now
     assert not place.disk()
     assert path.exists(), "the restore finds out what is wrong with it"

@@ -49,8 +49,7 @@ async def test_split_only_where_another_shares(tmp_path: Path) -> None:
         assert (await until(told, one)).kv_dir == str(kv / FOLDER)
     assert (kv / f"kvf-{alone.id}.kv").exists()
     assert alone.id not in told.now
-    status = store.tier_status()
-    assert status is not None
+    status = split.status()
     assert (status.snapshots, status.whole_files, status.unwritten) == (2, 1, 0)
     assert status.blob_bytes < 0.75 * status.sum_bytes
     await store.aclose()

@@ -160,21 +160,6 @@ def test_of_equal_states_each_is_there_until_it_is_dropped() -> None:
         assert find(index, list(range(290))) in (ColdMatch(good, 256, whole=False), None)
 
 
-def test_one_that_cannot_go_back_is_shorter_than_the_prompt() -> None:
-    index = ColdIndex([state(list(range(300)))])
-
-    assert find(index, list(range(300)), goes_back=False) is None
-    assert find(index, list(range(300))) is not None
-
-
-def test_a_short_prompt_finds_nothing() -> None:
-    index = ColdIndex([state(list(range(300))), state([1, 2, 3])])
-
-    assert len(index) == 1, "fewer tokens than the first mark"
-    assert find(index, []) is None
-    assert find(index, list(range(20))) is None
-
-
 def test_found_states_share_what_is_said_of_them() -> None:
     """Of random conversations that share beginnings: what `find` promises is so."""
     chance = random.Random(7)

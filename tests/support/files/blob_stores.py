@@ -99,6 +99,12 @@ class Place:
         return {name for name in files if name not in ("kvferry.lock", "written.json")}
 
 
+async def write_out(store: KvStore) -> None:
+    """Split all files now that memory may lose."""
+    for split in store._splits.values():
+        await split.finish()
+
+
 def written_bytes(store: KvStore) -> int:
     status = store.tier_status()
     assert status is not None

@@ -23,6 +23,7 @@ class RedisServer(ChildServer):
 
     port: int
     folder: Path
+    more: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -31,9 +32,9 @@ class RedisServer(ChildServer):
 
     @classmethod
     @asynccontextmanager
-    async def started(cls, folder: Path) -> AsyncIterator["RedisServer"]:
+    async def started(cls, folder: Path, *more: str) -> AsyncIterator["RedisServer"]:
         """Yield a running server; skips the test where there is no program for it."""
-        server = cls(free_port(), folder)
+        server = cls(free_port(), folder, more)
         await server.start()
         try:
             yield server
@@ -47,7 +48,7 @@ class RedisServer(ChildServer):
             pytest.skip("no redis-server: apt-get install -y redis-server")
         self._process = await asyncio.create_subprocess_exec(
             *(program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""),
-            *("--appendonly", "no", "--dir", str(self.folder)),
+            *("--appendonly", "no", "--dir", str(self.folder), *self.more),
             stdout=asyncio.subprocess.DEVNULL,
         )
         async with asyncio.timeout(_PATIENCE_S), self.client() as client:
