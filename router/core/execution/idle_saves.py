@@ -48,9 +48,9 @@ def save_idle(state: State, now: float) -> None:
 def _first_due(inventory: Inventory, backend: Backend) -> tuple[float, Slot | None]:
     """Return the idle slot of a backend to save next, and when, in clock seconds; inf: never.
 
-    On a disk, where each save writes a state whole (docs/adr/0038): late if no other content needs
-    the slot, or if its conversation usually goes on sooner. A slot that is saved or empty is enough
-    for the next newcomer.
+    On a disk, where each save writes a state whole (docs/adr/0039): late if no other content needs
+    the slot, or if its conversation usually goes on sooner. With half of the slots saved or empty,
+    newcomers find one without a save.
     """
     policy, slots = inventory.policy, backend.slots
     unsaved = [slot for slot in slots if slot.is_unsaved]
@@ -59,8 +59,8 @@ def _first_due(inventory: Inventory, backend: Backend) -> tuple[float, Slot | No
     if not (policy.saves_late and backend.info.on_disk):
         first = min(unsaved, key=lambda slot: slot.last_used)
         return first.last_used + policy.idle_save_after_s, first
-    is_spare = any(slot.is_idle and not slot.is_unsaved for slot in slots)
-    least_s = _LATE_S if is_spare else policy.idle_save_after_s
+    n_spare = sum(slot.is_idle and not slot.is_unsaved for slot in slots)
+    least_s = _LATE_S if 2 * n_spare >= backend.info.n_slots else policy.idle_save_after_s
 
     def due(slot: Slot) -> float:
         returns_s = min(_GAPS * slot.content.returned_after_s, _LATEST_S)

@@ -52,7 +52,7 @@ IDLE = SaveReason.IDLE
 
 
 def test_slot_on_a_disk_is_saved_late_while_another_is_free() -> None:
-    disk = replace(backend("a", 2), on_disk=True)
+    disk = replace(backend("a", 3), on_disk=True)
     s = scheduler(disk, holding={A0: LONG}, idle_save_after_s=0.5, saves_late=True)
     slot(s, A0).last_used = NOW
     assert wakeup(s.state) == NOW + 120
