@@ -15,7 +15,7 @@ from aiohttp import web
 from router.base.prefix_hash import PrefixHasher
 from router.base.tokens import pack
 from router.hosts.credentials import load_credentials
-from router.hosts.directory import signed
+from router.hosts.directory import HOST_KEY, HOSTS_KEY, signed
 from router.hosts.messages import (
     HELLO,
     HOST,
@@ -61,8 +61,8 @@ async def main(url: str, n: int) -> None:
         while True:
             for hello in hosts:
                 told = signed(msgspec.json.encode(hello), b"no secret")
-                await client.set(f"kvf:i:{hello.incarnation}", told, px=60_000)
-                await client.sadd("kvf:hosts", hello.incarnation)
+                await client.set(f"{HOST_KEY}{hello.incarnation}", told, px=60_000)
+                await client.sadd(HOSTS_KEY, hello.incarnation)
             await asyncio.sleep(2.0)
 
 

@@ -24,13 +24,14 @@ from redis.backoff import NoBackoff
 from redis.exceptions import MovedError, RedisError
 
 from router.base.decoding import UndecodableError, json_decoder
+from router.base.urls import authority
 from router.hosts.messages import Hello
 
 log = structlog.get_logger(__name__)
 
 _hello_of = json_decoder(Hello)
 
-_HOSTS, _HOST = "{kvf}:hosts", "{kvf}:i:"
+HOSTS_KEY, HOST_KEY = "{kvf}:hosts", "{kvf}:i:"
 _SIGNATURE_BYTES = 16
 _TTL_MS = 6000
 _BEAT_S = 2.0
@@ -44,6 +45,13 @@ _FAILED = (RedisError, OSError, TimeoutError, RuntimeError)
 def signed(said: bytes, secret: bytes) -> bytes:
     """Return a host's description behind its signature with the fleet's secret."""
     return blake2b(said, key=secret, digest_size=_SIGNATURE_BYTES).digest() + said
+
+
+def at_node(url: str, moved: MovedError) -> str:
+    """Return the URL of the node of a cluster that has the keys."""
+    parts = urlsplit(url)
+    login, at, _ = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{login}{at}{authority(moved.host, moved.port)}"))
 
 
 class Directory:
@@ -66,30 +74,29 @@ class Directory:
         self._hello = hello
         self._on_seen = on_seen
         self._secret = secret
-        self._url = urlsplit(url)
-        self._redis = self._client(self._url.netloc)
+        self._url = url
+        self._redis = self._client(url)
 
-    def _client(self, place: str) -> Any:
+    def _client(self, url: str) -> Any:
         """Return a client, which neither waits long nor tries again by itself."""
         return redis.asyncio.Redis.from_url(
-            urlunsplit(self._url._replace(netloc=place)),
+            url,
             socket_connect_timeout=_CALL_LIMIT_S,
             socket_timeout=_CALL_LIMIT_S,
             retry=Retry(NoBackoff(), 0),
             health_check_interval=0,
         )
 
-    async def _go_to(self, node: str = "") -> None:
+    async def _go_to(self, url: str) -> None:
         """Use another node of a cluster, or the configured one."""
-        login, at, place = self._url.netloc.rpartition("@")
-        before, self._redis = self._redis, self._client(f"{login}{at}{node or place}")
-        await before.aclose()
+        await self._redis.aclose()
+        self._redis = self._client(url)
 
     async def aclose(self) -> None:
         """Take this host out of the directory, if that is quick, and close the connection."""
         try:
             async with asyncio.timeout(_LEAVING_LIMIT_S):
-                await self._redis.delete(f"{_HOST}{self._incarnation}")
+                await self._redis.delete(f"{HOST_KEY}{self._incarnation}")
         except _FAILED:
             pass  # it expires by itself
         await self._redis.aclose()
@@ -101,10 +108,10 @@ class Directory:
                 async with asyncio.timeout(_CALL_LIMIT_S):
                     await self._beat()
             except MovedError as error:
-                await self._go_to(f"{error.host}:{error.port}")
+                await self._go_to(at_node(self._url, error))
                 continue
             except _FAILED as error:
-                await self._go_to()
+                await self._go_to(self._url)
                 reason = str(error) or type(error).__name__
                 if not self.problem:
                     log.warning("directory_down", reason=reason)
@@ -121,15 +128,15 @@ class Directory:
             return None
         try:
             async with asyncio.timeout(_CALL_LIMIT_S):
-                known = await self._redis.smembers(_HOSTS)
+                known = await self._redis.smembers(HOSTS_KEY)
                 names = random.sample(sorted(known), min(len(known), _MOST_LOOKED_AT))
                 async with self._redis.pipeline(transaction=False) as pipe:
                     for name in names:
-                        pipe.get(_HOST.encode() + name)
+                        pipe.get(HOST_KEY.encode() + name)
                     told = await pipe.execute(raise_on_error=False)
                 gone = {name for name, one in zip(names, told, strict=True) if one is None}
                 if gone:  # a host registers again each two seconds
-                    await self._redis.srem(_HOSTS, *gone)
+                    await self._redis.srem(HOSTS_KEY, *gone)
         except _FAILED:
             return None
         return [hello for one in told if (hello := self._proved(one)) is not None]
@@ -149,8 +156,8 @@ class Directory:
     async def _beat(self) -> None:
         self._on_seen(await self._own_address())
         told = signed(msgspec.json.encode(self._hello()), self._secret)
-        await self._redis.set(f"{_HOST}{self._incarnation}", told, px=_TTL_MS)
-        await self._redis.sadd(_HOSTS, self._incarnation)
+        await self._redis.set(f"{HOST_KEY}{self._incarnation}", told, px=_TTL_MS)
+        await self._redis.sadd(HOSTS_KEY, self._incarnation)
 
     async def _own_address(self) -> str:
         """Return the address under which the directory sees this host."""

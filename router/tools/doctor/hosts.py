@@ -101,7 +101,9 @@ async def _directory(url: str) -> Finding:
     """Return a finding about Redis or Valkey."""
     try:
         import redis.asyncio
-        from redis.exceptions import RedisError
+        from redis.exceptions import MovedError, RedisError
+
+        from router.hosts.directory import HOSTS_KEY, at_node
     except ModuleNotFoundError:
         told = "the directory is not asked: redis is not installed"
         return Finding(Level.ERROR, told, "pip install 'kvferry[fleet]'")
@@ -109,7 +111,9 @@ async def _directory(url: str) -> Finding:
     try:
         async with asyncio.timeout(_WITHIN_S), redis.asyncio.Redis.from_url(url) as client:
             info = await client.info("server")
-            hosts = await client.scard("kvf:hosts")
+            hosts = await client.scard(HOSTS_KEY)
+    except MovedError as moved:  # a cluster
+        return await _directory(at_node(url, moved))
     except (RedisError, OSError, TimeoutError) as error:
         told = f"the directory at {where} does not answer: {str(error) or type(error).__name__}"
         return Finding(Level.WARNING, told, "requests are served without it")
