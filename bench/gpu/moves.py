@@ -11,8 +11,8 @@ from bench.report import Report, arguments_of, run_bench
 from router.base.types import BackendId
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
+from router.tools.bench.command import lines, pays_from
 from router.tools.bench.measure import Measured, ServerBench
-from router.tools.bench.report import lines, pays_from
 from tests.support.servers.llama_server import LlamaServer
 
 COLUMNS = (
@@ -51,9 +51,8 @@ async def measure(options: argparse.Namespace) -> Report:
             *(point.save_s, point.restore_s, size / 1e6),
             *(size / 1e9 / s if s else None for s in (point.save_s, point.restore_s)),
         )
-    moved = [point for point in found.points if point.here_s is not None]
     report.notes += [line.rstrip(".") for line in lines(found)]
-    report.notes.append(f"moving pays from {pays_from(moved) if moved else None} tokens")
+    report.notes.append(f"moving pays from {pays_from(found.points)} tokens")
     return report
 
 

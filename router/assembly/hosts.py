@@ -12,6 +12,7 @@ from ipaddress import ip_address
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -25,7 +26,7 @@ from router.base.types import TENANT_SALT, Snapshot, Tenant
 from router.base.urls import authority
 from router.config.cold import ColdConfig
 from router.config.schema import Config
-from router.config.values import is_local, url_address
+from router.config.values import is_local
 from router.core.model.slots import Phase
 from router.core.model.tenancy import facts_of, model_of, tenant_of
 from router.engine.engine import Engine
@@ -289,7 +290,8 @@ async def cold_parts(config: ColdConfig) -> ColdStore:
             objects = await asyncio.to_thread(Bucket, place)
             endpoint = await asyncio.to_thread(endpoint_of, place)
             is_http = endpoint is not None and endpoint.startswith("http:")
-            if endpoint and is_http and not secret and not is_local(url_address(endpoint).host):
+            host = urlsplit(endpoint or "").hostname or ""
+            if is_http and secret is None and not is_local(host):
                 raise KvError(f"{endpoint} can be read on the way: use https, or a cold.key_file")
         seal = Unsealed() if secret is None else Sealed(secret)
     except ModuleNotFoundError as error:

@@ -51,7 +51,9 @@ def at_node(url: str, moved: MovedError) -> str:
     """Return the URL of the node of a cluster that has the keys."""
     parts = urlsplit(url)
     login, at, _ = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{login}{at}{authority(moved.host, moved.port)}"))
+    same = moved.host in ("", "?")  # the node that was asked, at another port
+    node = authority(parts.hostname or "" if same else moved.host, moved.port)
+    return urlunsplit(parts._replace(netloc=f"{login}{at}{node}"))
 
 
 class Directory:
@@ -108,8 +110,8 @@ class Directory:
                 async with asyncio.timeout(_CALL_LIMIT_S):
                     await self._beat()
             except MovedError as error:
+                self.problem = f"the node of its cluster that has the keys is asked: {error}"
                 await self._go_to(at_node(self._url, error))
-                continue
             except _FAILED as error:
                 await self._go_to(self._url)
                 reason = str(error) or type(error).__name__

@@ -208,9 +208,7 @@ def replace_small(path: Path, content: bytes) -> None:
 
     Not synced: a crash of the machine may lose it.
     """
-    new = path.with_name(f"{path.name}-new")
-    write_new(new, content, fsync=False)
-    new.replace(path)
+    put_durably(path, path.with_name(f"{path.name}-new"), content, fsync=False)
 
 
 def write_new(path: Path, content: bytes, *, fsync: bool) -> None:
@@ -293,7 +291,7 @@ def is_on_disk(device: int) -> bool:
     """Return whether a file system is on a disk, and not in memory. Raises OSError."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     mounts = Path("/proc/self/mountinfo")  # major:minor is the third word; the type follows " - "
-    lines = mounts.read_text().splitlines() if mounts.exists() else []
+    lines = mounts.read_text(errors="replace").splitlines() if mounts.exists() else []
     kinds = {one.partition(" - ")[2].split(" ")[0] for one in lines if one.split()[2] == wanted}
     return not kinds & {"tmpfs", "ramfs"}
 

@@ -8,6 +8,8 @@ Each directory has its own threads for blocking work (`io_pool.py`). The snapsho
 that hangs are withdrawn, and offered again when it answers. Calls raise KvError or KvFileError.
 """
 
+# over 600 lines: it owns all files; what it does for each kind was moved out.
+
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -86,6 +88,7 @@ class KvStore:
         self._unwanted: list[tuple[KvDir, str]] = []  # to delete when their directory answers
         self._blobs = blobs
         self._splits: dict[KvDir, SplitSnapshots] = {}  # by the directory of their blobs
+        self._budgets: dict[int, WriteBudget] = {}  # by device
         self._mode = files.file_mode(group_access=group_access)
         self.exchange = Exchange(self, self._held, blobs, self._mode)
         self._reading: Counter[SnapshotId] = Counter()  # whole files, by their readers
@@ -112,7 +115,7 @@ class KvStore:
         Oldest first. Directories that are open already stay as they are. Raises KvError if a new
         one cannot be used; none of the new ones is locked then.
         """
-        before, known = dict(self._directories), set(self._held)
+        before = dict(self._directories)
         found: list[StoredSnapshot] = []
         try:
             if self._blobs is not None and self._blobs.directory is not None:
@@ -120,22 +123,37 @@ class KvStore:
             fresh = await self._open_all(kv_dirs)
             for some in await asyncio.gather(*map(self._recover, fresh)):
                 found += some
+            splits: list[SplitSnapshots | None] = []
             for directory in fresh:
-                own = [held for held in found if held.directory is directory]
-                ids = [held.snapshot.id for held in own]
+                ids = [held.snapshot.id for held in found if held.directory is directory]
                 await directory.threads.unhurried(partial(records.sweep, directory, ids))
-                if self._blobs is not None:
-                    name = self._blobs.directory or KvDir(str(directory.path / FOLDER))
-                    (await self._blobs_at(name, self._blobs)).opened(directory, own)
+                splits.append(await self._blobs_for(directory))
         except KvError:
             await self._close_but(before)
             raise
+        for split, directory in zip(splits, fresh, strict=True):
+            if split is not None:
+                split.opened(directory, [held for held in found if held.directory is directory])
         self._held |= {held.snapshot.id: held for held in found}
-        self._loaded |= {directory.kv_dir for directory in self._distinct()}
+        opened = [d for d in self._distinct() if all(d is not other for other in before.values())]
+        self._loaded |= {directory.kv_dir for directory in opened}
         await self._obey()
-        offered = (self._held.keys() - known) | {held.snapshot.id for held in found}
-        here = [self._held[name].snapshot for name in offered if name in self._held]
+        here = [h.snapshot for h in self._held.values() if any(h.directory is d for d in opened)]
         return sorted(here, key=lambda snapshot: snapshot.saved_at)
+
+    async def _blobs_for(self, directory: KvDirectory) -> SplitSnapshots | None:
+        """Return what splits the files of a KV directory. Raises KvError.
+
+        Where blobs are elsewhere now, those that an earlier run left in it are used, too.
+        """
+        if self._blobs is None:
+            return None
+        own = directory.path / FOLDER
+        if self._blobs.directory is None:
+            return await self._blobs_at(KvDir(str(own)), self._blobs)
+        if await directory.threads.quick(own.is_dir):
+            await self._blobs_at(KvDir(str(own)), self._blobs)
+        return await self._blobs_at(self._blobs.directory, self._blobs)
 
     async def _open_all(self, kv_dirs: Sequence[KvDir]) -> list[KvDirectory]:
         """Open the directories that are not open; return those that are under no other name."""
@@ -162,8 +180,13 @@ class KvStore:
         """Return what splits files to a directory of blobs, opened now. Raises KvError."""
         if name not in self._splits:
             await self._open_directory(name)
-            tier = BlobTier(self._directories[name], self._fsync, settings.least_bytes)
-            budget = WriteBudget(settings.max_written_per_day, self._wall_now)
+            directory = self._directories[name]
+            tier = BlobTier(directory, self._fsync, settings.least_bytes)
+            budget = self._budgets.get(directory.status.st_dev)
+            if budget is None:  # one for each disk
+                budget = WriteBudget(settings.max_written_per_day, self._wall_now)
+                self._budgets[directory.status.st_dev] = budget
+                await directory.threads.unhurried(partial(budget.read, directory.path))
             split = SplitSnapshots(
                 settings, tier, self._held, lambda: self.listener, budget, self._reading
             )
@@ -283,6 +306,7 @@ class KvStore:
 
         Raises KvFileError with the reason if the cut is impossible; no file is left then.
         """
+        self.check_budget(self.kv_directory().kv_dir)
         async with self._as_file(snapshot, self.kv_directory()) as file:
             name = files.staging_name()
             target = file.directory.path / name
@@ -390,6 +414,8 @@ class KvStore:
         assert held.directory.split is not None
         work = held.directory.split.tier.assembly(held.snapshot.id, target, self._mode)
         threads = self._threads_of(held.directory, directory)
+        if directory.on_disk and directory.split is not None:
+            directory.split.budget.spend(held.snapshot.size_bytes)
         try:
             return await threads.bulk(work, lambda _: target.unlink(missing_ok=True))
         except DamagedBlobError as error:
@@ -433,6 +459,9 @@ class KvStore:
         self._reading[snapshot] -= 1
         if not self._reading[snapshot]:
             del self._reading[snapshot]
+            held = self._held.get(snapshot)
+            if held is not None and held.directory.split is not None:
+                held.directory.split.wake()
 
     def kv_directory(self) -> KvDirectory:
         """Return a directory for a file that the router makes. Raises KvError."""
@@ -495,6 +524,7 @@ class KvStore:
 
     async def _obey(self) -> dict[KvDir, str]:
         loaded = [one for one in self._distinct() if one.kv_dir in self._loaded]
+        loaded.sort(key=lambda one: one.kv_dir in self._splits)  # where files become blobs: last
         return await self.purges.obey(loaded, self._held, self._purged)
 
     async def _purged(self, held: StoredSnapshot) -> None:
@@ -573,6 +603,8 @@ class KvStore:
 
     async def _remove_unwanted(self) -> None:
         await self._obey()
+        for split in self._splits.values():
+            split.wake()
         unwanted, self._unwanted = self._unwanted, []
         for kv_dir, name in unwanted:
             with suppress(KvError):

@@ -30,28 +30,19 @@ class Withdrawal:
     def changed(self, directory: KvDirectory) -> Work:
         """Return the changes because a directory hangs, or answers again."""
         there = [h.snapshot for h in self._held.values() if h.directory is directory]
-        tell = self._lost if directory.threads.hangs else self._found
-        return self._in_turn(directory.kv_dir, tell, there)
+        return self._tell(directory.kv_dir, there, lost=directory.threads.hangs)
 
-    async def _in_turn(
-        self,
-        kv_dir: KvDir,
-        tell: Callable[[Sequence[Snapshot]], Awaitable[None]],
-        snapshots: Sequence[Snapshot],
-    ) -> None:
+    async def _tell(self, kv_dir: KvDir, snapshots: Sequence[Snapshot], *, lost: bool) -> None:
         """Report one change of a directory completely before its next change.
 
         A loss that is reported late would withdraw snapshots that were offered again.
         """
         async with self._telling[kv_dir]:
-            await tell(snapshots)
-
-    async def _lost(self, snapshots: Sequence[Snapshot]) -> None:
-        for number, snapshot in enumerate(snapshots):
-            self._listener().lost(snapshot, "its directory does not answer")
-            if number % _TOLD_AT_ONCE == 0:
-                await asyncio.sleep(0)
-
-    async def _found(self, snapshots: Sequence[Snapshot]) -> None:
-        await self._on_back()
-        await self._listener().found([s for s in snapshots if s.id in self._held])
+            if not lost:
+                await self._on_back()
+                await self._listener().found([s for s in snapshots if s.id in self._held])
+                return
+            for number, snapshot in enumerate(snapshots):
+                self._listener().lost(snapshot, "its directory does not answer")
+                if number % _TOLD_AT_ONCE == 0:
+                    await asyncio.sleep(0)

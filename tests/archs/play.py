@@ -7,6 +7,7 @@ which computes every prompt anew.
 
 import asyncio
 import math
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ async def play(model: Path, folder: Path, argv: Sequence[str], n_ctx: int = 8192
 
 def _empty(folder: Path) -> None:
     for path in folder.iterdir():
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _has_cold(state: Json) -> bool:

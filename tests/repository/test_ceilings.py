@@ -9,22 +9,22 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_416,
-    "router/assembly": 2_382,
+    "router": 53_443,
+    "router/assembly": 2_384,
     "router/base": 1_758,
     "router/config": 1_953,
     "router/core": 9_973,
     "router/engine": 2_087,
-    "router/hosts": 1_540,
+    "router/hosts": 1_549,
     "router/llama": 5_977,
     "router/prompts": 2_348,
     "router/servers": 1_166,
-    "router/store": 6_501,
+    "router/store": 6_573,
     "router/telemetry": 1_846,
-    "router/tools": 7_841,
-    "router/web": 8_028,
-    "tests": 65_953,
-    "bench": 9_014,
+    "router/tools": 7_795,
+    "router/web": 8_018,
+    "tests": 65_954,
+    "bench": 9_013,
 }
 # A part may shrink so far before its ceiling has to follow.
 SLACK = 100

@@ -37,7 +37,6 @@ _AT_ONCE = 2
 
 _NAME = re.compile(r"([0-9a-f]{64})\.blob")
 _TEMPORARY = re.compile(r"[0-9a-f]{64}\.blob-[0-9a-f]+\.new")
-_QUARANTINED = re.compile(r"[0-9a-f]{64}\.blob\.quarantined")
 _OLD_MANIFESTS = "manifests"  # of kvferry 0.1.0
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 
@@ -139,15 +138,8 @@ def unlink(root: Path, blob: bytes) -> None:
     path_of(root, blob).unlink(missing_ok=True)
 
 
-def quarantine(root: Path, blob: bytes) -> None:
-    """Put a damaged blob aside for the operator, if it is there."""
-    path = path_of(root, blob)
-    with suppress(FileNotFoundError):
-        path.rename(path.with_name(f"{path.name}.quarantined"))
-
-
 class Found(NamedTuple):
-    """What is in the directories of blobs: blobs, and what writes and quarantines left there."""
+    """What is in the directories of blobs: blobs, and what broken writes left there."""
 
     blobs: set[Blob]
     leftovers: list[Path]
@@ -157,9 +149,10 @@ def scan(root: Path) -> Found:
     """List all blobs by name and size; only `read` looks into them."""
     found = Found(set(), [])
     for folder in os.scandir(root):
-        if folder.name == _OLD_MANIFESTS:
-            found.leftovers.extend(Path(entry.path) for entry in os.scandir(folder.path))
-        if files.NEW_MANIFEST.fullmatch(folder.name):
+        if folder.name == _OLD_MANIFESTS and folder.is_dir(follow_symlinks=False):
+            old = [one for one in os.scandir(folder.path) if one.name.startswith("kvf-")]
+            found.leftovers.extend(Path(one.path) for one in old)
+        if files.NEW_MANIFEST.fullmatch(folder.name) or files.FINAL.fullmatch(folder.name):
             found.leftovers.append(Path(folder.path))
         if not (_FOLDER.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False)):
             continue
@@ -167,7 +160,7 @@ def scan(root: Path) -> Found:
             if name := _NAME.fullmatch(entry.name):
                 size = entry.stat(follow_symlinks=False).st_size - _HEADER.size
                 found.blobs.add(Blob(bytes.fromhex(name[1]), size))
-            elif _TEMPORARY.fullmatch(entry.name) or _QUARANTINED.fullmatch(entry.name):
+            elif _TEMPORARY.fullmatch(entry.name):
                 found.leftovers.append(Path(entry.path))
     return found
 

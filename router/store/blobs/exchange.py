@@ -152,6 +152,7 @@ class Exchange:
         """
         local = await self._local(manifest, alike)
         directory = self._owner.kv_directory()
+        self._owner.check_budget(directory.kv_dir)
         if self._closed or directory.threads.hangs:
             raise KvError(f"{directory.kv_dir} does not answer")
         target = directory.path / files.staging_name()

@@ -34,6 +34,7 @@ log = structlog.get_logger(__name__)
 _NO_FILE = Identity(0, 0, 0)
 # Seconds until a file is tried again that could not be split: a full disk, or no budget left.
 _AGAIN_S = 60.0
+_AT_ONCE = 10  # files that are looked at in one turn of the event loop
 FOLDER = "kvf-blobs"
 _SHARED = 256  # tokens at the begin of two snapshots, from which on it pays to store them once
 _SHARE = 0.5  # of a KV directory's file system that whole files may take by default
@@ -73,7 +74,6 @@ class SplitSnapshots:
         """Read the directory of the tier, and hold its snapshots. Raises KvError."""
         directory = self.tier.directory
         directory.split = self
-        await directory.threads.unhurried(partial(self.budget.read, directory.path))
         for snapshot in await self.tier.load():
             self.held[snapshot.id] = StoredSnapshot(snapshot, directory, _NO_FILE)
         self._running = supervise(self._run, name="write blobs")
@@ -132,8 +132,8 @@ class SplitSnapshots:
         name = held.snapshot.id
         if name in self.tier:
             await self.tier.forget(name)
-        left = [*self._left_to.pop(name, ()), name]
-        heir = self._heir_of(held.snapshot)
+        left = [*self._left_to.pop(name, ()), *([name] if name in self.tier else ())]
+        heir = self._heir_of(held.snapshot) if left else None
         if heir is not None:
             self._left_to.setdefault(heir, []).extend(left)
             return
@@ -141,12 +141,12 @@ class SplitSnapshots:
             await self.tier.remove(one)
 
     def _heir_of(self, snapshot: Snapshot) -> SnapshotId | None:
-        """Return a whole file that is not written yet and goes on from a snapshot.
+        """Return a whole file that is to be split and goes on from a snapshot.
 
         It has the rows of the snapshot, whose blobs would have to be written once more.
         """
         for _, whole in self._directories.values():
-            for name in whole.unwritten():
+            for name in whole.due:
                 other = self.held.get(name)
                 if other is not None and other.snapshot.goes_on_from(snapshot):
                     return name
@@ -158,7 +158,7 @@ class SplitSnapshots:
             await self.tier.remove(one)
 
     async def damaged(self, blob: Blob) -> None:
-        """Put a blob aside that cannot be read, and give up what cannot do without it.
+        """Remove a blob that cannot be read, and give up what cannot do without it.
 
         A snapshot with a whole file is split again.
         """
@@ -202,7 +202,7 @@ class SplitSnapshots:
             sum_bytes=tier.shared.sum_bytes,
             whole_files=sum(map(len, whole)),
             whole_bytes=sum(one.total_bytes for one in whole),
-            unwritten=sum(one.n_due for one in whole),
+            unwritten=sum(len(one.due) for one in whole),
             written_bytes=tier.counts.written_bytes,
             split_bytes=tier.counts.split_bytes,
             put_off=self.put_off,
@@ -214,14 +214,19 @@ class SplitSnapshots:
 
     # -- the task that splits and drops -----------------------------------------------------------
 
+    def wake(self) -> None:
+        """Look again what is to be done: a directory answers, or a file is read no more."""
+        self._wake.set()
+
     async def _run(self) -> None:
         """Split and drop files until `aclose`."""
         while not self._over.is_set():
             self._wake.clear()
             for directory, whole in tuple(self._directories.values()):
-                while self._goes_on(directory) and await self._step(whole):
+                while self._goes_on(directory) and await self._round(directory, whole):
                     pass
-            due = min((whole.wakeup() for _, whole in self._directories.values()), default=inf)
+            there = [whole for one, whole in self._directories.values() if self._goes_on(one)]
+            due = min((whole.wakeup() for whole in there), default=inf)
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if due == inf else max(due - _now(), 0)):
                     await self._wake.wait()
@@ -230,35 +235,54 @@ class SplitSnapshots:
         hangs = directory.threads.hangs or self.tier.directory.threads.hangs
         return not (self._over.is_set() or hangs)
 
-    async def _step(self, whole: WholeFiles) -> bool:
-        """Drop or split one file; return whether there may be more to do."""
-        if snapshot := whole.to_drop(self.reading):
+    async def _round(self, directory: KvDirectory, whole: WholeFiles) -> bool:
+        """Split what is due, and drop what has no room; return whether there may be more to do."""
+        goes_on = await self._drop_all(directory, whole)
+        for number, snapshot in enumerate(whole.to_write(_now())):
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+            if not self._goes_on(directory):
+                return False
+            if snapshot in whole.due:
+                goes_on |= await self._consider(whole, snapshot)
+                goes_on |= await self._drop_all(directory, whole)
+        return goes_on
+
+    async def _drop_all(self, directory: KvDirectory, whole: WholeFiles) -> bool:
+        """Drop the split files that have no room; return whether there were any."""
+        dropped = False
+        while self._goes_on(directory) and (snapshot := whole.to_drop(self.reading)):
             whole.drop(snapshot)
             with suppress(KvError):
                 await self.drop_whole(snapshot)
+            dropped = True
+        return dropped
+
+    async def _consider(self, whole: WholeFiles, snapshot: SnapshotId) -> bool:
+        """Split a file that is due, if that pays; return whether there may be more to do."""
+        sharers = self._sharers(snapshot) if whole.same_disk else ()
+        if whole.same_disk and not sharers:
+            whole.leave(snapshot)
             return True
-        snapshot = whole.to_write(_now())
-        if snapshot is None:
-            return False
-        if whole.same_disk:
-            sharers = self._sharers(snapshot)
-            if not sharers:
-                whole.leave(snapshot)
-                return True
-            whole.split_soon(sharers, _now())
         if await self._split(whole, snapshot):
+            whole.split_soon(sharers, _now())
             return True
         if not self.listener().is_worth_writing(snapshot) and snapshot not in self.reading:
             return whole.is_full and await self._give_up(whole, snapshot)
         return await self._give_up(whole, whole.to_give_up(self.reading))
 
     def _sharers(self, snapshot: SnapshotId) -> Sequence[SnapshotId]:
-        """Return snapshots that share bytes with one, or itself if it was left blobs."""
+        """Return snapshots that share bytes with one here, or itself if it was left blobs."""
         if snapshot in self._left_to:
             return [snapshot]
         held = self.held.get(snapshot)
         alike = () if held is None else self.listener().alike(held.snapshot)
-        return [name for name, n_tokens in alike if n_tokens >= _SHARED]
+        whole = [one for _, one in self._directories.values()]
+        return [
+            name
+            for name, n_tokens in alike
+            if n_tokens >= _SHARED and (name in self.tier or any(name in one for one in whole))
+        ]
 
     async def _split(self, whole: WholeFiles, snapshot: SnapshotId) -> bool:
         """Split one file; return False if that has to wait."""

@@ -150,13 +150,13 @@ class BlobTier:
             await self._threads.unhurried(partial(_remove, paths))
 
     async def damaged(self, blob: Blob) -> list[SnapshotId]:
-        """Put a blob aside if it is damaged; return the snapshots that need it."""
+        """Remove a blob if it is damaged; return the snapshots that need it."""
         async with self._changing:  # a split may have found it, or have written it anew
-            check = partial(_put_aside, self._root, blob)
+            check = partial(_removed_if_damaged, self._root, blob)
             if not await self._threads.unhurried(check):
                 return []
             self.counts.damaged += 1
-            log.warning("blob_quarantined", blob=blob.id.hex())
+            log.warning("blob_damaged", blob=blob.id.hex())
             return self.shared.items_with(blob)
 
     async def note(self, budget: WriteBudget) -> None:
@@ -197,7 +197,10 @@ def _read_all(paths: Iterable[Path], kv_dir: KvDir) -> list[Snapshot]:
     found: list[Snapshot] = []
     for path in paths:
         try:
-            found.append(manifests.read(path).snapshot(kv_dir))
+            manifest = manifests.read(path)
+            if manifest.file is not None:
+                raise KvFileError("it is of a file, in a directory of blobs")
+            found.append(manifest.snapshot(kv_dir))
         except KvFileError as error:
             log.warning("manifest_damaged", file=path.name, reason=str(error))
             _remove([path])
@@ -211,10 +214,10 @@ def _remove(paths: Iterable[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _put_aside(root: Path, blob: Blob) -> bool:
-    """Put a blob aside if it is damaged or missing; return whether it is."""
+def _removed_if_damaged(root: Path, blob: Blob) -> bool:
+    """Remove a blob if it is damaged or missing; return whether it is."""
     if not blob_files.is_damaged(root, blob):
         return False
     with suppress(OSError):
-        blob_files.quarantine(root, blob.id)
+        blob_files.unlink(root, blob.id)
     return True

@@ -31,6 +31,9 @@ class WholeFiles:
     _split: OrderedDict[SnapshotId, None] = field(default_factory=OrderedDict)
     _due: dict[SnapshotId, float] = field(default_factory=dict)  # when to split, in clock seconds
 
+    def __contains__(self, snapshot: SnapshotId) -> bool:
+        return snapshot in self._sizes
+
     def __len__(self) -> int:
         return len(self._sizes)
 
@@ -75,10 +78,10 @@ class WholeFiles:
         self._due.pop(snapshot, None)
 
     def split_soon(self, snapshots: Iterable[SnapshotId], now: float) -> None:
-        """Split those of the files that have no blobs."""
+        """Split those of the files that were left as they are."""
         for snapshot in snapshots:
             if self.is_unwritten(snapshot):
-                self._due[snapshot] = now
+                self._due.setdefault(snapshot, now)
 
     @property
     def is_full(self) -> bool:
@@ -94,12 +97,12 @@ class WholeFiles:
             return None
         return next((s for s in self._split if s not in in_use), None)
 
-    def to_write(self, now: float) -> SnapshotId | None:
-        """Return a file to split now: it is due, or there is no room for it."""
-        if not self._due:
-            return None
-        first = min(self._due, key=self._due.__getitem__)
-        return first if self.is_full or self._due[first] <= now else None
+    def to_write(self, now: float) -> list[SnapshotId]:
+        """Return the files to split now: those that are due, or one for which there is no room."""
+        due = sorted((at, snapshot) for snapshot, at in self._due.items() if at <= now)
+        if not due and self.is_full and self._due:
+            return [min(self._due, key=self._due.__getitem__)]
+        return [snapshot for _, snapshot in due]
 
     def to_give_up(self, in_use: Collection[SnapshotId]) -> SnapshotId | None:
         """Return the file to delete where no blobs may be written; None: there is room."""
@@ -116,9 +119,9 @@ class WholeFiles:
         return snapshot in self._sizes and snapshot not in self._split
 
     @property
-    def n_due(self) -> int:
-        """Return how many files are to be split."""
-        return len(self._due)
+    def due(self) -> Collection[SnapshotId]:
+        """Return the files that are to be split."""
+        return self._due.keys()
 
     def unwritten(self) -> list[SnapshotId]:
         """Return the files without blobs, the oldest first."""

@@ -1,12 +1,15 @@
 """A bucket of S3 or its like, by obstore, which gives up the interpreter's lock."""
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from configparser import ConfigParser, Error
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import structlog
 
 from router.base.errors import KvError, KvFileError
 from router.store.cold.objects import (
@@ -21,11 +24,15 @@ from router.store.cold.objects import (
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
 
+log = structlog.get_logger(__name__)
+
 _SILENT = timedelta(seconds=10)  # of a store that was asked for something
 _LONGEST = timedelta(seconds=110)  # of one request: less than a thread may take (io_pool.py)
 # Of an upload, which says nothing until it has arrived: 5 MiB is the least that S3 takes of one in
-# parts, and comes within _LONGEST at 50 kB/s.
-_PART_BYTES, _PARTS_AT_ONCE = 5 << 20, 2
+# parts, and comes within _LONGEST at 50 kB/s, one after the other.
+_PART_BYTES = 5 << 20
+_URL = re.compile("https?://[^/]")
+_ELSEWHERE = {"role_arn", "credential_process", "sso_session", "sso_start_url"}
 _METADATA = "169.254.169.254"
 _CONNECT = timedelta(seconds=5)
 _PAGE = 1000  # names; S3 lists and deletes so many at once
@@ -47,7 +54,7 @@ class Bucket:
             self._store = _opened(place, {"read_timeout": _SILENT})
             self._uploads = _opened(place, {})
             self._singly = _opened(place, {"read_timeout": _SILENT}, singly=True)
-        self._deletes_singly = not place.url.startswith("s3:")
+        self._deletes_singly = False
 
     def clock(self) -> float:
         """Write a small object, and return when that was by the clock of the store."""
@@ -66,7 +73,7 @@ class Bucket:
                 content,
                 use_multipart=len(content) > _PART_BYTES,
                 chunk_size=_PART_BYTES,
-                max_concurrency=_PARTS_AT_ONCE,
+                max_concurrency=1,
             )
 
     def head(self, path: str) -> ObjectMeta | None:
@@ -113,21 +120,25 @@ class Bucket:
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects, those that are there."""
         for start in range(0, len(paths), _PAGE):
-            some = paths[start : start + _PAGE]
-            with _told(paths[start]):
-                if not self._deletes_singly:
-                    try:
-                        self._obstore.delete(self._store, some)
-                        continue
-                    except Exception:  # noqa: BLE001 - a store may not know `?delete`
-                        self._deletes_singly = True
-                for path in some:
-                    self._delete(path)
+            self._delete(paths[start : start + _PAGE])
 
-    def _delete(self, path: str) -> None:
-        """Delete one object, if it is there."""
-        with suppress(FileNotFoundError):
-            self._obstore.delete(self._singly, path)
+    def _delete(self, paths: Sequence[str]) -> None:
+        with _told(paths[0]):
+            if not self._deletes_singly:
+                try:
+                    self._obstore.delete(self._store, paths)
+                    return
+                except TimeoutError:
+                    raise
+                except Exception:  # noqa: BLE001 - a store may not know `?delete`
+                    log.info("bucket_deletes_one_by_one", url=self.place.url)
+            try:
+                self._obstore.delete(self._singly, paths)
+            except FileNotFoundError:  # one of them: the rest may be there
+                for path in paths:
+                    with suppress(FileNotFoundError):
+                        self._obstore.delete(self._singly, path)
+            self._deletes_singly = True
 
 
 @contextmanager
@@ -162,26 +173,36 @@ def endpoint_of(place: ColdPlace) -> str | None:
     if place.endpoint is not None or not place.url.startswith("s3:"):
         return place.endpoint
     named = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
-    return next(filter(None, named), None) or _profile().get("endpoint_url")
+    found = next(filter(None, named), None) or _profile().get("endpoint_url")
+    if found and not _URL.match(found):
+        raise KvError(f"AWS_ENDPOINT_URL: {found} must begin with http:// or https://")
+    return found
 
 
 def _profile() -> Mapping[str, str]:
     """Return what the user's files of AWS say of the profile in use. Blocks; raises KvError."""
-    name, found = os.environ.get("AWS_PROFILE") or "default", dict[str, str]()
-    for variable, default, section in (
-        ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
-        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
+    wanted = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
+    name, found = wanted or "default", dict[str, str]()
+    for variable, default, sections in (
+        ("AWS_CONFIG_FILE", "config", (f"profile {name}", name)),
+        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", (name,)),
     ):
         path = Path(os.environ.get(variable) or Path.home() / ".aws" / default).expanduser()
         parser = ConfigParser(interpolation=None)
         try:
-            parser.read(path, encoding="utf-8")
+            with suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
+                parser.read_file(file)
         except (Error, OSError, UnicodeDecodeError) as error:
             raise KvError(f"{path} cannot be read: {_first_line(error)}") from error
-        if parser.has_section(section):
+        for section in filter(parser.has_section, sections):
             found |= dict(parser[section])
-    if "AWS_PROFILE" in os.environ and not found:
+    if wanted and not found:
         raise KvError(f"AWS_PROFILE: there is no profile {name!r}")
+    if wanted and (how := sorted(_ELSEWHERE & found.keys())):
+        raise KvError(
+            f"the profile {name!r} has {how[0]}, which is not followed here: start kvferry with"
+            " the output of `aws configure export-credentials --format env`"
+        )
     return found
 
 
@@ -201,7 +222,7 @@ def _opened(place: ColdPlace, more: "ClientConfig", *, singly: bool = False) -> 
     profile = _profile()
     config: S3Config = {}
     if endpoint is not None:
-        config["endpoint"] = endpoint
+        config["endpoint"] = os.environ["AWS_ENDPOINT_URL_S3"] = endpoint  # obstore reads both
     named = (place.region, *(os.environ.get(f"AWS_{key}REGION") for key in ("", "DEFAULT_")))
     if region := next(filter(None, named), None) or profile.get("region"):
         config["region"] = region

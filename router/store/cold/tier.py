@@ -26,6 +26,7 @@ from router.store.blobs.exchange import Exchange
 from router.store.cold.index import ColdIndex, ColdMatch
 from router.store.cold.names import (
     BLOBS,
+    CHECKS,
     PURGED,
     STATES,
     Names,
@@ -271,6 +272,7 @@ class ColdTier:
                 if self.problem in ("", _UNSEEN):
                     log.warning("cold_tier_fails", url=self.url, reason=str(error))
                 self.problem = str(error)
+                self._waiting = len(await self._due()) + len(self._failed)
                 await asyncio.sleep(_AGAIN_S)
                 continue
             await self.copy_due()
@@ -348,7 +350,7 @@ class ColdTier:
         if abs(self._store_now - self._wall_now()) > _CLOCKS_AGREE_S:
             log.warning("cold_clock_differs", url=self.url, place=self._store_now)
             return
-        for prefix, keeps in ((STATES, 1), (BLOBS, 2), (PURGED, 2)):
+        for prefix, keeps in ((STATES, 1), (BLOBS, 2), (PURGED, 2), (CHECKS, 0)):
             oldest = self._store_now - keeps * self._settings.keep_s
             found = self._objects.listing(prefix)
             self._objects.delete(
@@ -361,6 +363,8 @@ class ColdTier:
         """Copy all snapshots that are due, one after the other, until the next listing is due."""
         due, failures = await self._due(), 0
         self._waiting = len(due) + len(self._failed)
+        if not self._failed:
+            self._failure = ""
         if self._unwritable:
             return
         for snapshot in due:
@@ -390,7 +394,7 @@ class ColdTier:
         held = list(self._kept.snapshots())
         here = {snapshot.id for snapshot in held}
         self._named = {name: one for name, one in self._named.items() if name in here}
-        self._failed = {name: at for name, at in self._failed.items() if at > now}
+        self._failed = {n: at for n, at in self._failed.items() if at > now and n in here}
         unnamed = [(one, self._kept.owned(one)) for one in held if one.id not in self._named]
         self._named |= await asyncio.to_thread(self._names_of, unnamed)
         return [
@@ -463,7 +467,7 @@ class ColdTier:
         async with self._putting:
             if self._purging[tenant]:
                 raise _OwnError("its tenant is being purged")
-            self._counts["written"] += await self._slowly(put)
+            self._counts["written"] += await self._works.unhurried(put)
 
     # -- to delete -------------------------------------------------------------------------------
 

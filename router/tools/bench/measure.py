@@ -63,10 +63,6 @@ class Measured(Struct, frozen=True):
     folder: str | None = None
 
 
-class BusyError(BackendError):
-    """Raised if other requests run on a server for too long."""
-
-
 class ServerBench:
     """The measurement of one server: its share of `seconds` of computing."""
 
@@ -199,18 +195,18 @@ class ServerBench:
 
 
 async def _idle_slot(client: LlamaClient) -> SlotStatus:
-    """Return the idle slot with the fewest tokens. Raises BusyError."""
+    """Return the idle slot with the fewest tokens. Raises BackendError."""
     await _until_alone(client)
     slots = await client.slots()
     return min(slots, key=lambda slot: (slot.n_tokens or 0, -slot.index))
 
 
 async def _until_alone(client: LlamaClient) -> None:
-    """Wait until no slot is at work, so that no answer is delayed. Raises BusyError."""
+    """Wait until no slot is at work, so that no answer is delayed. Raises BackendError."""
     deadline = time.monotonic() + _IDLE_PATIENCE_S
     while any(slot.is_processing for slot in await client.slots()):
         if time.monotonic() > deadline:
-            raise BusyError(f"{client.id} is at work: try again when no request runs there")
+            raise BackendError(f"{client.id} is at work: try again when no request runs there")
         await asyncio.sleep(_POLL_S)
 
 

@@ -30,15 +30,9 @@ from router.base.types import (
 from router.core.model.plan import Quote
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
+from router.hosts import messages
 from router.hosts.messages import (
-    EXPORT,
-    HELLO,
     HOP_MODEL,
-    PART,
-    PURGE,
-    PURGED,
-    QUOTE,
-    READ,
     READ_PATH,
     READ_TENANT,
     ExportAsk,
@@ -67,6 +61,9 @@ _export_of = msgpack_decoder(ExportAsk)
 _purge_of = msgpack_decoder(PurgeAsk)
 # A token that is in no prompt: what follows the known beginning of a quoted one.
 _OTHER = b"\0\0\0\x80"
+_POST = (messages.QUOTE, messages.READ, messages.EXPORT, messages.PURGE)
+_METHODS = {messages.HELLO: "GET", messages.PURGED: "GET", messages.PART: "GET"}
+_METHODS |= dict.fromkeys(_POST, "POST")
 _MAX_TOKENS = 16 * 1024 * 1024
 
 
@@ -94,32 +91,25 @@ class PeerRoutes:
     async def answer(self, call: Call) -> web.StreamResponse:
         """Answer a call of a peer. Raises RouterError."""
         path, raw = call.http.path, call.raw
-        wanted = {
-            HELLO: "GET",
-            QUOTE: "POST",
-            READ: "POST",
-            EXPORT: "POST",
-            PURGE: "POST",
-            PURGED: "GET",
-            PART: "GET",
-        }.get(path)
-        if wanted is None:
+        if path not in _METHODS:
             raise NotFoundError("there is nothing at this path")
-        if call.http.method != wanted:
-            raise MethodError(f"this path is for {wanted}", [wanted])
-        if path == HELLO:
-            return _packed(msgspec.json.encode(self._hello()))
-        if path == QUOTE:
-            return _packed(msgspec.msgpack.encode(self.quote(raw, call.id)))
-        if path == EXPORT:
-            return _packed(await self._export(raw))
-        if path == PURGE:
-            return _packed(await self._purge(raw))
-        if path == PURGED:
-            return _packed(msgspec.json.encode(self._purging.notes))
-        if path == PART:
-            return await self._handing_out.part(call.http)
-        return _packed(msgspec.json.encode(await self._read(call.http, raw)))
+        if call.http.method != _METHODS[path]:
+            raise MethodError(f"this path is for {_METHODS[path]}", [_METHODS[path]])
+        match path:
+            case messages.HELLO:
+                return _packed(msgspec.json.encode(self._hello()))
+            case messages.QUOTE:
+                return _packed(msgspec.msgpack.encode(self.quote(raw, call.id)))
+            case messages.EXPORT:
+                return _packed(await self._export(raw))
+            case messages.PURGE:
+                return _packed(await self._purge(raw))
+            case messages.PURGED:
+                return _packed(msgspec.json.encode(self._purging.notes))
+            case messages.PART:
+                return await self._handing_out.part(call.http)
+            case _:
+                return _packed(msgspec.json.encode(await self._read(call.http, raw)))
 
     async def _export(self, raw: bytes) -> bytes:
         """Return the manifest of what spares most of a prompt."""
