@@ -23,7 +23,7 @@ CEILINGS: dict[str, int] = {
     "router/telemetry": 1_846,
     "router/tools": 7_795,
     "router/web": 8_018,
-    "tests": 65_954,
+    "tests": 65_965,
     "bench": 9_013,
 }
 # A part may shrink so far before its ceiling has to follow.

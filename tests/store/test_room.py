@@ -1,8 +1,5 @@
 """`router.store.room`: what a disk has to spare, and for whom that can be said."""
 
-from pathlib import Path
-
-from router.base.types import KvDir
 from router.store import room
 
 
@@ -16,11 +13,3 @@ def test_missing_bytes_are_told_once_until_files_had_time_to_go() -> None:
     assert not missing.is_known(50)
     assert not missing.is_known(None)
     assert not missing.is_known(-1)
-
-
-def test_of_several_disks_nothing_can_be_said(tmp_path: Path) -> None:
-    other = "/proc" if tmp_path.stat().st_dev != Path("/proc").stat().st_dev else "/sys"
-    assert room.spare([KvDir(str(tmp_path)), KvDir(other)], 0) is None
-    assert room.spare([KvDir(str(tmp_path)), KvDir(str(tmp_path.parent))], 0) is not None
-    assert room.spare([KvDir(str(tmp_path / "missing"))], 0) is None
-    assert room.spare([], 0) is None

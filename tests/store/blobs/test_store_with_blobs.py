@@ -15,7 +15,6 @@ from router.base.types import KvDir, MemoryKind
 from router.store import manifests
 from router.store.blobs import blob_files
 from router.store.format.split import TOKENS
-from router.store.store import KvStore
 from tests.support.files.blob_stores import (
     NAMESPACE,
     Place,
@@ -84,18 +83,6 @@ async def test_restreamed_and_cut_from_blobs(place: Place) -> None:
     made = await until(noting, await store.commit(staged, NAMESPACE))
     assert await place.read(store, made) == state(600)
     assert made.blobs[:2] == snapshot.blobs[:2]
-
-
-async def test_whole_files_of_an_earlier_run_are_taken_over(place: Place) -> None:
-    place.kv.mkdir(0o700)
-    before = KvStore([KvDir(str(place.kv))], wall_now=lambda: 1.5)
-    place.open.append(before)
-    await before.load()
-    snapshot = await place.put(before, state(700))
-    await before.aclose()
-    store, noting, found = await place.store()
-    assert [one.id for one in found] == [snapshot.id]
-    assert await place.read(store, await until(noting, snapshot)) == state(700)
 
 
 async def test_what_is_replaced_in_time_is_never_written(place: Place) -> None:

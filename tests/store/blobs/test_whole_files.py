@@ -1,5 +1,6 @@
 """`router.store.blobs.whole_files`, and a store whose blobs are on the disk of its files."""
 
+import asyncio
 from pathlib import Path
 
 from router.base.types import KvDir, Snapshot, SnapshotId
@@ -70,3 +71,76 @@ def test_split_files_have_a_limit_of_their_own() -> None:
     files.written(A)
     assert files.to_drop(()) == B, "unused for longest"
     assert files.to_drop({B}) == A
+
+
+async def opened(
+    kv_dirs: list[Path], blobs: BlobSettings | None, same: Sharing | None = None
+) -> KvStore:
+    dirs = [KvDir(str(path)) for path in kv_dirs]
+    store = KvStore(dirs, wall_now=lambda: 1.5, blobs=blobs)
+    store.listener = same or Sharing()
+    await store.load()
+    return store
+
+
+async def turns(n: int = 300) -> None:
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+async def test_files_that_cannot_be_split_wait_for_a_minute(tmp_path: Path) -> None:
+    """Regression: each put the other one to now."""
+    told = Sharing()
+    settings = BlobSettings(write_after_s=0.0, least_bytes=1, max_written_per_day=1)
+    store = await opened([tmp_path / "kv"], settings, told)
+    made = [await put(store, tmp_path / "kv", state(700, salt)) for salt in (1, 2)]
+    told.same = (made[0].id, made[1].id)
+    (split,) = store._splits.values()
+    for one in made:
+        split._add(store._held[one.id])
+    await turns()
+    assert 1 <= split.put_off <= 4
+    await store.aclose()
+
+
+async def test_second_turn_of_a_conversation_stays_whole(tmp_path: Path) -> None:
+    """Regression: the first had left it blobs that there never were, so it was split for them."""
+    store = await opened([tmp_path / "kv"], BlobSettings(write_after_s=3600.0, least_bytes=1))
+    first = await put(store, tmp_path / "kv", state(600))
+    second = await put(store, tmp_path / "kv", state(700))
+    await store.delete(first)
+    (split,) = store._splits.values()
+    assert not split._sharers(second.id)
+    await store.aclose()
+
+
+async def test_files_of_several_directories_are_all_split(tmp_path: Path) -> None:
+    """Regression: some were given up before they were held."""
+    kv_dirs = [tmp_path / "a", tmp_path / "b"]
+    made: list[Snapshot] = []
+    for kv in kv_dirs:
+        before = await opened([kv], None)
+        made += [await put(before, kv, state(700, len(made) + salt)) for salt in range(3)]
+        await before.aclose()
+    told, blobs = Sharing(), KvDir(str(tmp_path / "blobs"))
+    settings = BlobSettings(blobs, write_after_s=0.0, whole_bytes=0, least_bytes=1)
+    store = await opened(kv_dirs, settings, told)
+    for one in made:
+        await until(told, one)
+    assert not told.gone
+    await store.aclose()
+
+
+async def test_former_kv_directory_for_blobs_is_emptied(tmp_path: Path) -> None:
+    before = await opened([tmp_path / "old"], None)
+    await put(before, tmp_path / "old", state(700))
+    await before.aclose()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kvf-x").write_text("not ours")
+    (tmp_path / "old" / "manifests").symlink_to(elsewhere)
+    store = await opened([tmp_path / "kv"], BlobSettings(KvDir(str(tmp_path / "old"))))
+    assert not store._held
+    assert not list((tmp_path / "old").glob("kvf-*"))
+    assert (elsewhere / "kvf-x").exists(), "no link is followed"
+    await store.aclose()

@@ -41,13 +41,6 @@ def test_a_name_tells_what_it_was_made_of() -> None:
     assert len(made.path.rpartition("/")[2]) <= 255, "a file name in a directory"
 
 
-def test_a_name_of_a_million_tokens_is_a_file_name() -> None:
-    made = state(list(range(1 << 20)), size=10**14)
-
-    assert NAMES.read_state(made.path) == made
-    assert len(made.path.rpartition("/")[2]) <= 255
-
-
 @given(st.text(max_size=80))
 def test_other_names_are_no_states(text: str) -> None:
     for path in (text, f"states/{text}", state([1] * 64).path + text):

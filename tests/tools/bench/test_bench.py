@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from router.base.types import SlotStatus
-from router.llama.client import LlamaClient
 from router.tools.bench.command import lines, pays_from, table
 from router.tools.bench.measure import Measured, Point
 from router.tools.cli import main
@@ -82,36 +80,6 @@ async def test_a_router_is_no_server(llama_server: StartServer, capsys: Capture)
     async with running([("a", a.url)], a.kv_dir) as kvferry:
         assert await _bench("--backend", kvferry.url) == 1
     assert "this is kvferry: give the addresses of its llama-servers" in capsys.readouterr().err
-
-
-async def test_a_stranger_in_the_only_slot_is_waited_for(
-    llama_server: StartServer, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The own slot counts as well: a pinned prefill on a busy slot would wait behind the answer."""
-    polls: list[bool] = []
-    a = await llama_server("llama", slots=1, ctx=16_000)
-    slots = LlamaClient.slots
-    leave = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    async def counted(client: LlamaClient) -> list[SlotStatus]:
-        found = await slots(client)
-        polls.append(any(slot.is_processing for slot in found))
-        if len(polls) == 2:
-            loop.call_soon_threadsafe(leave.set)
-        return found
-
-    monkeypatch.setattr(LlamaClient, "slots", counted)
-    monkeypatch.setattr("router.tools.bench.measure._POLL_S", 0.1)
-    async with direct(a) as client, asyncio.TaskGroup() as group:
-        body = {"prompt": ids(1, 9), "n_predict": -1, "ignore_eos": True, "stream": True}
-        async with client.session.post(a.url + "/completion", json=body) as stream:
-            await stream.content.readany()
-            benched = group.create_task(_bench("--backend", a.url, "--seconds", "1"))
-            await leave.wait()
-    assert benched.result() == 0
-    assert polls[:2] == [True, True]
-    assert "\n| 1,024 |" in capsys.readouterr().out.replace("|  ", "| ")
 
 
 async def test_a_kv_dir_of_another_server(
