@@ -12,7 +12,6 @@ from ipaddress import ip_address
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -24,9 +23,8 @@ from router.base.errors import KvError
 from router.base.tasks import Tasks
 from router.base.types import TENANT_SALT, Snapshot, Tenant
 from router.base.urls import authority
-from router.config.cold import ColdConfig
+from router.config.cold import ColdConfig, can_be_read_on_the_way
 from router.config.schema import Config
-from router.config.values import is_local
 from router.core.model.slots import Phase
 from router.core.model.tenancy import facts_of, model_of, tenant_of
 from router.engine.engine import Engine
@@ -36,7 +34,7 @@ from router.hosts.messages import Hello, Served
 from router.hosts.peers import KnownHosts, Peers
 from router.llama.attach.namespace import is_same
 from router.llama.server_client import Connections
-from router.store.cold.bucket import Bucket, endpoint_of
+from router.store.cold.bucket import Bucket
 from router.store.cold.directory import SharedDirectory
 from router.store.cold.names import Names
 from router.store.cold.objects import ColdPlace, Objects
@@ -287,12 +285,9 @@ async def cold_parts(config: ColdConfig) -> ColdStore:
         if place.is_directory:
             objects = SharedDirectory(place, is_sealed=secret is not None)
         else:
-            objects = await asyncio.to_thread(Bucket, place)
-            endpoint = await asyncio.to_thread(endpoint_of, place)
-            is_http = endpoint is not None and endpoint.startswith("http:")
-            host = urlsplit(endpoint or "").hostname or ""
-            if is_http and secret is None and not is_local(host):
-                raise KvError(f"{endpoint} can be read on the way: use https, or a cold.key_file")
+            objects = bucket = await asyncio.to_thread(Bucket, place)
+            if (at := bucket.endpoint) and secret is None and can_be_read_on_the_way(at):
+                raise KvError(f"{at} can be read on the way: use https, or a cold.key_file")
         seal = Unsealed() if secret is None else Sealed(secret)
     except ModuleNotFoundError as error:
         raise StartError("cold.url needs `pip install 'kvferry[cold]'`") from error

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -48,12 +49,16 @@ class ColdConfig(ConfigSection):
             raise MisfitError([(("endpoint",), message)])
         if (
             self.endpoint is not None
-            and self.endpoint.startswith("http:")
             and self.key_file is None
-            and not values.is_local(values.url_address(self.endpoint).host)
+            and can_be_read_on_the_way(self.endpoint)
         ):
             message = (
                 "is http, which can be read on the way: use https, or encrypt with a `key_file`"
             )
             raise MisfitError([(("endpoint",), message)])
         return self
+
+
+def can_be_read_on_the_way(endpoint: str) -> bool:
+    """Return whether what is sent to a URL leaves this machine, and is not encrypted."""
+    return endpoint.startswith("http:") and not values.is_local(urlsplit(endpoint).hostname or "")

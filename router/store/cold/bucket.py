@@ -51,10 +51,30 @@ class Bucket:
         self._obstore = obstore
         self.place = place
         with _told(place.url):
-            self._store = _opened(place, {"read_timeout": _SILENT})
-            self._uploads = _opened(place, {})
-            self._singly = _opened(place, {"read_timeout": _SILENT}, singly=True)
+            profile = _profile() if place.url.startswith("s3:") else {}
+            self.endpoint = _endpoint_of(place, profile)  # None: Amazon's, or no S3
+            config = _config_of(place, self.endpoint, profile)
+            singly = config.copy()
+            singly["disable_bulk_delete"] = True
+            self._store = self._opened(config, {"read_timeout": _SILENT})
+            self._uploads = self._opened(config, {})
+            self._singly = self._opened(singly, {"read_timeout": _SILENT})
         self._deletes_singly = False
+
+    def _opened(self, config: "S3Config", more: "ClientConfig") -> "ObjectStore":
+        from obstore.store import S3Store, from_url
+
+        client: ClientConfig = {
+            "connect_timeout": _CONNECT,
+            "timeout": _LONGEST,
+            "allow_http": self.endpoint is not None and self.endpoint.startswith("http:"),
+            **more,
+        }
+        retries: RetryConfig = {"max_retries": 1, "retry_timeout": _SILENT}
+        url = self.place.url
+        if not url.startswith("s3:"):
+            return from_url(url, client_options=client, retry_config=retries)
+        return S3Store.from_url(url, config=config, client_options=client, retry_config=retries)
 
     def clock(self) -> float:
         """Write a small object, and return when that was by the clock of the store."""
@@ -128,8 +148,6 @@ class Bucket:
                 try:
                     self._obstore.delete(self._store, paths)
                     return
-                except TimeoutError:
-                    raise
                 except Exception:  # noqa: BLE001 - a store may not know `?delete`
                     log.info("bucket_deletes_one_by_one", url=self.place.url)
             try:
@@ -165,15 +183,12 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines and lines[0] else type(error).__name__
 
 
-def endpoint_of(place: ColdPlace) -> str | None:
-    """Return the URL of the S3 of a place, from where other programs take it. Blocks.
-
-    None: Amazon's, or no S3.
-    """
+def _endpoint_of(place: ColdPlace, profile: Mapping[str, str]) -> str | None:
+    """Return the URL of the S3 of a place, from where other programs take it."""
     if place.endpoint is not None or not place.url.startswith("s3:"):
         return place.endpoint
     named = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
-    found = next(filter(None, named), None) or _profile().get("endpoint_url")
+    found = next(filter(None, named), None) or profile.get("endpoint_url")
     if found and not _URL.match(found):
         raise KvError(f"AWS_ENDPOINT_URL: {found} must begin with http:// or https://")
     return found
@@ -206,23 +221,11 @@ def _profile() -> Mapping[str, str]:
     return found
 
 
-def _opened(place: ColdPlace, more: "ClientConfig", *, singly: bool = False) -> "ObjectStore":
-    from obstore.store import S3Store, from_url
-
-    endpoint = endpoint_of(place)
-    client: ClientConfig = {
-        "connect_timeout": _CONNECT,
-        "timeout": _LONGEST,
-        "allow_http": endpoint is not None and endpoint.startswith("http:"),
-        **more,
-    }
-    retries: RetryConfig = {"max_retries": 1, "retry_timeout": _SILENT}
-    if not place.url.startswith("s3:"):
-        return from_url(place.url, client_options=client, retry_config=retries)
-    profile = _profile()
+def _config_of(place: ColdPlace, endpoint: str | None, profile: Mapping[str, str]) -> "S3Config":
+    """Return what obstore does not find by itself."""
     config: S3Config = {}
-    if endpoint is not None:
-        config["endpoint"] = os.environ["AWS_ENDPOINT_URL_S3"] = endpoint  # obstore reads both
+    if endpoint is not None:  # in both places: what is in the environment would win
+        config["endpoint"] = os.environ["AWS_ENDPOINT_URL_S3"] = endpoint
     named = (place.region, *(os.environ.get(f"AWS_{key}REGION") for key in ("", "DEFAULT_")))
     if region := next(filter(None, named), None) or profile.get("region"):
         config["region"] = region
@@ -231,6 +234,4 @@ def _opened(place: ColdPlace, more: "ClientConfig", *, singly: bool = False) -> 
         config["secret_access_key"] = profile.get("aws_secret_access_key", "")
         if token := profile.get("aws_session_token"):
             config["session_token"] = token
-    if singly:
-        config["disable_bulk_delete"] = True
-    return S3Store.from_url(place.url, config=config, client_options=client, retry_config=retries)
+    return config

@@ -16,7 +16,6 @@ from router.store.cold.bucket import Bucket
 from router.store.cold.objects import ColdPlace
 from tests.support.servers.s3_server import BUCKET, S3_KEYS, S3Server
 
-pytest.importorskip("obstore")
 pytestmark = pytest.mark.thorough
 
 URL = f"s3://{BUCKET}/kv"
