@@ -131,6 +131,7 @@ class ColdTier:
         self._seen: set[str] = set()  # blobs
         self._failed: dict[SnapshotId, float] = {}  # until when not to copy them
         self._purging: Counter[str] = Counter()  # folders of tenants
+        self._purges: Counter[str] = Counter()  # that have begun, of each folder
         self._doubted = asyncio.Event()
         self._putting = asyncio.Lock()  # of one object: a purge waits for its end
         self._store_now = 0.0
@@ -422,6 +423,7 @@ class ColdTier:
         Raises KvError; _OwnError if the snapshot cannot be read.
         """
         state = self._named[snapshot.id]
+        before = self._purges[state.tenant]
         with _own_fault():
             manifest = await self._exchange.manifest(snapshot.id, hurried=False)
         for index, blob in enumerate(manifest.sized):
@@ -431,9 +433,10 @@ class ColdTier:
                 continue
             with _own_fault():
                 raw = await self._exchange.part(snapshot.id, index, hurried=False)
-            await self._put(state.tenant, path, raw)
+            await self._put(state.tenant, path, raw, before)
             self._saw(path)
-        await self._put(state.tenant, state.path, memoryview(manifests.encode(manifest)))
+        raw = memoryview(manifests.encode(manifest))
+        await self._put(state.tenant, state.path, raw, before)
         self._lost.pop(state.path, None)
         self._index.add(state)
         self._young.add(state.key)
@@ -456,8 +459,8 @@ class ColdTier:
             self._seen.clear()
         self._seen.add(path)
 
-    async def _put(self, tenant: str, path: str, raw: memoryview) -> None:
-        """Write one object of a tenant. Raises KvError, also if the tenant is being purged."""
+    async def _put(self, tenant: str, path: str, raw: memoryview, before: int) -> None:
+        """Write one object of a tenant, of which there were `before` purges. Raises KvError."""
 
         def put() -> int:
             sealed = self._seal.seal(path, raw, Buffer())
@@ -465,7 +468,7 @@ class ColdTier:
             return len(sealed)
 
         async with self._putting:
-            if self._purging[tenant]:
+            if self._purging[tenant] or self._purges[tenant] != before:
                 raise _OwnError("its tenant is being purged")
             self._counts["written"] += await self._works.unhurried(put)
 
@@ -500,6 +503,7 @@ class ColdTier:
 
     async def _purge(self, folder: str, note: str) -> int:
         self._purging[folder] += 1
+        self._purges[folder] += 1
         try:
             async with self._putting:
                 now = await self._works.bulk(self._objects.clock)
