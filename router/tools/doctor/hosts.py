@@ -97,7 +97,7 @@ def _models(hellos: list[Hello], all_facts: list[Facts]) -> list[Finding]:
     return found
 
 
-async def _directory(url: str) -> Finding:
+async def _directory(url: str, *, moves: int = 2) -> Finding:
     """Return a finding about Redis or Valkey."""
     try:
         import redis.asyncio
@@ -112,9 +112,9 @@ async def _directory(url: str) -> Finding:
         async with asyncio.timeout(_WITHIN_S), redis.asyncio.Redis.from_url(url) as client:
             info = await client.info("server")
             hosts = await client.scard(HOSTS_KEY)
-    except MovedError as moved:  # a cluster
-        return await _directory(at_node(url, moved))
     except (RedisError, OSError, TimeoutError) as error:
+        if isinstance(error, MovedError) and moves:  # a cluster
+            return await _directory(at_node(url, error), moves=moves - 1)
         told = f"the directory at {where} does not answer: {str(error) or type(error).__name__}"
         return Finding(Level.WARNING, told, "requests are served without it")
     version = str(info.get("valkey_version") or info.get("redis_version"))
