@@ -271,18 +271,18 @@ def prune_quarantined(directory: Path) -> None:
             path.unlink()
 
 
-def sweep(directory: Path, known: frozenset[str]) -> int:
-    """Remove the router's own files that no manifest names; return their number.
+def sweep(directory: Path, known: frozenset[str]) -> list[str]:
+    """Remove the router's own files that no manifest names; return their names.
 
     Other files stay, and files that cannot be removed. States of 0.1.0 have no manifest.
     """
-    removed = 0
+    removed: list[str] = []
     for path in directory.iterdir():
         if path.name in known or not any(kind.fullmatch(path.name) for kind in _SWEPT):
             continue
         with suppress(OSError):
             path.unlink()
-            removed += 1
+            removed.append(path.name)
     prune_quarantined(directory)
     return removed
 

@@ -156,10 +156,10 @@ def _recover(directory: KvDirectory, path: Path) -> StoredSnapshot | None:
 def sweep(directory: KvDirectory, held: Iterable[SnapshotId]) -> None:
     """Remove the router's own files that no manifest names."""
     known = {name for each in held for name in (files.final_name(each), files.manifest_name(each))}
-    old = any(map(files.OLD_RECORD.fullmatch, os.listdir(directory.path)))
     if removed := files.sweep(directory.path, frozenset(known)):
+        old = any(map(files.OLD_RECORD.fullmatch, removed))
         why = "states of kvferry 0.1.0, which cannot be read" if old else "no manifest names them"
-        log.info("leftovers_removed", kv_dir=directory.kv_dir, files=removed, why=why)
+        log.info("leftovers_removed", kv_dir=directory.kv_dir, files=len(removed), why=why)
 
 
 def record(held: StoredSnapshot) -> None:
@@ -168,11 +168,9 @@ def record(held: StoredSnapshot) -> None:
     with files.open_regular(held.path) as file:
         if directory.fsync:
             os.fsync(file.fileno())
-        checksum = files.checksum(file)
-        file.seek(0)
         end = read_head(file).end
         file.seek(0)
-        head = file.read(end)
+        head, checksum = file.read(end), files.checksum(file)
         if files.identity_of(file) != held.identity:
             raise KvFileError(f"{held.path.name} changed after it was committed")
     manifest = manifests.of_file(held.snapshot, head, _whole(held.identity, checksum))

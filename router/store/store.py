@@ -12,7 +12,7 @@ that hangs are withdrawn, and offered again when it answers. Calls raise KvError
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from router.base.types import (
 from router.store import files, io_pool, records, shapes
 from router.store.blobs.blob_files import DamagedBlobError
 from router.store.blobs.exchange import Exchange
-from router.store.blobs.split_snapshots import FOLDER, BlobSettings, SplitSnapshots, summed
+from router.store.blobs.split_snapshots import FOLDER, BlobSettings, SplitSnapshots, status_of
 from router.store.blobs.tier import BlobTier
 from router.store.blobs.write_budget import WriteBudget
 from router.store.files import Identity
@@ -135,7 +135,7 @@ class KvStore:
             if split is not None:
                 split.opened(directory, [held for held in found if held.directory is directory])
         self._held |= {held.snapshot.id: held for held in found}
-        opened = [d for d in self._distinct() if all(d is not other for other in before.values())]
+        opened = self._opened_since(before.values())
         self._loaded |= {directory.kv_dir for directory in opened}
         await self._obey()
         here = [h.snapshot for h in self._held.values() if any(h.directory is d for d in opened)]
@@ -162,13 +162,12 @@ class KvStore:
             if kv_dir not in self._directories:
                 known = self._distinct()
                 await self._open_directory(kv_dir)
-                fresh += [d for d in self._distinct() if all(d is not other for other in known)]
+                fresh += self._opened_since(known)
         return fresh
 
     async def _close_but(self, before: dict[KvDir, KvDirectory]) -> None:
         """Close the directories that were not open before, and forget what is in them."""
-        kept = list(before.values())
-        opened = [d for d in self._distinct() if all(d is not other for other in kept)]
+        opened = self._opened_since(before.values())
         for name in [name for name in self._splits if name not in before]:
             await self._splits.pop(name).aclose()
         for held in [one for one in self._held.values() if any(one.directory is d for d in opened)]:
@@ -182,11 +181,9 @@ class KvStore:
             await self._open_directory(name)
             directory = self._directories[name]
             tier = BlobTier(directory, self._fsync, settings.least_bytes)
-            budget = self._budgets.get(directory.status.st_dev)
-            if budget is None:  # one for each disk
-                budget = WriteBudget(settings.max_written_per_day, self._wall_now)
-                self._budgets[directory.status.st_dev] = budget
-                await directory.threads.unhurried(partial(budget.read, directory.path))
+            fresh = WriteBudget(settings.max_written_per_day, self._wall_now)
+            budget = self._budgets.setdefault(directory.status.st_dev, fresh)
+            await directory.threads.unhurried(partial(budget.read, directory.path))
             split = SplitSnapshots(
                 settings, tier, self._held, lambda: self.listener, budget, self._reading
             )
@@ -255,8 +252,8 @@ class KvStore:
 
     def tier_status(self) -> TierStatus | None:
         """Return the state of the tier of blobs; None: there is none."""
-        found = [split.status() for split in self._splits.values()]
-        return summed(found) if found else None
+        splits = list(self._splits.values())
+        return status_of(splits, self._budgets.values()) if splits else None
 
     def is_on_disk(self, kv_dir: KvDir) -> bool:
         """Return whether a KV directory that is open is on a disk, and not in memory."""
@@ -461,7 +458,7 @@ class KvStore:
             del self._reading[snapshot]
             held = self._held.get(snapshot)
             if held is not None and held.directory.split is not None:
-                held.directory.split.wake()
+                held.directory.split.wake.set()
 
     def kv_directory(self) -> KvDirectory:
         """Return a directory for a file that the router makes. Raises KvError."""
@@ -543,6 +540,10 @@ class KvStore:
     def _distinct(self) -> list[KvDirectory]:
         return list({id(d): d for d in self._directories.values()}.values())
 
+    def _opened_since(self, known: Collection[KvDirectory]) -> list[KvDirectory]:
+        """Return the open directories that are none of `known`, under whatever name."""
+        return [d for d in self._distinct() if all(d is not other for other in known)]
+
     def _directory(self, kv_dir: KvDir) -> KvDirectory:
         try:
             return self._directories[kv_dir]
@@ -604,7 +605,7 @@ class KvStore:
     async def _remove_unwanted(self) -> None:
         await self._obey()
         for split in self._splits.values():
-            split.wake()
+            split.wake.set()
         unwanted, self._unwanted = self._unwanted, []
         for kv_dir, name in unwanted:
             with suppress(KvError):

@@ -10,9 +10,9 @@ from tests.support.paths import ROOT
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
     "router": 53_443,
-    "router/assembly": 2_384,
+    "router/assembly": 2_379,
     "router/base": 1_758,
-    "router/config": 1_953,
+    "router/config": 1_958,
     "router/core": 9_973,
     "router/engine": 2_087,
     "router/hosts": 1_549,
@@ -23,7 +23,7 @@ CEILINGS: dict[str, int] = {
     "router/telemetry": 1_846,
     "router/tools": 7_795,
     "router/web": 8_018,
-    "tests": 65_965,
+    "tests": 65_981,
     "bench": 9_013,
 }
 # A part may shrink so far before its ceiling has to follow.

@@ -8,7 +8,7 @@ the tier. Files are split and dropped off the path of every request: one at a ti
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,11 +64,12 @@ class SplitSnapshots:
     budget: WriteBudget
     reading: Counter[SnapshotId]  # whole files, by their readers
     put_off: int = 0  # splits: no budget or no room, or the snapshot would soon be evicted
-    _directories: dict[KvDir, tuple[KvDirectory, WholeFiles]] = field(default_factory=dict)
+    directories: dict[KvDir, tuple[KvDirectory, WholeFiles]] = field(default_factory=dict)
     _left_to: dict[SnapshotId, list[SnapshotId]] = field(default_factory=dict)  # by heir
     _running: asyncio.Task[None] | None = None
     _over: asyncio.Event = field(default_factory=asyncio.Event)
-    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    # Set: look what is to be done. A directory answers again, or a file is read no more.
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def load(self) -> None:
         """Read the directory of the tier, and hold its snapshots. Raises KvError."""
@@ -87,7 +88,7 @@ class SplitSnapshots:
             whole = WholeFiles(inf, limit or 0, same_disk=True)
         else:
             whole = WholeFiles(directory.disk_bytes * _SHARE if limit is None else limit)
-        self._directories[directory.kv_dir] = directory, whole
+        self.directories[directory.kv_dir] = directory, whole
         for one in found:
             split = self.held.get(one.snapshot.id)
             if split is not None:
@@ -107,7 +108,7 @@ class SplitSnapshots:
         snapshot = held.snapshot
         due = None if snapshot.blobs else _now() + self.settings.write_after_s
         self._whole_files(held).add(snapshot.id, snapshot.size_bytes, due)
-        self._wake.set()
+        self.wake.set()
 
     def used(self, held: StoredSnapshot) -> None:
         """Note that a whole file was read."""
@@ -120,7 +121,7 @@ class SplitSnapshots:
 
     def _whole_files(self, held: StoredSnapshot) -> WholeFiles:
         # A directory may be open under two names: that of the snapshot may be the other one.
-        return self._directories[held.directory.kv_dir][1]
+        return self.directories[held.directory.kv_dir][1]
 
     async def note(self) -> None:
         """Write down for the next run what was written; a restart then may allow it once more."""
@@ -145,17 +146,12 @@ class SplitSnapshots:
 
         It has the rows of the snapshot, whose blobs would have to be written once more.
         """
-        for _, whole in self._directories.values():
+        for _, whole in self.directories.values():
             for name in whole.due:
                 other = self.held.get(name)
                 if other is not None and other.snapshot.goes_on_from(snapshot):
                     return name
         return None
-
-    async def _inherited(self, heir: SnapshotId) -> None:
-        """Remove what was left to a snapshot that is written now."""
-        for one in self._left_to.pop(heir, ()):
-            await self.tier.remove(one)
 
     async def damaged(self, blob: Blob) -> None:
         """Remove a blob that cannot be read, and give up what cannot do without it.
@@ -179,57 +175,32 @@ class SplitSnapshots:
         """Split what memory may lose; the directories must still be open."""
         if self._running is not None:
             self._over.set()  # a thread that writes cannot be cancelled
-            self._wake.set()
+            self.wake.set()
             await asyncio.wait([self._running])
             with suppress(KvError):
                 await self.finish()
 
     async def finish(self) -> None:
         """Split all files that memory may lose: the router ends."""
-        for _, whole in tuple(self._directories.values()):
+        for _, whole in tuple(self.directories.values()):
             for snapshot in [] if whole.same_disk else whole.unwritten():
                 if whole.is_unwritten(snapshot):  # `_run` may have split it meanwhile
                     await self._split(whole, snapshot)
 
-    def status(self) -> TierStatus:
-        """Return the state of the tier."""
-        tier, budget = self.tier, self.budget
-        whole = [one for _, one in self._directories.values()]
-        return TierStatus(
-            snapshots=len(tier.shared),
-            blobs=tier.shared.n_blobs,
-            blob_bytes=tier.shared.total_bytes,
-            sum_bytes=tier.shared.sum_bytes,
-            whole_files=sum(map(len, whole)),
-            whole_bytes=sum(one.total_bytes for one in whole),
-            unwritten=sum(len(one.due) for one in whole),
-            written_bytes=tier.counts.written_bytes,
-            split_bytes=tier.counts.split_bytes,
-            put_off=self.put_off,
-            damaged=tier.counts.damaged,
-            budget_left_bytes=budget.left_bytes,
-            today_bytes=budget.spent_bytes,
-            new_today_bytes=budget.new_bytes,
-        )
-
     # -- the task that splits and drops -----------------------------------------------------------
-
-    def wake(self) -> None:
-        """Look again what is to be done: a directory answers, or a file is read no more."""
-        self._wake.set()
 
     async def _run(self) -> None:
         """Split and drop files until `aclose`."""
         while not self._over.is_set():
-            self._wake.clear()
-            for directory, whole in tuple(self._directories.values()):
+            self.wake.clear()
+            for directory, whole in tuple(self.directories.values()):
                 while self._goes_on(directory) and await self._round(directory, whole):
                     pass
-            there = [whole for one, whole in self._directories.values() if self._goes_on(one)]
+            there = [whole for one, whole in self.directories.values() if self._goes_on(one)]
             due = min((whole.wakeup() for whole in there), default=inf)
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if due == inf else max(due - _now(), 0)):
-                    await self._wake.wait()
+                    await self.wake.wait()
 
     def _goes_on(self, directory: KvDirectory) -> bool:
         hangs = directory.threads.hangs or self.tier.directory.threads.hangs
@@ -277,7 +248,7 @@ class SplitSnapshots:
             return [snapshot]
         held = self.held.get(snapshot)
         alike = () if held is None else self.listener().alike(held.snapshot)
-        whole = [one for _, one in self._directories.values()]
+        whole = [one for _, one in self.directories.values()]
         return [
             name
             for name, n_tokens in alike
@@ -319,7 +290,8 @@ class SplitSnapshots:
             raise KvFileError(f"snapshot {snapshot} was deleted while it was split")
         held.snapshot = split
         self.listener().stored(split)
-        await self._inherited(snapshot)
+        for one in self._left_to.pop(snapshot, ()):
+            await self.tier.remove(one)
 
     async def drop_whole(self, snapshot: SnapshotId) -> None:
         """Delete a whole file whose blobs are written. Raises KvError."""
@@ -364,7 +336,24 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def summed(tiers: Sequence[TierStatus]) -> TierStatus:
-    """Return the state of all tiers together; blobs that two of them have count twice."""
-    names = TierStatus.__struct_fields__
-    return TierStatus(**{name: sum(getattr(one, name) for one in tiers) for name in names})
+def status_of(splits: Sequence[SplitSnapshots], budgets: Collection[WriteBudget]) -> TierStatus:
+    """Return the state of all tiers: blobs count once in each of them, budgets once for a disk."""
+    shared = [one.tier.shared for one in splits]
+    counts = [one.tier.counts for one in splits]
+    whole = [files for one in splits for _, files in one.directories.values()]
+    return TierStatus(
+        snapshots=sum(map(len, shared)),
+        blobs=sum(one.n_blobs for one in shared),
+        blob_bytes=sum(one.total_bytes for one in shared),
+        sum_bytes=sum(one.sum_bytes for one in shared),
+        whole_files=sum(map(len, whole)),
+        whole_bytes=sum(one.total_bytes for one in whole),
+        unwritten=sum(len(one.due) for one in whole),
+        written_bytes=sum(one.written_bytes for one in counts),
+        split_bytes=sum(one.split_bytes for one in counts),
+        put_off=sum(one.put_off for one in splits),
+        damaged=sum(one.damaged for one in counts),
+        budget_left_bytes=sum(one.left_bytes for one in budgets),
+        today_bytes=sum(one.spent_bytes for one in budgets),
+        new_today_bytes=sum(one.new_bytes for one in budgets),
+    )

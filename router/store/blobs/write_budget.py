@@ -65,9 +65,16 @@ class WriteBudget:
         return int(self.wall_now()) // _HOUR_S
 
     def read(self, root: Path) -> None:
-        """Read what an earlier run has written. Blocks; never raises: a lost file begins anew."""
+        """Read what an earlier run has written. Blocks; never raises: a lost file begins anew.
+
+        Of several directories on one disk, each has what was known when it was written last.
+        """
         with suppress(OSError, KvFileError, UndecodableError):
-            self._hours = deque(sorted(_decode(read_small(root / NAME)))[-_HOURS:])
+            known = {hour: (written, new) for hour, written, new in self._hours}
+            for hour, written, new in _decode(read_small(root / NAME)):
+                before = known.get(hour, (0, 0))
+                known[hour] = max(written, before[0]), max(new, before[1])
+            self._hours = deque((hour, *known[hour]) for hour in sorted(known)[-_HOURS:])
 
     def write(self, root: Path) -> None:
         """Write it for the next run. Blocks. Raises OSError."""

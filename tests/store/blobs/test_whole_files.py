@@ -50,7 +50,8 @@ async def test_split_only_where_another_shares(tmp_path: Path) -> None:
         assert (await until(told, one)).kv_dir == str(kv / FOLDER)
     assert (kv / f"kvf-{alone.id}.kv").exists()
     assert alone.id not in told.now
-    status = split.status()
+    status = store.tier_status()
+    assert status is not None
     assert (status.snapshots, status.whole_files, status.unwritten) == (2, 1, 0)
     assert status.blob_bytes < 0.75 * status.sum_bytes
     await store.aclose()
@@ -143,4 +144,20 @@ async def test_former_kv_directory_for_blobs_is_emptied(tmp_path: Path) -> None:
     assert not store._held
     assert not list((tmp_path / "old").glob("kvf-*"))
     assert (elsewhere / "kvf-x").exists(), "no link is followed"
+    await store.aclose()
+
+
+async def test_directories_on_one_disk_have_one_budget(tmp_path: Path) -> None:
+    """Regression: it was shown once for each, and after a restart only the first one's counted."""
+    kv_dirs, settings = [tmp_path / "a", tmp_path / "b"], BlobSettings(max_written_per_day=1e6)
+    store = await opened(kv_dirs, settings)
+    await put(store, kv_dirs[1], state(700))
+    written = len(state(700))
+    await store.flush()
+    for _ in range(2):
+        status = store.tier_status()
+        assert status is not None
+        assert (status.today_bytes, status.budget_left_bytes) == (written, 1e6 - written)
+        await store.aclose()
+        store = await opened(kv_dirs, settings)
     await store.aclose()
