@@ -21,7 +21,7 @@ from bench.report import Report, arguments_of, median, run_bench
 from router.base.clock import wall_now
 from router.base.types import KvDir, Namespace, Snapshot, SnapshotId
 from router.store import files
-from router.store.blobs import blob_files
+from router.store.blobs.blobs import local_name
 from router.store.blobs.split_snapshots import BlobSettings
 from router.store.store import KvStore
 from tests.support.files.state_files import head, i32, u32
@@ -119,7 +119,7 @@ async def _restore(report: Report, options: argparse.Namespace, kv: Path, blobs:
     whole = blobs.parent / "whole"
     files.copy(place.path(snapshot), whole, files.identity(place.path(snapshot)))
     split = await place.split(snapshot)
-    parts = [blob_files.path_of(blobs, blob.id) for blob in split.blobs]
+    parts = [blobs / local_name(blob) for blob in split.blobs]
     for cold in (False, True):
         ours: list[float] = []
         theirs: list[float] = []

@@ -34,12 +34,12 @@ from router.hosts.messages import Hello, Served
 from router.hosts.peers import KnownHosts, Peers
 from router.llama.attach.namespace import is_same
 from router.llama.server_client import Connections
-from router.store.cold.bucket import Bucket
-from router.store.cold.directory import SharedDirectory
 from router.store.cold.names import Names
-from router.store.cold.objects import ColdPlace, Objects
-from router.store.cold.seals import Seal, Sealed, Unsealed
 from router.store.cold.tier import ColdSettings, ColdTier, Owned
+from router.store.places.bucket import Bucket
+from router.store.places.directory import Directory
+from router.store.places.place import Place
+from router.store.places.seals import Sealed
 from router.store.store import KvStore
 from router.telemetry.hosts_metrics import HostsCollector, HostsMetrics, PeerStats
 from router.web.admin.hosts import HostsView
@@ -171,12 +171,12 @@ async def hosts_of(
     directory = None
     if fleet.redis is not None:
         try:
-            from router.hosts.directory import Directory  # 60 ms, for those that have one
+            from router.hosts.directory import HostDirectory  # 60 ms, for those that have one
         except ModuleNotFoundError as error:
             raise StartError(
                 "fleet.redis (--redis) needs `pip install 'kvferry[fleet]'`"
             ) from error
-        directory = Directory(fleet.redis, incarnation, hello, credentials.secret, address.seen)
+        directory = HostDirectory(fleet.redis, incarnation, hello, credentials.secret, address.seen)
     tasks = Tasks()
     async with Connections(credentials.client, keeps_streams=True) as connections:
         peers = Peers(
@@ -267,34 +267,34 @@ class _Kept:
 
 
 class ColdStore(NamedTuple):
-    """Where the cold tier is, and how its objects are named and sealed."""
+    """Where the cold tier is, and how its objects are named and sealed; None: they are not."""
 
-    objects: Objects
+    place: Place
     names: Names
-    seal: Seal
+    seal: Sealed | None
 
 
 async def cold_parts(config: ColdConfig) -> ColdStore:
     """Return the parts of the cold tier at `config.url`. Raises StartError."""
     assert config.url is not None
-    place = ColdPlace(config.url, config.endpoint, config.region)
+    url = config.url
     try:
         key_file = config.key_file
         secret = None if key_file is None else await read(partial(_key, key_file), "cold.key_file")
-        objects: Objects
-        if place.is_directory:
-            objects = SharedDirectory(place, is_sealed=secret is not None)
+        place: Directory | Bucket
+        if url.startswith("/"):
+            place = Directory(Path(url), others_may_read=secret is not None)
         else:
-            objects = bucket = await asyncio.to_thread(Bucket, place)
-            if (at := bucket.endpoint) and secret is None and can_be_read_on_the_way(at):
+            place = await asyncio.to_thread(Bucket, url, config.endpoint, config.region)
+            if (at := place.endpoint) and secret is None and can_be_read_on_the_way(at):
                 raise KvError(f"{at} can be read on the way: use https, or a cold.key_file")
-        seal = Unsealed() if secret is None else Sealed(secret)
+        seal = None if secret is None else Sealed(secret)
     except ModuleNotFoundError as error:
         raise StartError("cold.url needs `pip install 'kvferry[cold]'`") from error
     except KvError as error:
         raise StartError(f"cold.url: {error}") from error
     names = Names(_NO_KEY if secret is None else blake2b(secret, digest_size=32).digest())
-    return ColdStore(objects, names, seal)
+    return ColdStore(place, names, seal)
 
 
 async def cold_of(

@@ -95,7 +95,8 @@ async def app_of(made: Stages, live: Live) -> App:
         fetch_metrics = FetchMetrics(parts.registry)
         client = None if hosts is None else hosts.credentials.client
         peer_of = (lambda _: None) if hosts is None else hosts.peers.by_key
-        fetching = Fetching(peer_of, cold, engine, store, client, fetch_metrics, now)
+        in_cold = None if cold is None else cold.found
+        fetching = Fetching(peer_of, in_cold, engine, store, client, fetch_metrics, now)
         parts.memories.append(lambda tenant: fetching.stop(Tenant(tenant)))
         if hosts is not None:
             parts.tasks.supervise(purging.hear, name="purges of other hosts")

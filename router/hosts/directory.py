@@ -56,7 +56,7 @@ def at_node(url: str, moved: MovedError) -> str:
     return urlunsplit(parts._replace(netloc=f"{login}{at}{node}"))
 
 
-class Directory:
+class HostDirectory:
     """The connection of this host to the directory. Call `run`, until cancelled."""
 
     def __init__(

@@ -10,7 +10,7 @@ import re
 import secrets
 import shlex
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,16 +29,15 @@ log = structlog.get_logger(__name__)
 STAGING = re.compile(r"kvf-([0-9a-f]{32})\.part")
 FINAL = re.compile(r"kvf-([0-9a-f]{32})\.kv")
 MANIFEST = re.compile(r"kvf-([0-9a-f]{32})\.manifest")
-NEW_MANIFEST = re.compile(r"kvf-[0-9a-f]{32}\.manifest-[0-9a-f]+\.new")
+BROKEN = re.compile(r".+-[0-9a-f]{8}\.new")  # left by a crash in `put_whole`
 OLD_RECORD = re.compile(r"kvf-[0-9a-f]{32}\.json(\.new)?")  # of kvferry 0.1.0
 QUARANTINED = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
 KEEP_QUARANTINED = 4
-_NEW_SMALL = re.compile(r"kvf-.+-new")  # left by a crash in `replace_small`
-_SWEPT = (STAGING, FINAL, MANIFEST, NEW_MANIFEST, OLD_RECORD, _NEW_SMALL)
+_SWEPT = (STAGING, FINAL, MANIFEST, BROKEN, OLD_RECORD)
 
 LOCK = "kvferry.lock"
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_SMALL_BYTES = 256 << 20
+_SMALL_BYTES = 64 << 20
 _CHUNK = 4 << 20  # bytes; xxh3 does about 10 GB/s, so the chunk only has to amortise the call
 
 
@@ -195,47 +194,23 @@ def locked(path: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def read_small(path: Path) -> bytes:
+def read_small(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
     """Return the content of a small file. Raises OSError; KvFileError if it is none."""
     with open_regular(path) as file:
-        if identity_of(file).size_bytes > _SMALL_BYTES:
+        if identity_of(file).size_bytes > most_bytes:
             raise KvFileError(f"{path.name} is too large")
         return file.read()
 
 
-def replace_small(path: Path, content: bytes) -> None:
-    """Write a small file of the router's own in one step. Blocks. Raises OSError.
-
-    Not synced: a crash of the machine may lose it.
-    """
-    put_durably(path, path.with_name(f"{path.name}-new"), content, fsync=False)
-
-
-def write_new(path: Path, content: bytes, *, fsync: bool) -> None:
-    """Write a new file; with `fsync`, its bytes are durable then. Raises OSError.
-
-    What is there is removed first, left by a crash or a link that another process put there.
-    """
-    with suppress(FileNotFoundError):
-        path.unlink()
-    with open(create(path), "wb") as file:
-        file.write(content)
-        file.flush()
-        if fsync:
-            os.fsync(file.fileno())
-
-
-def put_whole(path: Path, parts: Iterable[memoryview], *, fsync: bool) -> None:
+def put_whole(path: Path, content: bytes | memoryview, *, fsync: bool = False) -> None:
     """Write a file whole or not at all: under another name first. Raises OSError.
 
-    What a crash leaves is called `NAME-XXXXXXXX.new`.
+    With `fsync`, it is durable then. What a crash leaves is called `NAME-XXXXXXXX.new`.
     """
     new = path.with_name(f"{path.name}-{os.urandom(4).hex()}.new")
-    file, done = create(new), 0
+    file = create(new)
     try:
-        for part in parts:
-            copies.write_all(file, part, done)
-            done += len(part)
+        copies.write_all(file, memoryview(content), 0)
         if fsync:
             os.fsync(file)
         os.rename(new, path)
@@ -245,6 +220,8 @@ def put_whole(path: Path, parts: Iterable[memoryview], *, fsync: bool) -> None:
         raise
     finally:
         os.close(file)
+    if fsync:
+        sync_directory(path.parent)
 
 
 def quarantine(path: Path) -> None:
@@ -379,30 +356,6 @@ class DirectoryLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-def put_durably(path: Path, new: Path, content: bytes, *, fsync: bool) -> None:
-    """Write a small file as `new` and rename it to `path`; with `fsync`, both are durable.
-
-    Raises OSError; no `new` is left then.
-    """
-    try:
-        write_new(new, content, fsync=fsync)
-        os.rename(new, path)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(new)
-        raise
-    if fsync:
-        sync_directory(path.parent)
-
-
-def make_directory(directory: Path, *, fsync: bool) -> None:
-    """Make a private directory below an existing one, if it is missing. Raises OSError."""
-    if not directory.exists():
-        directory.mkdir(mode=0o700, exist_ok=True)
-        if fsync:
-            sync_directory(directory.parent)
 
 
 def sync_directory(directory: Path) -> None:

@@ -7,9 +7,7 @@ is a transcript, as the file is.
 """
 
 import io
-import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import msgspec
 import xxhash
@@ -19,14 +17,16 @@ from router.base.errors import KvError, KvFileError
 from router.base.tokens import Tokens, media_of
 from router.base.types import Blob, KvDir, Namespace, Snapshot, SnapshotId, StateShape
 from router.store import files
-from router.store.files import Identity, put_durably
+from router.store.files import Identity
 from router.store.format.head import Head, read_head, tokens_of
 from router.store.format.rewrite import Span
 from router.store.format.split import Split
+from router.store.places.directory import Directory
 
 FORMAT_VERSION = 1
 
-_SUM_BYTES = 16
+_DIGEST_BYTES = 16  # of the manifest itself
+_SUM_BYTES = 8  # of a blob
 
 
 class WholeFile(msgspec.Struct, frozen=True, array_like=True):
@@ -43,9 +43,19 @@ class WholeFile(msgspec.Struct, frozen=True, array_like=True):
         return Identity(self.size_bytes, self.mtime_ns, self.inode)
 
 
+class Part(msgspec.Struct, frozen=True):
+    """One blob of a state: its xxh3, and the ranges of the file that it has."""
+
+    index: int
+    blob: Blob
+    known: bytes
+    spans: list[Span]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """One snapshot. `head`: the first bytes of its file; `blobs`: the ids of all others, in order.
 
+    `sums`: the xxh3 of each blob, 8 bytes, for this host alone; none: the ids are compared.
     `added_at` is wall time in seconds. `media` holds the fingerprints that stand for media in the
     tokens: the only part of the tokens that is not in the head. `n_stream`, `checkpoints` and
     `extendable` are the file's shape (router.base.types.StateShape). `file`: a state in one piece,
@@ -59,6 +69,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     head: bytes
     split: Split
     blobs: tuple[bytes, ...] = ()
+    sums: bytes = b""
     media: tuple[int, ...] = ()
     n_stream: int = 1
     checkpoints: tuple[int, ...] = ()
@@ -66,9 +77,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     file: WholeFile | None = None
 
     @property
-    def parts(self) -> Iterator[tuple[Blob, list[Span]]]:
-        """Return each blob with its ranges of the file."""
-        return zip(self.sized, self.split.spans(), strict=True)
+    def parts(self) -> Iterator[Part]:
+        """Return the blobs with their ranges of the file."""
+        for index, (blob, spans) in enumerate(zip(self.sized, self.split.spans(), strict=True)):
+            yield Part(index, blob, self._sum(index), spans)
+
+    def part(self, index: int) -> Part:
+        """Return one of the parts."""
+        return Part(index, self.sized[index], self._sum(index), self.split.spans_of(index))
+
+    def _sum(self, index: int) -> bytes:
+        return self.sums[index * _SUM_BYTES : (index + 1) * _SUM_BYTES]
 
     @property
     def sized(self) -> tuple[Blob, ...]:
@@ -106,6 +125,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         split = self.split
         if len(self.blobs) != split.n_rows + len(split.ends):  # first: a number may be any
             raise KvFileError(f"the manifest of {self.id} has other blobs than its split")
+        if len(self.sums) not in (0, _SUM_BYTES * len(self.blobs)):
+            raise KvFileError(f"the manifest of {self.id} has other sums than blobs")
         if self.file is None:
             split.check()
         elif self.blobs or split.size_bytes != self.file.size_bytes:
@@ -134,6 +155,7 @@ def manifest_of(
     head: bytes,
     split: Split,
     blobs: Iterable[Blob],
+    sums: bytes = b"",
     file: WholeFile | None = None,
 ) -> Manifest:
     """Return the manifest of a snapshot whose file has this head, and was split into `blobs`."""
@@ -145,6 +167,7 @@ def manifest_of(
         head=head,
         split=split,
         blobs=tuple(blob.id for blob in blobs),
+        sums=sums,
         media=media_of(snapshot.tokens),
         n_stream=shape.n_stream,
         checkpoints=shape.checkpoints,
@@ -156,7 +179,7 @@ def manifest_of(
 def of_file(snapshot: Snapshot, head: bytes, file: WholeFile) -> Manifest:
     """Return the manifest of a snapshot that is a whole file."""
     split = Split(len(head), file.size_bytes, (), 0, 0, ())
-    return manifest_of(snapshot, head, split, (), file)
+    return manifest_of(snapshot, head, split, (), file=file)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -170,7 +193,7 @@ def decode(raw: bytes, name: str) -> Manifest:
 
     Raises KvFileError for a damaged one, KvError for one of a later version.
     """
-    packed, checksum = raw[:-_SUM_BYTES], raw[-_SUM_BYTES:]
+    packed, checksum = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
     if xxhash.xxh3_128_digest(packed) != checksum:
         raise KvFileError(f"{name}: its checksum is another one")
     try:
@@ -184,27 +207,16 @@ def decode(raw: bytes, name: str) -> Manifest:
     return manifest
 
 
-def write(root: Path, manifest: Manifest, *, fsync: bool) -> int:
-    """Write a manifest durably; return the bytes written. Raises OSError."""
-    path = path_of(root, manifest.id)
-    new = path.with_name(f"{path.name}-{os.urandom(4).hex()}.new")
+def write(directory: Directory, manifest: Manifest) -> int:
+    """Write a manifest; return the bytes written. Raises KvError."""
     raw = encode(manifest)
-    put_durably(path, new, raw, fsync=fsync)
+    directory.put(files.manifest_name(manifest.id), raw)
     return len(raw)
 
 
-def read(path: Path) -> Manifest:
+def read(directory: Directory, name: str) -> Manifest:
     """Read a manifest. Raises KvFileError for a damaged one, KvError for one of a later version."""
-    try:
-        raw = files.read_small(path)
-    except FileNotFoundError:
-        raise KvFileError(f"{path.name} is missing") from None
-    manifest = decode(raw, path.name)
-    if path.name != files.manifest_name(manifest.id):
-        raise KvFileError(f"{path.name}: its id is another one")
+    manifest = decode(directory.get(name), name)
+    if name != files.manifest_name(manifest.id):
+        raise KvFileError(f"{name}: its id is another one")
     return manifest
-
-
-def path_of(root: Path, snapshot: SnapshotId) -> Path:
-    """Return the path of the manifest of a snapshot."""
-    return root / files.manifest_name(snapshot)

@@ -20,7 +20,7 @@ from router.base.decoding import UndecodableError, json_decoder
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import in_thread, within
 from router.base.types import TENANT_SALT, KvDir, Namespace, SnapshotId, Tenant
-from router.store.files import locked, put_durably, read_small, replace_small
+from router.store.files import locked, put_whole, read_small
 from router.store.records import KvDirectory, StoredSnapshot
 
 NAME = "purged-tenants.json"
@@ -215,11 +215,10 @@ def _merge(path: Path, notes: Notes) -> Notes:
         found = _read(path)
         if more := {n: who for n, who in notes.items() if found.get(n, FOLDER)[0] == FOLDER}:
             found |= more
-            new = path.with_name(f"{path.name}-new")
-            put_durably(path, new, msgspec.json.encode(found), fsync=True)
+            put_whole(path, msgspec.json.encode(found), fsync=True)
     return found
 
 
 def _write(directory: KvDirectory, notes: Mapping[str, str]) -> None:
     """Note in a directory that it has obeyed purges. Blocks. Raises OSError."""
-    replace_small(directory.path / NAME, msgspec.json.encode(notes))
+    put_whole(directory.path / NAME, msgspec.json.encode(notes))

@@ -22,6 +22,7 @@ from router.store.files import DirectoryLock, Identity, os_errors
 from router.store.format.head import read_head
 from router.store.io_pool import Threads
 from router.store.manifests import Manifest, WholeFile
+from router.store.places.directory import Directory
 
 if TYPE_CHECKING:
     from router.store.blobs.split_snapshots import SplitSnapshots
@@ -33,7 +34,7 @@ log = structlog.get_logger(__name__)
 class KvDirectory:
     """A KV directory, or one of blobs, that this process has locked."""
 
-    path: Path
+    place: Directory
     kv_dir: KvDir
     lock: DirectoryLock
     threads: Threads
@@ -44,6 +45,10 @@ class KvDirectory:
     names: list[str] = field(default_factory=list)  # of the manifests at the opening
     closed: bool = False  # no more is recorded
     split: "SplitSnapshots | None" = None  # what has its snapshots as blobs
+
+    @property
+    def path(self) -> Path:
+        return self.place.root
 
 
 @dataclass(slots=True)
@@ -97,7 +102,8 @@ def open_directory(
             if os.path.samestat(status, other.status):  # one directory under two names
                 return other
     size, lock = disk.f_blocks * disk.f_frsize, DirectoryLock(path)
-    directory = KvDirectory(path, kv_dir, lock, threads, status, fsync, size, on_disk)
+    place = Directory(path, fsync=fsync)
+    directory = KvDirectory(place, kv_dir, lock, threads, status, fsync, size, on_disk)
     lock.acquire()
     try:
         with os_errors(f"{path}: cannot read the manifests"):
@@ -119,17 +125,16 @@ def recover_all(directory: KvDirectory, names: Iterable[str]) -> list[StoredSnap
 
     Raises KvError, also for a manifest of a later version.
     """
-    found = (_recover(directory, directory.path / name) for name in names)
+    found = (_recover(directory, name) for name in names)
     return [held for held in found if held is not None]
 
 
-def _recover(directory: KvDirectory, path: Path) -> StoredSnapshot | None:
+def _recover(directory: KvDirectory, name: str) -> StoredSnapshot | None:
     """Cross-check a manifest with its file; return None if it may not be offered."""
     try:
-        with os_errors(str(path)):
-            manifest = manifests.read(path)
+        manifest = manifests.read(directory.place, name)
     except KvFileError as error:
-        log.warning("manifest_damaged", file=str(path), error=str(error))
+        log.warning("manifest_damaged", kv_dir=directory.kv_dir, file=name, error=str(error))
         return None
     file_path, whole = directory.path / files.final_name(manifest.id), manifest.file
     try:
@@ -187,8 +192,7 @@ def write(directory: KvDirectory, manifest: Manifest) -> None:
     """
     if directory.closed:
         raise KvError(f"{directory.kv_dir}: the store is closed")
-    with os_errors(f"{directory.kv_dir}: cannot write the manifest of a snapshot"):
-        manifests.write(directory.path, manifest, fsync=directory.fsync)
+    manifests.write(directory.place, manifest)
 
 
 def _whole(identity: Identity, checksum: str) -> WholeFile:
@@ -217,7 +221,8 @@ def check_again(held: StoredSnapshot) -> None:
     with held.lock:
         held.identity = found
         with suppress(KvFileError):  # None is written yet, or cannot be
-            manifest = manifests.read(manifests.path_of(held.directory.path, held.snapshot.id))
+            name = files.manifest_name(held.snapshot.id)
+            manifest = manifests.read(held.directory.place, name)
             if manifest.file is not None and manifest.file.identity != found and not held.gone:
                 _refresh(held.directory, manifest, found)
 
@@ -248,6 +253,6 @@ def drop(directory: KvDirectory, snapshot: SnapshotId) -> None:
     not keep a full disk full.
     """
     try:
-        manifests.path_of(directory.path, snapshot).unlink(missing_ok=True)
-    except OSError as error:
+        directory.place.delete([files.manifest_name(snapshot)])
+    except KvError as error:
         log.warning("drop_not_recorded", snapshot=snapshot, error=str(error))

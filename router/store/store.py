@@ -33,7 +33,7 @@ from router.base.types import (
     TierStatus,
 )
 from router.store import files, io_pool, records, shapes
-from router.store.blobs.blob_files import DamagedBlobError
+from router.store.blobs.blobs import BlobError
 from router.store.blobs.exchange import Exchange
 from router.store.blobs.split_snapshots import FOLDER, BlobSettings, SplitSnapshots, status_of
 from router.store.blobs.tier import BlobTier
@@ -180,7 +180,7 @@ class KvStore:
         if name not in self._splits:
             await self._open_directory(name)
             directory = self._directories[name]
-            tier = BlobTier(directory, self._fsync, settings.least_bytes)
+            tier = BlobTier(directory, settings.least_bytes)
             fresh = WriteBudget(settings.max_written_per_day, self._wall_now)
             budget = self._budgets.setdefault(directory.status.st_dev, fresh)
             await directory.threads.unhurried(partial(budget.read, directory.path))
@@ -415,7 +415,7 @@ class KvStore:
             directory.split.budget.spend(held.snapshot.size_bytes)
         try:
             return await threads.bulk(work, lambda _: target.unlink(missing_ok=True))
-        except DamagedBlobError as error:
+        except BlobError as error:
             losing = held.directory.split.damaged(error.blob)
             self._background.spawn(losing, name=f"blob_damaged {held.snapshot.id}")
             raise

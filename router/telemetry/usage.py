@@ -31,7 +31,7 @@ _MOST_TOKENS = 10**9  # of one request
 _FORMAT = 1  # `user_version` of the file
 
 
-class Place(NamedTuple):
+class UsageRow(NamedTuple):
     """The row of a request: "" is the tenant of requests without a key."""
 
     day: str  # YYYY-MM-DD
@@ -99,7 +99,7 @@ class UsageFile:
             self._db.close()
             raise
 
-    def add(self, found: Mapping[Place, UsageSums]) -> None:
+    def add(self, found: Mapping[UsageRow, UsageSums]) -> None:
         """Add sums to their rows, all or none."""
         with self._db:
             self._db.executemany(_ADD, [(*place, *astuple(sums)) for place, sums in found.items()])
@@ -125,9 +125,9 @@ class UsageBook:
         self._path: Path | None = None
         self._file: UsageFile | None = None
         self._read = False
-        self._stored: dict[Place, UsageSums] = {}  # in the file, or for good in memory
-        self._fresh: dict[Place, UsageSums] = {}  # not yet in the file
-        self._writing: dict[Place, UsageSums] = {}
+        self._stored: dict[UsageRow, UsageSums] = {}  # in the file, or for good in memory
+        self._fresh: dict[UsageRow, UsageSums] = {}  # not yet in the file
+        self._writing: dict[UsageRow, UsageSums] = {}
         self._turn = asyncio.Lock()
         self.totals: dict[str, UsageSums] = {}  # of this process, by tenant
         self.problem = ""  # why the last write failed
@@ -152,7 +152,7 @@ class UsageBook:
 
     def rows(self, days: int) -> list[Json]:
         """Return the rows of the last days, today included, the newest first."""
-        since, found = self._day(days - 1), dict[Place, UsageSums]()
+        since, found = self._day(days - 1), dict[UsageRow, UsageSums]()
         for place, sums in self._parts():
             if place.day >= since:
                 found.setdefault(place, UsageSums()).add(sums)
@@ -219,10 +219,10 @@ class UsageBook:
         sums.computed_tokens = _sane(cost.computed)
         sums.generated_tokens = _sane(cost.generated)
         tenant = "" if caller is None else caller.tenant
-        self._fresh.setdefault(Place(self._day(), tenant, model), UsageSums()).add(sums)
+        self._fresh.setdefault(UsageRow(self._day(), tenant, model), UsageSums()).add(sums)
         self.totals.setdefault(tenant, UsageSums()).add(sums)
 
-    def _parts(self) -> Iterable[tuple[Place, UsageSums]]:
+    def _parts(self) -> Iterable[tuple[UsageRow, UsageSums]]:
         for part in (self._stored, self._writing, self._fresh):
             yield from part.items()
 
@@ -255,7 +255,7 @@ def _opened(path: Path) -> UsageFile:
     return file
 
 
-def _known(path: Path) -> dict[Place, UsageSums] | None:
+def _known(path: Path) -> dict[UsageRow, UsageSums] | None:
     """Return the rows of a file that perhaps cannot be written; None: there is no file yet.
 
     Blocks. Raises sqlite3.Error.
@@ -272,9 +272,9 @@ def _known(path: Path) -> dict[Place, UsageSums] | None:
         return _rows_of(path, "mode=ro&immutable=1")  # the log of writes cannot be made beside it
 
 
-def _rows_of(path: Path, how: str) -> dict[Place, UsageSums]:
+def _rows_of(path: Path, how: str) -> dict[UsageRow, UsageSums]:
     """Return the rows of the newest days. One that kvferry did not write is left out."""
-    names = ", ".join((*Place._fields, *_COLUMNS))
+    names = ", ".join((*UsageRow._fields, *_COLUMNS))
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as db:
         db.text_factory = partial(str, encoding="utf-8", errors="replace")
         sql = f"SELECT {names} FROM usage WHERE day IN ({_NEWEST})"  # noqa: S608 - our names
@@ -282,10 +282,10 @@ def _rows_of(path: Path, how: str) -> dict[Place, UsageSums]:
     good = [row for row in found if _is_row(row)]
     if len(good) < len(found):
         log.warning("usage_rows_unreadable", rows=len(found) - len(good))
-    return {Place(*row[:3]): UsageSums(*row[3:]) for row in good}
+    return {UsageRow(*row[:3]): UsageSums(*row[3:]) for row in good}
 
 
-def _merge(into: dict[Place, UsageSums], more: Mapping[Place, UsageSums]) -> None:
+def _merge(into: dict[UsageRow, UsageSums], more: Mapping[UsageRow, UsageSums]) -> None:
     for place, sums in more.items():
         into.setdefault(place, UsageSums()).add(sums)
 
@@ -306,7 +306,7 @@ def _sane(tokens: int | None) -> int:
     return min(max(tokens or 0, 0), _MOST_TOKENS)
 
 
-def _row(place: Place, sums: UsageSums) -> Json:
+def _row(place: UsageRow, sums: UsageSums) -> Json:
     named = dict(zip(_COLUMNS, astuple(sums), strict=True))
     named["server_s"] = round(sums.server_s, 3)
     return {**place._asdict(), **named, "cached_tokens": sums.cached_tokens}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from router.store.blobs import blob_files
+from router.store.blobs import blobs as blob_files
+from router.store.places.directory import Directory
 from tests.conftest import StartServer
 from tests.support.conversations.measuring import direct
 from tests.support.conversations.turns import (
@@ -54,7 +55,7 @@ async def test_memory_is_lost_at_a_restart(llama_server: StartServer, tmp_path: 
         async with running([("a", home.url)], home.kv_dir, yaml=yaml) as kvferry:
             first = await first_turn(kvferry, talk)
             await first_saved(kvferry, talk, first)
-            assert not blob_files.scan(blobs).blobs, "not old enough"
+            assert not blob_files.scan(Directory(blobs)).blobs, "not old enough"
         await home.restart()
         assert home.kv_dir is not None
         for path in home.kv_dir.iterdir():

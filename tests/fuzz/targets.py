@@ -17,7 +17,7 @@ from router.base import decoding
 from router.base.decoding import UndecodableError
 from router.base.errors import BackendError, BadRequestError, KvError
 from router.base.prefix_hash import split
-from router.base.types import OwnPrefill, PrefillProgress, SnapshotId
+from router.base.types import OwnPrefill, PrefillProgress
 from router.config.loader import ConfigError
 from router.config.schema import parse
 from router.hosts.messages import Hello, PromptRead, QuoteAsk, QuoteReply
@@ -31,6 +31,8 @@ from router.llama.routes import Shape
 from router.llama.wire import ParsedRequest, parse_completion, pin_slot, strip_slot
 from router.prompts.chat_template import LocalTemplate, _compiled
 from router.store import manifests
+from router.store.files import manifest_name
+from router.store.places.directory import Directory
 from router.web.server.content_encodings import ENCODINGS, BrokenEncodingError, Decoding
 from tests.support.paths import TEMPLATES
 
@@ -177,11 +179,11 @@ def files(raw: bytes) -> None:
     (_KV / PROOFS).write_bytes(raw)
     read_proofs(_KV)
     for summed in (raw, raw + xxhash.xxh3_128_digest(raw)):
-        path = manifests.path_of(_KV, SnapshotId("0" * 32))
-        path.write_bytes(summed)
+        name = manifest_name("0" * 32)
+        (_KV / name).write_bytes(summed)
         with suppress(KvError):
-            manifests.read(path)
-        path.unlink()
+            manifests.read(Directory(_KV), name)
+        (_KV / name).unlink()
 
 
 def configuration(raw: bytes) -> None:

@@ -12,7 +12,7 @@ import pytest
 import redis.asyncio
 
 from router.base.tasks import Tasks
-from router.hosts.directory import Directory, signed
+from router.hosts.directory import HostDirectory, signed
 from router.hosts.messages import Hello
 from router.servers.program import free_port
 from tests.support.servers.redis_server import RedisServer
@@ -26,7 +26,7 @@ SECRET = b"the secret of the fleet"
 @dataclass
 class Host:
     name: str
-    directory: Directory
+    directory: HostDirectory
 
 
 @asynccontextmanager
@@ -36,7 +36,7 @@ async def host(redis: RedisServer, name: str) -> AsyncIterator[Host]:
     def hello() -> Hello:
         return Hello(name, name, "1", "proof", url=f"http://{seen[-1]}:1")
 
-    directory = Directory(redis.url, name, hello, SECRET, seen.append)
+    directory = HostDirectory(redis.url, name, hello, SECRET, seen.append)
     tasks = Tasks()
     tasks.spawn(directory.run(), name=name)
     try:

@@ -9,21 +9,21 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_443,
-    "router/assembly": 2_379,
+    "router": 53_243,
+    "router/assembly": 2_380,
     "router/base": 1_758,
     "router/config": 1_958,
     "router/core": 9_973,
     "router/engine": 2_087,
-    "router/hosts": 1_549,
+    "router/hosts": 1_448,
     "router/llama": 5_977,
     "router/prompts": 2_348,
     "router/servers": 1_166,
-    "router/store": 6_573,
+    "router/store": 6_560,
     "router/telemetry": 1_846,
-    "router/tools": 7_795,
-    "router/web": 8_018,
-    "tests": 65_981,
+    "router/tools": 7_796,
+    "router/web": 7_930,
+    "tests": 66_046,
     "bench": 9_013,
 }
 # A part may shrink so far before its ceiling has to follow.

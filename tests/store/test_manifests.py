@@ -13,9 +13,10 @@ from msgspec.structs import replace
 from router.base.errors import KvError, KvFileError
 from router.base.types import Namespace, SnapshotId
 from router.store import manifests as module
-from router.store.files import LOCK, DirectoryLock
+from router.store.files import LOCK, DirectoryLock, manifest_name
 from router.store.format.split import Split
-from router.store.manifests import Manifest, WholeFile, path_of, read, write
+from router.store.manifests import Manifest, WholeFile
+from router.store.places.directory import Directory
 from tests.support.files.state_files import head
 
 
@@ -38,19 +39,31 @@ def summed(packed: bytes) -> bytes:
     return packed + xxhash.xxh3_128_digest(packed)
 
 
+def path_of(folder: Path, number: int) -> Path:
+    return folder / manifest_name(manifest(number).id)
+
+
+def write(folder: Path, made: Manifest, *, fsync: bool = True) -> None:
+    module.write(Directory(folder, fsync=fsync), made)
+
+
+def read(path: Path) -> Manifest:
+    return module.read(Directory(path.parent), path.name)
+
+
 def put(folder: Path, raw: bytes) -> Path:
-    path = path_of(folder, manifest(1).id)
+    path = path_of(folder, 1)
     path.write_bytes(raw)
     return path
 
 
 def test_round_trip(tmp_path: Path) -> None:
     for number in (3, 1):
-        write(tmp_path, manifest(number), fsync=True)
+        write(tmp_path, manifest(number))
     newer = replace(manifest(1), added_at=77.0)
-    write(tmp_path, newer, fsync=True)
-    assert read(path_of(tmp_path, manifest(1).id)) == newer
-    assert read(path_of(tmp_path, manifest(3).id)) == manifest(3)
+    write(tmp_path, newer)
+    assert read(path_of(tmp_path, 1)) == newer
+    assert read(path_of(tmp_path, 3)) == manifest(3)
 
 
 def test_cut_or_damaged_at_every_byte(tmp_path: Path) -> None:
@@ -105,7 +118,7 @@ def test_bytes_that_are_none(tmp_path: Path, raw: bytes) -> None:
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     real = tmp_path / "elsewhere"
     real.write_bytes(module.encode(manifest(1)))
-    path = path_of(tmp_path, manifest(1).id)
+    path = path_of(tmp_path, 1)
     path.symlink_to(real)
     with pytest.raises(KvFileError):
         read(path)
@@ -116,7 +129,7 @@ def test_a_manifest_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """The older one stays, and no half file."""
-    write(tmp_path, manifest(1), fsync=True)
+    write(tmp_path, manifest(1))
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -124,8 +137,8 @@ def test_a_manifest_that_cannot_be_written(
     with monkeypatch.context() as patch:
         patch.setattr(os, step, full)
         for one in (replace(manifest(1), added_at=5.0), manifest(2)):
-            with pytest.raises(OSError, match="No space left"):
-                write(tmp_path, one, fsync=True)
+            with pytest.raises(KvError, match="No space left"):
+                write(tmp_path, one)
 
     (path,) = tmp_path.iterdir()
     assert read(path) == manifest(1)
@@ -141,7 +154,7 @@ def test_bytes_then_name_then_return(tmp_path: Path, monkeypatch: pytest.MonkeyP
             real(*args)
 
         monkeypatch.setattr(os, name, wrapped)
-    write(tmp_path, manifest(1), fsync=True)
+    write(tmp_path, manifest(1))
     assert told == ["fsync", "rename", "fsync"]
     told.clear()
     write(tmp_path, manifest(2), fsync=False)
@@ -166,4 +179,4 @@ def test_another_directory_in_its_place(tmp_path: Path) -> None:
 def test_the_format_is_that_of_the_last_version() -> None:
     """A change of it needs another `FORMAT_VERSION`, or defaults for what is new."""
     assert module.FORMAT_VERSION == 1
-    assert xxhash.xxh3_64_hexdigest(module.encode(manifest(1))) == "d38cc87547196b13"
+    assert xxhash.xxh3_64_hexdigest(module.encode(manifest(1))) == "cb67b11bbd51f41e"

@@ -15,6 +15,7 @@ from router.base.errors import KvError, KvFileError
 from router.base.types import KvDir
 from router.store import files, manifests, records
 from router.store.files import manifest_name
+from router.store.places.directory import Directory
 from router.store.records import StoredSnapshot
 from router.store.store import KvStore
 from tests.support.files.state_files import full
@@ -169,7 +170,7 @@ async def test_crash_while_the_record_is_written(stores: Stores, store: KvStore)
     await store.aclose()
     written = at(kept.kv_dir, manifest_name(torn.id))
     os.truncate(written, 40)
-    written.rename(at(kept.kv_dir, f"{manifest_name(torn.id)}-0a.new"))
+    written.rename(at(kept.kv_dir, f"{manifest_name(torn.id)}-0a1b2c3d.new"))
 
     again = stores.make()
     assert [kept] == await again.load()
@@ -195,7 +196,7 @@ async def test_full_disk_can_still_be_emptied(
 ) -> None:
     snapshot = await put(store)
     await store.flush()
-    monkeypatch.setattr(files, "write_new", enospc)
+    monkeypatch.setattr(files, "put_whole", enospc)
     await store.delete(snapshot)
     assert set() == names(store)
 
@@ -208,7 +209,7 @@ async def test_leftovers_are_swept_and_others_left_alone(stores: Stores) -> None
     (directory / f"kvf-{'0' * 32}.kv").write_bytes(full(TOKENS))
     (directory / f"kvf-{'0' * 32}.json").write_bytes(b"x")
     (directory / f"kvf-{'0' * 32}.manifest").write_bytes(b"x")
-    (directory / f"kvf-{'0' * 32}.manifest-0a.new").write_bytes(b"x")
+    (directory / f"kvf-{'0' * 32}.manifest-0a1b2c3d.new").write_bytes(b"x")
     others = {"mine.bin", "kvf-1.kv", "kvf-x.part", ".hidden"}
     for name in others:
         (directory / name).write_bytes(b"x")
@@ -270,10 +271,11 @@ async def test_read_only_directory(stores: Stores, monkeypatch: pytest.MonkeyPat
 async def test_record_of_another_file_is_not_believed(stores: Stores, store: KvStore) -> None:
     snapshot = await put(store)
     await store.flush()
-    found = manifests.read(manifests.path_of(Path(snapshot.kv_dir), snapshot.id))
+    directory = Directory(Path(snapshot.kv_dir))
+    found = manifests.read(directory, manifest_name(snapshot.id))
     assert found.file is not None
     other = replace(found.file, inode=0, checksum="0" * 32)
-    manifests.write(Path(snapshot.kv_dir), replace(found, file=other), fsync=False)
+    manifests.write(directory, replace(found, file=other))
     _, loaded = await stores.restart(store)
     assert loaded == []
 

@@ -16,7 +16,7 @@ from router.base.decoding import UndecodableError, json_decoder
 from router.base.errors import KvFileError
 from router.llama.attach.probe_result import ProbeResult
 from router.llama.replies import ModelsInfo, Props
-from router.store.files import read_small, replace_small
+from router.store.files import put_whole, read_small
 
 NAME = "kvf-proofs.json"
 _MOST = 100  # servers; the last ones are kept
@@ -44,4 +44,4 @@ def read_proofs(folder: Path) -> dict[str, Proof]:
 
 def write_proofs(folder: Path, proofs: Mapping[str, Proof]) -> None:
     """Write the newest proofs. Raises OSError."""
-    replace_small(folder / NAME, msgspec.json.encode(dict([*proofs.items()][-_MOST:])))
+    put_whole(folder / NAME, msgspec.json.encode(dict([*proofs.items()][-_MOST:])))

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 from msgspec.structs import replace
@@ -29,14 +29,15 @@ from router.base.types import (
     SnapshotId,
 )
 from router.store import copies, files, manifests, shapes
-from router.store.blobs import blob_files
-from router.store.blobs.blob_files import Buffer
+from router.store.blobs import blobs
+from router.store.blobs.blobs import BlobReader
+from router.store.blobs.buffer import Buffer
 from router.store.blobs.split_snapshots import BlobSettings
 from router.store.blobs.tier import plan_of
 from router.store.files import os_errors
 from router.store.format.head import tokens_of
 from router.store.format.split import LEAST_BYTES
-from router.store.manifests import Manifest
+from router.store.manifests import Manifest, Part
 from router.store.records import StoredSnapshot
 from router.store.shapes import Inspected
 
@@ -51,16 +52,6 @@ _AT_ONCE = 4  # files that are made
 _MANIFESTS = 16  # kept, each with the tokens of a snapshot
 
 
-class Remote(Protocol):
-    """The parts of a snapshot on another host. Both calls are made in threads."""
-
-    def read(self, index: int, into: memoryview) -> None:
-        """Read one part, of just this size. Blocks. Raises OSError or KvError."""
-
-    def stop(self) -> None:
-        """Let all reads fail soon."""
-
-
 class Exchange:
     """Parts of the snapshots that a store holds. Calls raise KvError or KvFileError."""
 
@@ -68,13 +59,13 @@ class Exchange:
         self,
         owner: "KvStore",
         held: Mapping[SnapshotId, StoredSnapshot],
-        blobs: BlobSettings | None,
+        settings: BlobSettings | None,
         mode: int,
     ) -> None:
-        """`blobs`: settings of the tier, if there is one. `mode`: of a file that is made."""
+        """`settings`: of the tier, if there is one. `mode`: of a file that is made."""
         self._owner = owner
         self._held = held
-        self._least_bytes = LEAST_BYTES if blobs is None else blobs.least_bytes
+        self._least_bytes = LEAST_BYTES if settings is None else settings.least_bytes
         self._mode = mode
         # Apart from the threads that read: hosts that wait for each other would wait for ever.
         self._pool = ThreadPoolExecutor(_AT_ONCE, "kv-receive")
@@ -111,9 +102,9 @@ class Exchange:
         snapshot, split = held.snapshot.id, held.directory.split
         try:
             if held.snapshot.blobs and split is not None:
-                blobs = split.tier.directory
-                path = manifests.path_of(blobs.path, snapshot)
-                found = await blobs.threads.bulk(partial(manifests.read, path))
+                there = split.tier.directory
+                name = files.manifest_name(snapshot)
+                found = await there.threads.bulk(partial(manifests.read, there.place, name))
             else:
                 work = partial(_hashed, held, self._least_bytes)
                 threads = held.directory.threads
@@ -135,7 +126,8 @@ class Exchange:
         held = self._held.get(snapshot)
         if held is None:
             raise KvFileError(f"snapshot {snapshot} does not exist")
-        work, threads = partial(self._read, manifest, index, Buffer()), held.directory.threads
+        work = partial(self._read, snapshot, manifest.part(index), Buffer())
+        threads = held.directory.threads
         return await (threads.bulk(work) if hurried else threads.unhurried(work))
 
     async def receive(
@@ -144,11 +136,11 @@ class Exchange:
         namespace: Namespace,
         kind: MemoryKind,
         alike: Sequence[SnapshotId],
-        remote: Remote,
+        reading: BlobReader,
     ) -> Snapshot:
-        """Make a snapshot of a manifest and its parts. Cancelled, no file is left.
+        """Make a snapshot of a manifest and its blobs. Cancelled, no file is left.
 
-        `alike`: snapshots here that begin like it.
+        `alike`: snapshots here that begin like it; `reading`: the blobs that are not here.
         """
         local = await self._local(manifest, alike)
         directory = self._owner.kv_directory()
@@ -156,8 +148,8 @@ class Exchange:
         if self._closed or directory.threads.hangs:
             raise KvError(f"{directory.kv_dir} does not answer")
         target = directory.path / files.staging_name()
-        work = partial(self._assemble, manifest, kind, local, remote, target)
-        found, tokens = await self._make(work, target, remote)
+        work = partial(self._assemble, manifest, kind, local, reading, target)
+        found, tokens = await self._make(work, target, reading)
         staged = self._owner.stage(directory.kv_dir, target.name, found)
         try:
             return await self._owner.commit(replace(staged, tokens=tokens), namespace)
@@ -168,71 +160,58 @@ class Exchange:
 
     async def _local(
         self, manifest: Manifest, alike: Sequence[SnapshotId]
-    ) -> dict[Blob, tuple[Manifest, int]]:
-        """Return where this host has parts of a manifest."""
+    ) -> dict[Blob, tuple[SnapshotId, Part]]:
+        """Return where this host has blobs of a manifest."""
         wanted = set(manifest.sized)
-        found: dict[Blob, tuple[Manifest, int]] = {}
+        found: dict[Blob, tuple[SnapshotId, Part]] = {}
         for name in alike:
             with suppress(KvError):
-                own = await self.manifest(name)
-                for index, blob in enumerate(own.sized):
-                    if blob in wanted:
-                        found.setdefault(blob, (own, index))
+                for part in (await self.manifest(name)).parts:
+                    if part.blob in wanted:
+                        found.setdefault(part.blob, (name, part))
         return found
 
-    def _read(self, manifest: Manifest, index: int, buffer: Buffer) -> memoryview:
-        """Read one part from the whole file, or from the tier. In a thread."""
-        held, blob = self._held.get(manifest.id), manifest.sized[index]
-        if held is None:
-            raise KvFileError(f"snapshot {manifest.id} does not exist any more")
-        if held.snapshot.whole:
-            raw = buffer.of(blob.size_bytes)
+    def _read(self, snapshot: SnapshotId, part: Part, buffer: Buffer) -> memoryview:
+        """Read one part from the whole file, unchecked, or from the tier. In a thread."""
+        held = self._held.get(snapshot)
+        if held is None or (held.directory.split is None and not held.snapshot.whole):
+            raise KvFileError(f"snapshot {snapshot} does not exist any more")
+        if held.snapshot.whole or held.directory.split is None:
+            raw = buffer.of(part.blob.size_bytes)
             with files.open_regular(held.path) as file:
-                copies.gather(file.fileno(), manifest.split.spans_of(index), raw)
+                copies.gather(file.fileno(), part.spans, raw)
             return raw
-        return blob_files.read(held.directory.path, blob, buffer)
+        return held.directory.split.tier.read(part, buffer)
 
     def _assemble(
         self,
         manifest: Manifest,
         kind: MemoryKind,
-        local: Mapping[Blob, tuple[Manifest, int]],
-        remote: Remote,
+        local: Mapping[Blob, tuple[SnapshotId, Part]],
+        reading: BlobReader,
         target: Path,
     ) -> tuple[Inspected, Tokens]:
         """Make the file and check it; its host has padded it already. In a thread."""
-        places = {blob: index for index, blob in enumerate(manifest.sized)}
 
-        def read(blob: Blob, buffer: Buffer) -> memoryview:
-            if (own := local.get(blob)) is not None:
+        def read(part: Part, buffer: Buffer) -> memoryview:
+            if (own := local.get(part.blob)) is not None:
                 with suppress(KvError, OSError):  # deleted meanwhile, or damaged
                     raw = self._read(*own, buffer)
-                    if blob_files.blob_of(raw) == blob:
+                    if blobs.blob_of(raw) == part.blob:
                         return raw
-            raw = buffer.of(blob.size_bytes)
-            remote.read(places[blob], raw)
-            if blob_files.blob_of(raw) != blob:
-                raise KvFileError("a part has other content than its name says")
-            return raw
+            return reading.read(part.blob, buffer)
 
         try:
-            blob_files.assemble(
-                manifest.head,
-                manifest.parts,
-                target,
-                manifest.split.size_bytes,
-                self._mode,
-                read,
-            )
+            blobs.assemble(manifest, target, self._mode, read)
             found = shapes.inspect(target, manifest.split.size_bytes, kind)
             tokens = tokens_of(found.head, manifest.media)
             return dataclasses.replace(found, padded=manifest.extendable), tokens
         except BaseException:
-            remote.stop()
+            reading.stop()
             target.unlink(missing_ok=True)
             raise
 
-    async def _make(self, work: Callable[[], T], target: Path, remote: Remote) -> T:
+    async def _make(self, work: Callable[[], T], target: Path, reading: BlobReader) -> T:
         """Do work that makes a file; its thread goes on a little if this is cancelled."""
         making = asyncio.get_running_loop().run_in_executor(self._pool, work)
         self.n_working += 1
@@ -241,7 +220,7 @@ class Exchange:
             with os_errors("kv exchange"):
                 return await asyncio.shield(making)
         except asyncio.CancelledError:
-            remote.stop()
+            reading.stop()
             making.add_done_callback(lambda done: self._undo(done, target))
             raise
 
@@ -257,5 +236,8 @@ class Exchange:
 def _hashed(held: StoredSnapshot, least_bytes: int) -> Manifest:
     """Return the manifest of a whole file. Raises KvFileError if it is not as committed."""
     head, plan = plan_of(held.path, held.identity, least_bytes)
-    parts = blob_files.parts_of(held.path, held.identity, plan.spans())
-    return manifests.manifest_of(held.snapshot, head, plan, [blob for blob, _ in parts])
+    ids, sums = list[Blob](), bytearray()
+    for blob, raw in blobs.blobs_in(held.path, held.identity, plan.spans()):
+        ids.append(blob)
+        sums += blobs.sum_of(raw)
+    return manifests.manifest_of(held.snapshot, head, plan, ids, bytes(sums))

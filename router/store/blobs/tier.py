@@ -5,7 +5,7 @@ docs/adr/0029. Call all from one event loop. Calls raise KvError or KvFileError.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,13 +18,17 @@ from router.base.errors import KvError, KvFileError
 from router.base.shared_bytes import SharedBytes
 from router.base.types import Blob, KvDir, Snapshot, SnapshotId
 from router.store import files, manifests
-from router.store.blobs import blob_files
+from router.store.blobs import blobs
+from router.store.blobs.blobs import local_name
+from router.store.blobs.buffer import Buffer
 from router.store.blobs.write_budget import WriteBudget
 from router.store.files import Identity
 from router.store.format.head import read_head
 from router.store.format.layout import OPAQUE, read_layout
 from router.store.format.split import LEAST_BYTES, Split, split
 from router.store.io_pool import Threads
+from router.store.manifests import Part
+from router.store.places.directory import Directory
 from router.store.records import KvDirectory, StoredSnapshot
 
 log = structlog.get_logger(__name__)
@@ -46,7 +50,6 @@ class BlobTier:
     """All manifests and blobs of one directory, which is locked while it is open."""
 
     directory: KvDirectory
-    fsync: bool = True
     least_bytes: int = LEAST_BYTES
     shared: SharedBytes[SnapshotId] = field(default_factory=SharedBytes)
     counts: TierCounts = field(default_factory=TierCounts)
@@ -59,34 +62,51 @@ class BlobTier:
         return self.directory.kv_dir
 
     @property
-    def _root(self) -> Path:
-        return self.directory.path
+    def _place(self) -> Directory:
+        return self.directory.place
 
     def __contains__(self, snapshot: SnapshotId) -> bool:
         return snapshot in self.shared
 
     async def load(self) -> list[Snapshot]:
         """Read the directory; return the snapshots with all of their blobs. Removes all else."""
-        paths = [self._root / name for name in self.directory.names]
-        there = await self._threads.unhurried(partial(blob_files.scan, self._root))
-        found, leftovers = list[Snapshot](), there.leftovers
+        there = await self._threads.unhurried(partial(blobs.scan, self._place))
+        found, leftovers, names = list[Snapshot](), there.leftovers, self.directory.names
         kept: dict[Blob, Blob] = {}  # one object for each, however many manifests name it
-        for first in range(0, len(paths), _READ_AT_ONCE):
-            some = paths[first : first + _READ_AT_ONCE]
-            for snapshot in await self._threads.unhurried(partial(_read_all, some, self.kv_dir)):
+        for first in range(0, len(names), _READ_AT_ONCE):
+            some = names[first : first + _READ_AT_ONCE]
+            for snapshot in await self._threads.unhurried(partial(self._read_all, some)):
                 if there.blobs.issuperset(snapshot.blobs):
-                    blobs = tuple(kept.setdefault(blob, blob) for blob in snapshot.blobs)
-                    self.shared.put(snapshot.id, blobs)
-                    found.append(replace(snapshot, blobs=blobs))
+                    held = tuple(kept.setdefault(blob, blob) for blob in snapshot.blobs)
+                    self.shared.put(snapshot.id, held)
+                    found.append(replace(snapshot, blobs=held))
                     continue
                 log.warning("snapshot_not_recovered", snapshot=snapshot.id, reason="blobs missing")
-                leftovers.append(manifests.path_of(self._root, snapshot.id))
-        unused = [blob for blob in there.blobs if not self.shared.has(blob)]
-        leftovers += [blob_files.path_of(self._root, blob.id) for blob in unused]
+                leftovers.append(files.manifest_name(snapshot.id))
+        leftovers += [local_name(blob) for blob in there.blobs if not self.shared.has(blob)]
         if leftovers:
-            await self._threads.unhurried(partial(_remove, leftovers))
+            await self._threads.unhurried(partial(self._delete, leftovers))
             log.info("leftovers_removed", kv_dir=self.kv_dir, files=len(leftovers))
         return found
+
+    def _read_all(self, names: Iterable[str]) -> list[Snapshot]:
+        """Read manifests; remove those that are damaged. Raises KvError for a later version."""
+        found: list[Snapshot] = []
+        for name in names:
+            try:
+                manifest = manifests.read(self._place, name)
+                if manifest.file is not None:
+                    raise KvFileError("it is of a file, in a directory of blobs")
+                found.append(manifest.snapshot(self.kv_dir))
+            except KvFileError as error:
+                log.warning("manifest_damaged", file=name, reason=str(error))
+                self._delete([name])
+        return found
+
+    def _delete(self, names: Sequence[str]) -> None:
+        """Delete files; what cannot be deleted is found at the next start."""
+        with suppress(KvError):
+            self._place.delete(names)
 
     async def write(self, held: StoredSnapshot) -> Snapshot:
         """Write the blobs of a state file that are not there yet, and the manifest after them.
@@ -98,10 +118,10 @@ class BlobTier:
         await self._threads.quick(self._check)
         async with self._changing:
             work = partial(self._write, held.path, held.identity, snapshot)
-            blobs = await self._threads.unhurried(work)
-            self.shared.put(snapshot.id, blobs)
+            written = await self._threads.unhurried(work)
+            self.shared.put(snapshot.id, written)
         self.counts.split_bytes += snapshot.size_bytes
-        return replace(snapshot, blobs=blobs)
+        return replace(snapshot, blobs=written)
 
     def _check(self) -> None:
         try:
@@ -111,16 +131,13 @@ class BlobTier:
 
     def _write(self, path: Path, identity: Identity, snapshot: Snapshot) -> tuple[Blob, ...]:
         head, plan = plan_of(path, identity, self.least_bytes)
-        written = blob_files.write_blobs(
-            self._root, path, identity, plan.spans(), fsync=self.fsync, wrote=self._wrote
-        )
-        manifest = manifests.manifest_of(snapshot, head, plan, written.blobs)
+        written = blobs.write_blobs(self._place, path, identity, plan.spans(), self._wrote)
+        manifest = manifests.manifest_of(snapshot, head, plan, written.blobs, written.sums)
         try:
-            size_bytes = manifests.write(self._root, manifest, fsync=self.fsync)
-        except OSError:
-            _remove(blob_files.path_of(self._root, blob.id) for blob in written.new)
+            self._wrote(manifests.write(self._place, manifest))
+        except KvError:
+            self._delete([local_name(blob) for blob in written.new])
             raise
-        self._wrote(size_bytes)
         return written.blobs
 
     def _wrote(self, size_bytes: int) -> None:
@@ -130,14 +147,26 @@ class BlobTier:
     def assembly(self, snapshot: SnapshotId, target: Path, mode: int) -> Callable[[], Identity]:
         """Return a function for a thread that makes the state file `target`.
 
-        It raises DamagedBlobError, KvFileError, KvError and OSError.
+        It raises BlobError, KvFileError, KvError and OSError.
         """
-        return partial(_assemble, self._root, snapshot, target, mode)
+
+        def work() -> Identity:
+            manifest = manifests.read(self._place, files.manifest_name(snapshot))
+            return blobs.assemble(manifest, target, mode, self.read)
+
+        return work
+
+    def read(self, part: Part, buffer: Buffer) -> memoryview:
+        """Return the bytes of a blob, checked; valid until the next use of `buffer`.
+
+        In a thread. Raises KvError, BlobError.
+        """
+        name = local_name(part.blob)
+        return blobs.read(self._place, name, part.blob, buffer, known=part.known)
 
     async def forget(self, snapshot: SnapshotId) -> None:
         """Remove the manifest of a snapshot at once; its blobs stay until `remove`."""
-        path = manifests.path_of(self._root, snapshot)
-        await self._threads.unhurried(partial(_remove, [path]))
+        await self._threads.unhurried(partial(self._delete, [files.manifest_name(snapshot)]))
 
     async def remove(self, snapshot: SnapshotId) -> None:
         """Remove a snapshot, if it is there: its manifest, then the blobs that no other has."""
@@ -145,34 +174,34 @@ class BlobTier:
             if snapshot not in self.shared:
                 return
             unused = self.shared.remove(snapshot)
-            paths = [manifests.path_of(self._root, snapshot)]
-            paths += [blob_files.path_of(self._root, blob.id) for blob in unused]
-            await self._threads.unhurried(partial(_remove, paths))
+            names = [files.manifest_name(snapshot), *map(local_name, unused)]
+            await self._threads.unhurried(partial(self._delete, names))
 
     async def damaged(self, blob: Blob) -> list[SnapshotId]:
         """Remove a blob if it is damaged; return the snapshots that need it."""
         async with self._changing:  # a split may have found it, or have written it anew
-            check = partial(_removed_if_damaged, self._root, blob)
-            if not await self._threads.unhurried(check):
+            if not await self._threads.unhurried(partial(self._removed_if_damaged, blob)):
                 return []
             self.counts.damaged += 1
             log.warning("blob_damaged", blob=blob.id.hex())
             return self.shared.items_with(blob)
 
+    def _removed_if_damaged(self, blob: Blob) -> bool:
+        try:
+            blobs.read(self._place, local_name(blob), blob, Buffer())
+        except KvFileError:
+            self._delete([local_name(blob)])
+            return True
+        return False
+
     async def note(self, budget: WriteBudget) -> None:
         """Write down for the next run what was written. Raises KvError."""
         await self._threads.quick(self._check)
-        await self._threads.unhurried(partial(budget.write, self._root))
+        await self._threads.unhurried(partial(budget.write, self.directory.path))
 
     @property
     def _threads(self) -> Threads:
         return self.directory.threads
-
-
-def _assemble(root: Path, snapshot: SnapshotId, target: Path, mode: int) -> Identity:
-    one = manifests.read(manifests.path_of(root, snapshot))
-    read = partial(blob_files.read_checked, root)
-    return blob_files.assemble(one.head, one.parts, target, one.split.size_bytes, mode, read)
 
 
 def plan_of(path: Path, expected: Identity, least_bytes: int) -> tuple[bytes, Split]:
@@ -190,34 +219,3 @@ def plan_of(path: Path, expected: Identity, least_bytes: int) -> tuple[bytes, Sp
             layout = OPAQUE
         file.seek(0)
         return file.read(head.end), split(head.end, layout, expected.size_bytes, least_bytes)
-
-
-def _read_all(paths: Iterable[Path], kv_dir: KvDir) -> list[Snapshot]:
-    """Read manifests; remove those that are damaged. Raises KvError for a later version."""
-    found: list[Snapshot] = []
-    for path in paths:
-        try:
-            manifest = manifests.read(path)
-            if manifest.file is not None:
-                raise KvFileError("it is of a file, in a directory of blobs")
-            found.append(manifest.snapshot(kv_dir))
-        except KvFileError as error:
-            log.warning("manifest_damaged", file=path.name, reason=str(error))
-            _remove([path])
-    return found
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    """Remove files; one that cannot be removed must not keep the others."""
-    for path in paths:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-
-
-def _removed_if_damaged(root: Path, blob: Blob) -> bool:
-    """Remove a blob if it is damaged or missing; return whether it is."""
-    if not blob_files.is_damaged(root, blob):
-        return False
-    with suppress(OSError):
-        blob_files.unlink(root, blob.id)
-    return True

@@ -13,7 +13,7 @@ import msgspec
 
 from router.base.decoding import UndecodableError, json_decoder
 from router.base.errors import KvFileError
-from router.store.files import read_small, replace_small
+from router.store.files import put_whole, read_small
 
 NAME = "written.json"
 _HOUR_S = 3600
@@ -80,4 +80,4 @@ class WriteBudget:
         """Write it for the next run. Blocks. Raises OSError."""
         while len(self._hours) > _HOURS:
             self._hours.popleft()
-        replace_small(root / NAME, msgspec.json.encode(list(self._hours)))
+        put_whole(root / NAME, msgspec.json.encode(list(self._hours)))

@@ -20,8 +20,8 @@ from router.base.tasks import Tasks
 from router.base.tokens import Tokens
 from router.base.types import Blob, ColdStatus, Snapshot, SnapshotId, Tenant
 from router.store import manifests
-from router.store.blobs import blob_files
-from router.store.blobs.blob_files import Buffer
+from router.store.blobs.blobs import BlobError, BlobReader
+from router.store.blobs.buffer import Buffer
 from router.store.blobs.exchange import Exchange
 from router.store.cold.index import ColdIndex, ColdMatch
 from router.store.cold.names import (
@@ -34,9 +34,10 @@ from router.store.cold.names import (
     StateName,
     is_ours,
 )
-from router.store.cold.objects import MissingError, Objects
-from router.store.cold.seals import Seal
 from router.store.io_pool import Threads
+from router.store.places.directory import Directory
+from router.store.places.place import MissingError, Place, clock
+from router.store.places.seals import Sealed
 from router.store.purges import FOLDER
 
 T = TypeVar("T")
@@ -104,26 +105,31 @@ class ColdTier:
 
     def __init__(
         self,
-        objects: Objects,
+        place: Place,
         names: Names,
-        seal: Seal,
+        seal: Sealed | None,
         exchange: Exchange,
         kept: KeptSnapshots,
         settings: ColdSettings,
         wall_now: Callable[[], float],
     ) -> None:
-        """`wall_now`: seconds since the epoch, as snapshots have them."""
-        self._objects = objects
+        """`seal`: how objects are encrypted; None: they are not.
+
+        `wall_now`: seconds since the epoch, as snapshots have them.
+        """
+        self._place = place
         self._names = names
         self._seal = seal
         self._exchange = exchange
         self._kept = kept
         self._settings = settings
         self._wall_now = wall_now
+        # A directory has no rules that remove what is old, as buckets do.
+        self._sweeps = isinstance(place, Directory)
         self._tasks = Tasks()
         # Apart: what a request waits for is not behind a listing or a copy.
-        self._reads = Threads(objects.place.url, lambda: None, self._tasks.spawn)
-        self._works = Threads(objects.place.url, lambda: None, self._tasks.spawn)
+        self._reads = Threads(place.url, lambda: None, self._tasks.spawn)
+        self._works = Threads(place.url, lambda: None, self._tasks.spawn)
         self._index = ColdIndex()
         self._named: dict[SnapshotId, StateName] = {}  # of snapshots here
         self._young: set[StateKey] = set()  # states that need no writing again
@@ -152,7 +158,7 @@ class ColdTier:
     @property
     def url(self) -> str:
         """Return where the tier is."""
-        return self._objects.place.url
+        return self._place.url
 
     def status(self) -> ColdStatus:
         """Return the state of the tier."""
@@ -189,64 +195,51 @@ class ColdTier:
     async def manifest(self, state: StateName, owned: Owned) -> bytes:
         """Return the manifest of a state, as `manifests.encode` made it. Raises KvError."""
         try:
-            sealed = await self._reads.bulk(partial(self._objects.get, state.path))
+            sealed = await self._reads.bulk(partial(self._place.get, state.path))
             return await self._reads.bulk(partial(self._opened, state, owned, sealed))
         except KvFileError as error:
-            await self._give_up(state, error)
+            await self.give_up(state, error)
             raise
 
     def _opened(self, state: StateName, owned: Owned, sealed: bytes) -> bytes:
-        opened = bytearray(max(len(sealed) - self._seal.sealed_bytes(0), 0))
-        self._seal.open(state.path, memoryview(sealed), memoryview(opened))
-        raw = bytes(opened)
+        raw = sealed
+        if self._seal is not None:
+            opened = bytearray(max(len(sealed) - self._seal.sealed_bytes(0), 0))
+            self._seal.open(state.path, memoryview(sealed), memoryview(opened))
+            raw = bytes(opened)
         manifest = manifests.decode(raw, state.path)
         tokens, size_bytes = manifest.tokens, manifest.split.size_bytes
         if self._names.state(*owned, manifest.id, tokens, size_bytes) != state:
             raise KvFileError(f"{state.path} is of another state")
         return raw
 
-    async def read_part(
-        self,
-        state: StateName,
-        blob: Blob,
-        into: memoryview,
-        is_stopped: Callable[[], bool],
-    ) -> None:
-        """Read one blob of a state, checked. Raises KvError."""
-        path = self._names.blob(state.tenant, blob)
+    def reading(self, state: StateName, ends_at: float, now: Callable[[], float]) -> BlobReader:
+        """Return the reader of a state's blobs, until `ends_at` in clock seconds."""
 
-        def read() -> None:
-            size_bytes = self._seal.sealed_bytes(len(into))
-            same = size_bytes == len(into)
-            sealed = into if same else Buffer().of(size_bytes)
-            self._objects.read(path, sealed, is_stopped)
-            if not same:
-                self._seal.open(path, sealed, into)
-            if blob_files.blob_of(into) != blob:
-                raise KvFileError(f"{path} has other content than its name says")
+        def count() -> None:
+            self._counts["fetched"] += made.done_bytes
 
-        try:
-            await self._reads.bulk(read)
-        except KvFileError as error:
-            await self._give_up(state, error, path)
-            raise
-        self._counts["fetched"] += len(into)
+        name_of, seal = partial(self._names.blob, state.tenant), self._seal
+        made = BlobReader(self._place, name_of, seal=seal, ends_at=ends_at, now=now, close=count)
+        return made
 
-    async def _give_up(self, state: StateName, error: KvFileError, blob: str = "") -> None:
+    async def give_up(self, state: StateName, error: KvFileError) -> None:
         """Forget a state that cannot be read, and delete it with its blob that is at fault.
 
         So a host that has it writes both again. Where nothing can be deleted, it is not used.
         """
-        kind = "missing" if isinstance(error, MissingError) else "damaged"
+        bad, missing = [state.path], isinstance(error, MissingError)
+        if isinstance(error, BlobError):
+            bad, missing = [*bad, self._names.blob(state.tenant, error.blob)], error.is_missing
+        kind = "missing" if missing else "damaged"
         log.warning("cold_state_given_up", kind=kind, reason=str(error))
         self._counts[kind] += 1
         self._index.drop(state)
         self._young.discard(state.key)
-        self._seen.discard(blob)
+        self._seen.difference_update(bad)
         self._lost[state.path] = self._store_now
         with suppress(KvError):
-            bad = [state.path, *([blob] if blob else [])]
-            await self._works.bulk(partial(self._objects.delete, bad))
+            await self._works.bulk(partial(self._place.delete, bad))
 
     def doubt(self) -> None:
         """Use the tier no more until it was listed again: a fetch has failed."""
@@ -310,12 +303,15 @@ class ColdTier:
         """
         begun = asyncio.get_running_loop().time()
         try:
-            self._store_now, self._unwritable = await self._works.bulk(self._objects.clock), ""
+            self._store_now, self._unwritable = (
+                await self._works.bulk(partial(clock, self._place)),
+                "",
+            )
         except KvError as error:
             if not self._unwritable:
                 log.warning("cold_tier_not_written", url=self.url, reason=str(error))
             self._store_now, self._unwritable = self._wall_now(), str(error)
-        if self._objects.place.is_directory and self._is_due(self._swept_at, _SWEPT_S):
+        if self._sweeps and self._is_due(self._swept_at, _SWEPT_S):
             self._swept_at = begun
             await self._slowly(self._sweep)
         listed = await self._slowly(self._listed)
@@ -330,10 +326,10 @@ class ColdTier:
         now, keep_s = self._store_now, self._settings.keep_s
         found = [
             (meta, state)
-            for meta in self._objects.listing(STATES)
+            for meta in self._place.listing(STATES)
             if now - meta.changed_at < keep_s
-            and self._lost.get(meta.path, meta.changed_at - 1) < meta.changed_at
-            and (state := self._names.read_state(meta.path)) is not None
+            and self._lost.get(meta.name, meta.changed_at - 1) < meta.changed_at
+            and (state := self._names.read_state(meta.name)) is not None
         ]
         found.sort(key=lambda one: one[0].changed_at)
         if len(found) > _MOST_STATES:
@@ -341,7 +337,7 @@ class ColdTier:
             del found[:-_MOST_STATES]
         young = {state.key for meta, state in found if now - meta.changed_at < keep_s / 2}
         index = ColdIndex(state for _, state in found)
-        return _Listed(index, young, [one.path for one in self._objects.listing(PURGED)])
+        return _Listed(index, young, [one.name for one in self._place.listing(PURGED)])
 
     def _sweep(self) -> None:
         """Remove what is too old: a directory has no rules for that, as buckets do.
@@ -353,9 +349,9 @@ class ColdTier:
             return
         for prefix, keeps in ((STATES, 1), (BLOBS, 2), (PURGED, 2), (CHECKS, 0)):
             oldest = self._store_now - keeps * self._settings.keep_s
-            found = self._objects.listing(prefix)
-            self._objects.delete(
-                [one.path for one in found if one.changed_at < oldest and is_ours(one.path)]
+            found = self._place.listing(prefix)
+            self._place.delete(
+                [one.name for one in found if one.changed_at < oldest and is_ours(one.name)]
             )
 
     # -- to the tier -----------------------------------------------------------------------------
@@ -446,8 +442,9 @@ class ColdTier:
         """Return whether a blob is there, and will be for as long as a new state may stay."""
         if path in self._seen:
             return True
-        found = await self._works.bulk(partial(self._objects.head, path))
-        if found is None or found.size_bytes != self._seal.sealed_bytes(blob.size_bytes):
+        found = await self._works.bulk(partial(self._place.head, path))
+        size = blob.size_bytes if self._seal is None else self._seal.sealed_bytes(blob.size_bytes)
+        if found is None or found.size_bytes != size:
             return False
         if self._store_now - found.changed_at > self._settings.keep_s:
             return False
@@ -463,8 +460,8 @@ class ColdTier:
         """Write one object of a tenant, of which there were `before` purges. Raises KvError."""
 
         def put() -> int:
-            sealed = self._seal.seal(path, raw, Buffer())
-            self._objects.put(path, sealed)
+            sealed = raw if self._seal is None else self._seal.seal(path, raw, Buffer())
+            self._place.put(path, sealed)
             return len(sealed)
 
         async with self._putting:
@@ -487,7 +484,7 @@ class ColdTier:
         found = [
             state for name in named.values() if name.marks for state in self._index.equal(name)
         ]
-        await self._works.bulk(partial(self._objects.delete, [one.path for one in found]))
+        await self._works.bulk(partial(self._place.delete, [one.path for one in found]))
         for state in found:
             self._index.drop(state)
             self._young.discard(state.key)
@@ -506,9 +503,9 @@ class ColdTier:
         self._purges[folder] += 1
         try:
             async with self._putting:
-                now = await self._works.bulk(self._objects.clock)
+                now = await self._works.bulk(partial(clock, self._place))
                 name = self._names.purge(folder, now, note)
-                await self._works.bulk(partial(self._objects.put, name, b"kvferry"))
+                await self._works.bulk(partial(self._place.put, name, b"kvferry"))
             deleted = await self._clear(folder)
             await self._kept.tell([note])
             return deleted
@@ -531,11 +528,11 @@ class ColdTier:
         deleted, names = set[str](), set[str]()
         for prefix in (f"{STATES}{folder}/", f"{BLOBS}{folder}/"):
             for _ in range(_ROUNDS):
-                found = self._objects.listing(prefix)
-                names = {one.path for one in found if before is None or one.changed_at < before}
+                found = self._place.listing(prefix)
+                names = {one.name for one in found if before is None or one.changed_at < before}
                 if not names:
                     break
-                self._objects.delete(list(names))
+                self._place.delete(list(names))
                 deleted |= names
             else:
                 raise KvError(f"{len(names)} objects of the tenant could not be deleted")

@@ -10,6 +10,7 @@ from router.assembly.hosts import ColdStore, cold_parts
 from router.base.errors import KvError
 from router.config.schema import Config
 from router.store.cold.names import CHECKS, STATES
+from router.store.places.place import clock
 from router.tools.console.format import number_of, size
 from router.tools.doctor.findings import Finding, Level
 
@@ -36,30 +37,30 @@ async def of_cold(config: Config) -> list[Finding]:
     if config.cold.key_file is None:
         told = "nothing there is encrypted: who reads it reads the prompts"
         found.append(Finding(Level.NOTE, told, "set cold.key_file: openssl rand -base64 48"))
-    if not store.objects.place.is_directory:
+    if not config.cold.url.startswith("/"):
         found.append(Finding(Level.NOTE, f"the bucket needs {_RULES}"))
     return found
 
 
 def _looked(store: ColdStore) -> Finding:
     """Write, list and delete as much as a large state, and return what that shows."""
-    objects, name = store.objects, f"{CHECKS}{token_hex(8)}"
+    place, name = store.place, f"{CHECKS}{token_hex(8)}"
     for _ in range(2):  # a store that refuses to overwrite has taken the first
-        objects.clock()
+        clock(place)
     begun = perf_counter()
-    objects.put(name, os.urandom(_BYTES))
+    place.put(name, os.urandom(_BYTES))
     took_s = perf_counter() - begun
-    found = [one for one in objects.listing(CHECKS) if one.path == name]
-    objects.delete([name])
+    found = [one for one in place.listing(CHECKS) if one.name == name]
+    place.delete([name])
     if not found or found[0].size_bytes != _BYTES:
         raise KvError("what was written is not in its listing")
-    if objects.head(name) is not None:
+    if place.head(name) is not None:
         raise KvError("what is deleted there stays: a purge would have no effect")
-    names = [store.names.read_state(one.path) for one in objects.listing(STATES)]
+    names = [store.names.read_state(one.name) for one in place.listing(STATES)]
     states = [one for one in names if one is not None]
     amount = (
         f"{number_of(len(states), 'state')}, {size(sum(s.size_bytes for s in states))} of files"
     )
     speed = f"{_BYTES / took_s / 1e6:.0f} MB/s"
     checked = f"{size(_BYTES)} written at {speed}, listed and deleted"
-    return Finding(Level.OK, f"{objects.place.url}: {amount}; {checked}")
+    return Finding(Level.OK, f"{place.url}: {amount}; {checked}")

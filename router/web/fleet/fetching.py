@@ -6,9 +6,8 @@ wrong, the prompt is computed.
 
 import asyncio
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 from msgspec import Struct
@@ -17,20 +16,20 @@ from router.base.errors import BackendError, BackendRefusedError, KvError, KvFil
 from router.base.prefix_hash import STEP
 from router.base.tasks import spawn
 from router.base.tokens import common_prefix, count
-from router.base.types import BackendInfo, KvDir, Request, Snapshot, Tenant
+from router.base.types import BackendInfo, Blob, KvDir, Request, Snapshot, Tenant
 from router.core.model import events as ev
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Offered, Quote
 from router.core.model.tenancy import is_of, model_of, namespace_of, tenant_of
 from router.engine.engine import Engine
 from router.hosts.link import Link
-from router.hosts.messages import ExportAsk
-from router.hosts.parts import PeerParts
+from router.hosts.messages import PART, ExportAsk
 from router.hosts.peer import Peer
 from router.llama.attach.namespace import is_same
 from router.store import manifests
-from router.store.blobs.exchange import Remote
+from router.store.blobs.blobs import BlobError, BlobReader
 from router.store.manifests import Manifest
+from router.store.places.peer import PeerPlace
 from router.store.store import KvStore
 from router.telemetry.hosts_metrics import FetchMetrics
 
@@ -44,6 +43,23 @@ class _OtherError(KvError):
     """A host hands out something else than it offered."""
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A state that somebody hands out. `name`: of who does, for people; `key`: one for one fetch.
+
+    `link` learns from the fetch. `manifest` returns the manifest within so many seconds, and raises
+    BackendError or KvError; `reading` returns the reader of its blobs until then, in clock seconds.
+    `give_up`: told what is wrong with a state that is offered no more; None: the link is to blame.
+    """
+
+    name: str
+    key: bytes
+    link: Link
+    manifest: Callable[[float], Awaitable[bytes]]
+    reading: Callable[[Manifest, float], BlobReader]
+    give_up: Callable[[KvFileError], Awaitable[None]] | None = None
+
+
 class Way(Struct, frozen=True):
     """A state to fetch: the host that has it, what it is, and the quote with the state fetched.
 
@@ -53,78 +69,31 @@ class Way(Struct, frozen=True):
     holder: str
     offered: Offered
     quote: Quote
-    cold: "Holder | None" = None
+    cold: Held | None = None
 
 
-class ReadParts(Remote, Protocol):
-    """The parts of a state, and what was read of them. Call `stop` last."""
+def held_by(
+    peer: Peer,
+    ask: ExportAsk,
+    key: bytes,
+    tls: ssl.SSLContext | None,
+    now: Callable[[], float],
+) -> Held:
+    """Return what a peer hands out for one question."""
 
-    @property
-    def read_bytes(self) -> int:
-        """Return the bytes read so far."""
+    def reading(manifest: Manifest, ends_at: float) -> BlobReader:
+        place, snapshot = PeerPlace(peer.url, tls), manifest.id
+        index = {blob: number for number, blob in enumerate(manifest.sized)}
 
-    @property
-    def reading_s(self) -> float:
-        """Return the seconds from the first question to the last byte."""
+        def name_of(blob: Blob) -> str:
+            return f"{PART}?snapshot={snapshot}&index={index[blob]}"
 
+        return BlobReader(place, name_of, ends_at=ends_at, now=now, close=place.close)
 
-class Holder(Protocol):
-    """Who hands out one state, and the link to it."""
+    async def manifest(limit_s: float) -> bytes:
+        return await peer.export(ask, limit_s)
 
-    @property
-    def name(self) -> str:
-        """Return its name, for people."""
-
-    @property
-    def key(self) -> bytes:
-        """Return the key under which concurrent requests share one fetch."""
-
-    @property
-    def link(self) -> Link:
-        """Return the link, which learns from the fetch."""
-
-    @property
-    def forgets(self) -> bool:
-        """Return whether it offers a bad state no more: then the link is not to blame."""
-
-    async def manifest(self, limit_s: float) -> bytes:
-        """Return the manifest of the state. Raises BackendError, KvError."""
-
-    def parts(self, manifest: Manifest, ends_at: float) -> ReadParts:
-        """Return the reader of its parts, until `ends_at` in clock seconds."""
-
-
-class Cold(Protocol):
-    """The cold tier (`cold.py`)."""
-
-    def found(self, request: Request, info: BackendInfo) -> tuple[Holder, Offered] | None:
-        """Return the state that spares most of a request, and its holder. None: there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class _HeldByPeer:
-    """What a peer hands out for one question. Implements `Holder`."""
-
-    peer: Peer
-    ask: ExportAsk
-    tls: ssl.SSLContext | None
-    now: Callable[[], float]
-    key: bytes = b""
-    forgets: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.peer.name
-
-    @property
-    def link(self) -> Link:
-        return self.peer.link
-
-    async def manifest(self, limit_s: float) -> bytes:
-        return await self.peer.export(self.ask, limit_s)
-
-    def parts(self, manifest: Manifest, ends_at: float) -> PeerParts:
-        return PeerParts(self.peer.url, manifest.id, self.tls, ends_at, self.now)
+    return Held(peer.name, key, peer.link, manifest, reading)
 
 
 @dataclass(slots=True)
@@ -137,15 +106,16 @@ class _UnderWay:
 
 
 class Fetching:
-    """Fetches for this host. `tls`: of the connections to peers; `cold`: the cold tier, if any.
+    """Fetches for this host. `tls`: of the connections to peers.
 
-    `peers` returns a host by its incarnation or URL; None: it is not known.
+    `peers` returns a host by its incarnation or URL; None: it is not known. `in_cold` returns the
+    state of the cold tier that spares most of a request, and its offer; None: there is no tier.
     """
 
     def __init__(
         self,
         peers: Callable[[str], Peer | None],
-        cold: Cold | None,
+        in_cold: Callable[[Request, BackendInfo], tuple[Held, Offered] | None] | None,
         engine: Engine,
         store: KvStore,
         tls: ssl.SSLContext | None,
@@ -153,7 +123,7 @@ class Fetching:
         now: Callable[[], float],
     ) -> None:
         self._peers = peers
-        self._cold = cold
+        self._in_cold = in_cold
         self._engine = engine
         self._store = store
         self._tls = tls
@@ -180,7 +150,7 @@ class Fetching:
     @property
     def has_cold(self) -> bool:
         """Return whether there is a cold tier."""
-        return self._cold is not None
+        return self._in_cold is not None
 
     def in_cold(self, request: Request) -> Offered | None:
         """Return the cold tier's offer for a request."""
@@ -196,10 +166,10 @@ class Fetching:
         quote = self._engine.view.once_fetched(request, own, offered, held.link.seconds)
         return None if quote is None else Way(COLD, offered, quote, held)
 
-    def _found_in_cold(self, request: Request) -> tuple[Holder, Offered] | None:
-        if self._cold is None or (info := self._reader(request)) is None:
+    def _found_in_cold(self, request: Request) -> tuple[Held, Offered] | None:
+        if self._in_cold is None or (info := self._reader(request)) is None:
             return None
-        found = self._cold.found(request, info)
+        found = self._in_cold(request, info)
         return found if found is not None and found[1].is_sound else None
 
     def name_of(self, way: Way) -> str | None:
@@ -241,7 +211,7 @@ class Fetching:
 
     def _holder(
         self, request: Request, hashes: Sequence[bytes], info: BackendInfo, way: Way
-    ) -> Holder | None:
+    ) -> Held | None:
         """Return who hands out a state for a request. None: it is gone."""
         if way.cold is not None:
             return way.cold
@@ -251,7 +221,7 @@ class Fetching:
         n_tokens, digest = count(request.prompt.tokens), way.offered.digest
         ask = ExportAsk(info.namespace, request.tenant, n_tokens, b"".join(hashes), digest)
         last = hashes[min(max(way.offered.reused // STEP, 1), len(hashes)) - 1]
-        return _HeldByPeer(peer, ask, self._tls, self._now, last)
+        return held_by(peer, ask, last, self._tls, self._now)
 
     def _reader(self, request: Request) -> BackendInfo | None:
         """Return a backend that could read the state."""
@@ -271,7 +241,7 @@ class Fetching:
                 fetch.task.cancel()
 
     async def _fetched(
-        self, holder: Holder, request: Request, info: BackendInfo, way: Way
+        self, holder: Held, request: Request, info: BackendInfo, way: Way
     ) -> Snapshot | None:
         prompt, offered = request.prompt.tokens, way.offered
 
@@ -295,7 +265,7 @@ class Fetching:
 
     async def _received(
         self,
-        holder: Holder,
+        holder: Held,
         info: BackendInfo,
         tenant: Tenant,
         offered: Offered,
@@ -308,7 +278,7 @@ class Fetching:
         begun, link = self._now(), holder.link
         expected_s = offered.ready_s + link.seconds(offered.size_bytes) * (1 + offered.sharers)
         limit_s = link.limit_s(expected_s)
-        parts: ReadParts | None = None
+        reading: BlobReader | None = None
         snapshot, problem = None, ""
         try:
             async with asyncio.timeout(limit_s):
@@ -319,17 +289,16 @@ class Fetching:
                 if not is_ours or tenant_of(told.namespace) != tenant:
                     raise _OtherError("it is of another model or tenant")
                 namespace = namespace_of(info, tenant)
-                parts = holder.parts(manifest, begun + limit_s)
+                reading = holder.reading(manifest, begun + limit_s)
                 snapshot = await self._store.exchange.receive(
                     manifest,
                     namespace,
                     info.memory_kind,
                     [one.item for one in self._engine.view.alike(namespace, told.tokens)],
-                    parts,
+                    reading,
                 )
-                reading_s = parts.reading_s
-                else_s = self._now() - begun - offered.ready_s - reading_s
-                link.fetched(parts.read_bytes, reading_s, else_s)
+                else_s = self._now() - begun - offered.ready_s - reading.reading_s
+                link.fetched(reading.done_bytes, reading.reading_s, else_s)
         except (_OtherError, BackendRefusedError) as error:  # no fault of the link
             log.info("fetch_not_of_use", peer=holder.name, reason=str(error))
             self._metrics.fetched(holder.name, 0, "failed")
@@ -337,23 +306,24 @@ class Fetching:
         except TimeoutError:
             problem = f"not within {limit_s:.1f} s"
         except KvFileError as error:
-            if holder.forgets:
+            if holder.give_up is not None:
+                if isinstance(error, BlobError):
+                    await holder.give_up(error)
                 self._metrics.fetched(holder.name, 0, "failed")
                 return None
             problem = str(error)
         except (BackendError, KvError) as error:
             problem = str(error)
         except asyncio.CancelledError:
-            self._metrics.fetched(
-                holder.name, 0 if parts is None else parts.read_bytes, "cancelled"
-            )
+            n_bytes = 0 if reading is None else reading.done_bytes
+            self._metrics.fetched(holder.name, n_bytes, "cancelled")
             raise
         finally:
-            if parts is not None:
-                parts.stop()
-        took_s, n_bytes = self._now() - begun, 0 if parts is None else parts.read_bytes
+            if reading is not None:
+                reading.stop()
+        took_s, n_bytes = self._now() - begun, 0 if reading is None else reading.done_bytes
         if snapshot is None:
-            link.gave_up(n_bytes, 0.0 if parts is None else parts.reading_s, took_s)
+            link.gave_up(n_bytes, 0.0 if reading is None else reading.reading_s, took_s)
             log.warning("fetch_failed", peer=holder.name, reason=problem, read_bytes=n_bytes)
             self._metrics.fetched(holder.name, n_bytes, "failed")
             return None

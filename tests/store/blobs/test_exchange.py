@@ -11,11 +11,15 @@ import pytest
 
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import spawn
-from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId
-from router.store import manifests
-from router.store.blobs import blob_files, exchange
+from router.base.types import Blob, MemoryKind, Namespace, Snapshot, SnapshotId
+from router.store import files, manifests
+from router.store.blobs import exchange
+from router.store.blobs.blobs import BlobReader, local_name
 from router.store.blobs.exchange import Exchange
 from router.store.format.split import TOKENS
+from router.store.manifests import Manifest
+from router.store.places.directory import Directory
+from router.store.places.place import Progress
 from router.store.store import KvStore
 from tests.support.files.blob_stores import Place, state, until, write_out
 
@@ -25,7 +29,7 @@ LONG = 3600.0
 
 @dataclass
 class Wire:
-    """The parts of a snapshot of another store, read through its exchange."""
+    """The blobs of a snapshot of another store, read through its exchange."""
 
     exchange: Exchange
     snapshot: SnapshotId
@@ -34,16 +38,18 @@ class Wire:
     asked: list[int] = field(default_factory=list)
     stopped: threading.Event = field(default_factory=threading.Event)
 
-    def read(self, index: int, into: memoryview) -> None:
-        if self.stopped.is_set():
-            raise KvError("stopped")
+    def read(self, name: str, into: memoryview, _: Progress) -> None:
+        index = int(name)
         self.asked.append(index)
         part = self.exchange.part(self.snapshot, index)
         into[:] = asyncio.run_coroutine_threadsafe(part, self.loop).result()
         self.harm(index, into)
 
-    def stop(self) -> None:
-        self.stopped.set()
+    def reading(self, manifest: Manifest) -> BlobReader:
+        def name_of(blob: Blob) -> str:
+            return str(manifest.sized.index(blob))
+
+        return BlobReader(self, name_of, close=self.stopped.set)
 
 
 @pytest.fixture
@@ -72,7 +78,8 @@ async def move(
     wire = Wire(source.exchange, snapshot.id, asyncio.get_running_loop(), **options)  # type: ignore[arg-type]
     names = [one.id for one in alike]
     kind = MemoryKind.FULL
-    return await target.exchange.receive(told, OTHER, kind, names, wire), wire
+    reading = wire.reading(told)
+    return await target.exchange.receive(told, OTHER, kind, names, reading), wire
 
 
 async def test_a_split_file_and_a_whole_one_have_the_same_parts(
@@ -84,7 +91,8 @@ async def test_a_split_file_and_a_whole_one_have_the_same_parts(
     snapshot = await here.put(source, state(700))
     hashed = await source.exchange.manifest(snapshot.id)
     await write_out(source)
-    assert manifests.read(manifests.path_of(here.blobs, snapshot.id)) == hashed
+    name = files.manifest_name(snapshot.id)
+    assert manifests.read(Directory(here.blobs), name) == hashed
     assert told.now[snapshot.id].blobs == hashed.sized
 
 
@@ -111,7 +119,7 @@ async def test_a_part_here_that_is_damaged_is_asked_for(places: tuple[Place, Pla
     target, told, _ = await there.store(whole_bytes=0)
     longer = await here.put(source, state(1600))
     known = await until(told, await there.put(target, state(600)))
-    path = blob_files.path_of(there.blobs, known.blobs[0].id)
+    path = there.blobs / local_name(known.blobs[0])
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     moved, wire = await move(source, longer, target, known)
     assert await there.read(target, moved) == state(1600)
@@ -142,7 +150,7 @@ async def test_a_snapshot_that_is_deleted_meanwhile(places: tuple[Place, Place])
     await source.delete(snapshot)
     wire = Wire(source.exchange, snapshot.id, asyncio.get_running_loop())
     with pytest.raises(KvFileError, match="does not exist"):
-        await target.exchange.receive(manifest, OTHER, MemoryKind.FULL, [], wire)
+        await target.exchange.receive(manifest, OTHER, MemoryKind.FULL, [], wire.reading(manifest))
     with pytest.raises(KvFileError, match="does not exist"):
         await source.exchange.manifest(snapshot.id)
 
@@ -179,7 +187,7 @@ async def test_cancelled_it_leaves_no_file(places: tuple[Place, Place]) -> None:
     wire = Wire(source.exchange, snapshot.id, asyncio.get_running_loop(), harm=wait)
 
     async def receive() -> None:
-        await target.exchange.receive(manifest, OTHER, MemoryKind.FULL, [], wire)
+        await target.exchange.receive(manifest, OTHER, MemoryKind.FULL, [], wire.reading(manifest))
 
     moving = spawn(receive(), name="receive")
     await asyncio.to_thread(begun.wait, 30)

@@ -1,7 +1,6 @@
 """`KvStore` with a tier of blobs: split in the background, assembled for a restore, never lost."""
 
 import asyncio
-import errno
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from router.base.errors import KvFileError
+from router.base.errors import KvError, KvFileError
 from router.base.tasks import spawn
-from router.base.types import KvDir, MemoryKind
-from router.store import manifests
-from router.store.blobs import blob_files
+from router.base.types import Blob, KvDir, MemoryKind
+from router.store import files, manifests
+from router.store.blobs.blobs import blob_of, local_name
 from router.store.format.split import TOKENS
+from router.store.places.directory import Directory
 from tests.support.files.blob_stores import (
     NAMESPACE,
     Place,
@@ -65,7 +65,8 @@ async def test_the_blobs_of_a_state_are_left_to_the_next(place: Place) -> None:
     third = await place.put(store, state(800))
     written = written_bytes(store)
     await store.delete(first)
-    assert not manifests.path_of(place.blobs, first.id).exists(), "its prompt is gone at once"
+    record = place.blobs / files.manifest_name(first.id)
+    assert not record.exists(), "its prompt is gone at once"
     await store.delete(second)
     told.worth = True
     await write_out(store)
@@ -119,13 +120,17 @@ async def test_beyond_the_budget_nothing_is_written(place: Place) -> None:
 async def test_a_full_disk_loses_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     store, noting, _ = await place.store(whole_bytes=None)
 
-    def full_disk(*_: Any, **__: Any) -> Any:
-        tried.set()
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full_disk(self: Directory, name: str, content: bytes) -> None:
+        if name.endswith(".blob"):
+            tried.set()
+            raise KvError("No space left on device")
+        put(self, name, content)
+
+    put = Directory.put
 
     tried = _Flag(asyncio.get_running_loop())
     with monkeypatch.context() as patch:
-        patch.setattr(blob_files, "write", full_disk)
+        patch.setattr(Directory, "put", full_disk)
         snapshot = await place.put(store, state(700))
         await asyncio.wait_for(tried.event.wait(), 30)
     assert await place.read(store, snapshot) == state(700)
@@ -143,8 +148,8 @@ class _Flag:
         self._loop.call_soon_threadsafe(self.event.set)
 
 
-def flip(place: Place, blob: bytes) -> None:
-    path = blob_files.path_of(place.blobs, blob)
+def flip(place: Place, blob: Blob) -> None:
+    path = place.blobs / local_name(blob)
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
@@ -155,8 +160,8 @@ async def test_a_flipped_bit_is_a_miss(place: Place) -> None:
     first = await until(noting, await place.put(store, state(700, 1)))
     second = await until(noting, await place.put(store, state(700, 2)))
     other = await until(noting, await place.put(store, state(300)))
-    flip(place, first.blobs[512 // TOKENS - 1].id)
-    with pytest.raises(KvFileError, match="damaged"):
+    flip(place, first.blobs[512 // TOKENS - 1])
+    with pytest.raises(KvFileError, match="other content"):
         await place.read(store, first)
     await store.flush()
     assert set(noting.gone) == {first.id, second.id}
@@ -171,8 +176,8 @@ async def test_a_whole_file_makes_up_for_a_damaged_blob(place: Place) -> None:
     first = await until(noting, await place.put(store, state(700, 1)), whole=True)
     second = await until(noting, await place.put(store, state(700, 2)), whole=True)
     first = await until(noting, first)  # dropped: there is room for one
-    flip(place, first.blobs[0].id)
-    with pytest.raises(KvFileError, match="damaged"):
+    flip(place, first.blobs[0])
+    with pytest.raises(KvFileError, match="other content"):
         await place.read(store, first)
     await store.flush()
     assert noting.gone == [first.id]
@@ -234,7 +239,7 @@ async def test_deleted_while_it_is_split(place: Place, monkeypatch: pytest.Monke
 async def test_a_manifest_that_is_damaged_later_is_a_miss(place: Place, harm: str) -> None:
     store, told, _ = await place.store()
     snapshot = await until(told, await place.put(store, state(700)))
-    path = manifests.path_of(place.blobs, snapshot.id)
+    path = place.blobs / files.manifest_name(snapshot.id)
     raw = path.read_bytes()
     path.unlink()
     if harm == "flipped":
@@ -288,7 +293,7 @@ async def test_a_missing_blob_is_found_at_the_start(place: Place) -> None:
     first = await until(noting, await place.put(store, state(700, 1)))
     second = await until(noting, await place.put(store, state(700, 2)))
     await store.aclose()
-    blob_files.unlink(place.blobs, first.blobs[-1].id)
+    (place.blobs / local_name(first.blobs[-1])).unlink()
     _, _, found = await place.store()
     assert found == [second]
     assert len(place.disk()) == 1 + len(second.blobs)
@@ -300,12 +305,11 @@ async def test_nothing_is_left_after_a_kill(place: Place) -> None:
     snapshot = await until(noting, await place.put(store, state(700)))
     await store.aclose()
     raw = b"no manifest names it"
-    blob = blob_files.blob_of(memoryview(raw))
-    blob_files.write(place.blobs, blob, memoryview(raw), fsync=False)
-    path = blob_files.path_of(place.blobs, snapshot.blobs[0].id)
-    path.with_name(path.name + "-0a.new").touch()
-    manifest = manifests.path_of(place.blobs, snapshot.id)
-    manifest.with_name(manifest.name + "-0a.new").touch()
+    Directory(place.blobs).put(local_name(blob_of(memoryview(raw))), raw)
+    path = place.blobs / local_name(snapshot.blobs[0])
+    path.with_name(path.name + "-0a1b2c3d.new").touch()
+    manifest = place.blobs / files.manifest_name(snapshot.id)
+    manifest.with_name(manifest.name + "-0a1b2c3d.new").touch()
     await place.store()
     assert len(place.disk()) == 1 + len(snapshot.blobs)
 

@@ -5,7 +5,9 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
+from time import monotonic
 
 import pytest
 from msgspec.structs import replace
@@ -17,11 +19,14 @@ from router.base.tokens import Tokens
 from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId, Tenant
 from router.core.model.tenancy import is_of
 from router.store import manifests
-from router.store.cold.directory import SharedDirectory
+from router.store.blobs.blobs import BlobError
+from router.store.cold import tier as tier_module
 from router.store.cold.names import BLOBS, PURGED, STATES, Names, StateName
-from router.store.cold.objects import ColdPlace
-from router.store.cold.seals import Sealed, Unsealed
 from router.store.cold.tier import ColdSettings, ColdTier, Owned
+from router.store.places import place as place_module
+from router.store.places.directory import Directory
+from router.store.places.place import clock
+from router.store.places.seals import Sealed
 from router.store.store import KvStore
 from tests.support.files.blob_stores import Place, state
 
@@ -101,25 +106,15 @@ class Host:
         """Return the file that is made of a state of the tier."""
         raw = await self.tier.manifest(name, self.owner_of(name))
         manifest = manifests.decode(raw, "a manifest")
-        remote = Reader(self.tier, name, manifest.sized, asyncio.get_running_loop())
-        made = await self.store.exchange.receive(manifest, HERE, kind, [], remote)
+        reading = self.tier.reading(name, inf, monotonic)
+        try:
+            made = await self.store.exchange.receive(manifest, HERE, kind, [], reading)
+        except BlobError as error:
+            await self.tier.give_up(name, error)
+            raise
+        finally:
+            reading.stop()
         return await self.place.read(self.store, made)
-
-
-@dataclass
-class Reader:
-    """Reads parts as `web/fleet/cold.py` does."""
-
-    tier: ColdTier
-    name: StateName
-    blobs: tuple[object, ...]
-    loop: asyncio.AbstractEventLoop
-
-    def read(self, index: int, into: memoryview) -> None:
-        work = self.tier.read_part(self.name, self.blobs[index], into, lambda: False)  # type: ignore[arg-type]
-        asyncio.run_coroutine_threadsafe(work, self.loop).result()
-
-    def stop(self) -> None: ...
 
 
 @pytest.fixture
@@ -142,9 +137,9 @@ class Hosts:
         store, _, _ = await place.store(write_after_s=3600.0, whole_bytes=None)
         host = Host(place, store)
         host.tier = ColdTier(
-            SharedDirectory(ColdPlace(str(self.cold)), is_sealed=key is not None),
+            Directory(self.cold, others_may_read=key is not None),
             Names(key or b"none"),
-            Unsealed() if key is None else Sealed(key),
+            None if key is None else Sealed(key),
             store.exchange,
             host,
             ColdSettings(**({"after_s": 0.0} | settings)),
@@ -271,8 +266,8 @@ async def test_what_cannot_be_written_can_still_be_read(
     def full(*_: object) -> float:
         raise KvError("No space left on device")
 
-    monkeypatch.setattr(SharedDirectory, "clock", full)
-    monkeypatch.setattr(SharedDirectory, "put", full)
+    monkeypatch.setattr(tier_module, "clock", full)
+    monkeypatch.setattr(Directory, "put", full)
     await there.put(state(900))
     await there.tier.refresh()
 
@@ -288,14 +283,14 @@ async def test_one_snapshot_that_is_refused_holds_up_no_other(
 ) -> None:
     here = await hosts.start()
     bad, _ = await here.put(state(700, salt=5)), await here.put(state(900))
-    put = SharedDirectory.put
+    put = Directory.put
 
-    def picky(self: SharedDirectory, path: str, content: bytes | memoryview) -> None:
+    def picky(self: Directory, path: str, content: bytes | memoryview) -> None:
         if bad.id in path:
             raise KvError("refused")
         put(self, path, content)
 
-    monkeypatch.setattr(SharedDirectory, "put", picky)
+    monkeypatch.setattr(Directory, "put", picky)
     assert await here.copy() == 1
     assert here.tier.status().problem == ""
     assert await here.copy() == 0, "not tried at every look"
@@ -311,21 +306,23 @@ async def test_a_read_that_hangs_ends_the_use_of_the_tier(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a dead NFS server: the thread cannot be ended."""
-    monkeypatch.setattr("router.store.io_pool.BULK_S", 0.05)
     here, there = await hosts.start(), await hosts.start()
     snapshot = await here.put(state(900))
     await here.copy()
     await there.tier.refresh()
     name, answers = there.found(snapshot.tokens), threading.Event()
-    monkeypatch.setattr(SharedDirectory, "read", lambda *_: answers.wait())
+    monkeypatch.setattr(Directory, "read", lambda *_: answers.wait())
     try:
-        with pytest.raises(KvError, match="does not answer"):
-            await there.fetch(name)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):  # as of a fetch that takes too long
+                await there.fetch(name)
+        there.tier.doubt()
         assert not there.tier.is_usable
         assert there.tier.status().problem
     finally:
         answers.set()
-    await until(lambda: there.tier.is_usable)
+    await there.tier.refresh()
+    assert there.tier.is_usable
 
 
 async def test_old_states_are_not_used_and_are_removed(hosts: Hosts) -> None:
@@ -395,15 +392,15 @@ async def test_what_is_being_copied_of_a_purged_tenant_is_not_left(
     here = await hosts.start()
     await here.put(state(700), "alice")
     await here.tier.refresh()
-    put, begun, go_on = SharedDirectory.put, threading.Event(), threading.Event()
+    put, begun, go_on = Directory.put, threading.Event(), threading.Event()
 
-    def slow(self: SharedDirectory, path: str, content: bytes | memoryview) -> None:
+    def slow(self: Directory, path: str, content: bytes | memoryview) -> None:
         if path.startswith(BLOBS):
             begun.set()
             go_on.wait(30)
         put(self, path, content)
 
-    monkeypatch.setattr(SharedDirectory, "put", slow)
+    monkeypatch.setattr(Directory, "put", slow)
     copying = spawn(here.tier.copy_due(), name="copy")
     await asyncio.to_thread(begun.wait, 30)
     told: list[int] = []
@@ -445,8 +442,8 @@ async def test_a_host_that_was_down_obeys_a_purge_before_it_copies(
     assert late.found(bobs.tokens, "bob").n_tokens == 700
     assert len(hosts.files(STATES)) == 1
     late.now += 100
-    clock = SharedDirectory.clock
-    monkeypatch.setattr(SharedDirectory, "clock", lambda self: clock(self) + 100)
+    clock = place_module.clock
+    monkeypatch.setattr(tier_module, "clock", lambda place: clock(place) + 100)
     anew = await late.put(state(700), "alice")
     late.held[anew.id] = anew = replace(anew, saved_at=late.now)
     assert await late.copy() == 1, "what is computed after the purge is kept"
@@ -577,8 +574,8 @@ async def test_a_clock_that_is_wrong_removes_nothing(
     snapshot = await here.put(state(700))
     await here.copy()
     before = len(hosts.files(""))
-    right = SharedDirectory.clock
-    monkeypatch.setattr(SharedDirectory, "clock", lambda self: right(self) + 400 * DAY_S)
+    right = place_module.clock
+    monkeypatch.setattr(tier_module, "clock", lambda place: right(place) + 400 * DAY_S)
     here.tier._swept_at = None
     await here.tier.refresh()
     assert len(hosts.files("")) == before
@@ -593,7 +590,7 @@ async def test_a_tenant_whose_objects_stay_is_not_said_to_be_purged(
     here = await hosts.start()
     await here.put(state(700), "alice")
     await here.copy()
-    monkeypatch.setattr(SharedDirectory, "delete", lambda *_: None)
+    monkeypatch.setattr(Directory, "delete", lambda *_: None)
     with pytest.raises(KvError, match="could not be deleted"):
         await here.purge_everywhere("alice")
 
@@ -630,14 +627,13 @@ async def test_a_doubted_tier_is_used_again_when_it_was_listed(hosts: Hosts) -> 
 
 
 async def test_a_directory_is_there_and_private_or_it_is_not_used(cold: Path) -> None:
-    place = ColdPlace(str(cold))
-    assert SharedDirectory(place, is_sealed=False).clock() > 0
+    assert clock(Directory(cold, others_may_read=False)) > 0
     cold.chmod(0o755)  # noqa: ASYNC240
     with pytest.raises(KvError, match=r"open to all users \(mode 755\).*chmod 700"):
-        SharedDirectory(place, is_sealed=False).clock()
-    assert SharedDirectory(place, is_sealed=True).clock() > 0
+        clock(Directory(cold, others_may_read=False))
+    assert clock(Directory(cold)) > 0
     with pytest.raises(KvError, match="is no directory: create it, or mount"):
-        SharedDirectory(ColdPlace("/dev/null/x"), is_sealed=True).clock()
+        list(Directory(Path("/dev/null/x")).listing(""))
 
 
 async def test_files_are_private(hosts: Hosts) -> None:

@@ -69,17 +69,18 @@ def _halve(owner: Any, name: str, descriptor: int) -> None:
 
 def _halve_record() -> None:
     """Write half of the next record, then die."""
-    real: Wrapped = files.write_new
+    real: Wrapped = files.put_whole
 
     def wrapped(path: Path, data: bytes, **more: Any) -> None:
-        if ".manifest-" not in path.name:
+        if not path.name.endswith(".manifest"):
             real(path, data, **more)
             return
         armed = Path(sys.argv[2]).exists()
-        real(path, data[: len(data) // 2] if armed else data, **more)
+        torn = path.with_name(f"{path.name}-0a1b2c3d.new") if armed else path
+        real(torn, data[: len(data) // 2] if armed else data, **more)
         _die()
 
-    files.write_new = wrapped  # type: ignore[assignment]
+    files.put_whole = wrapped  # type: ignore[assignment]
 
 
 def _rename(*, after: bool) -> None:

@@ -11,9 +11,8 @@ import pytest
 from router.base.errors import KvError
 from router.base.tasks import spawn
 from router.servers.program import free_port
-from router.store.cold import bucket
-from router.store.cold.bucket import Bucket
-from router.store.cold.objects import ColdPlace
+from router.store.places import bucket
+from router.store.places.bucket import Bucket
 from tests.support.servers.s3_server import BUCKET, S3_KEYS, S3Server
 
 pytestmark = pytest.mark.thorough
@@ -36,8 +35,8 @@ def set_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-async def round_trip(place: ColdPlace) -> bytes:
-    made = await asyncio.to_thread(Bucket, place)
+async def round_trip(url: str, endpoint: str | None = None) -> bytes:
+    made = await asyncio.to_thread(Bucket, url, endpoint)
     await asyncio.to_thread(made.put, "states/x", b"content")
     return await asyncio.to_thread(made.get, "states/x")
 
@@ -56,13 +55,13 @@ async def test_keys_and_endpoint_from_where_other_programs_take_them(
     else:
         set_keys(monkeypatch)
         monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
-    assert await round_trip(ColdPlace(URL)) == b"content"
+    assert await round_trip(URL) == b"content"
 
 
 async def test_unknown_profile_is_named(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "gone")
     with pytest.raises(KvError, match="no profile 'gone'"):
-        await round_trip(ColdPlace(URL, s3.endpoint))
+        await round_trip(URL, s3.endpoint)
 
 
 async def test_upload_slower_than_the_silence(
@@ -70,7 +69,7 @@ async def test_upload_slower_than_the_silence(
 ) -> None:
     """The line takes longer for the object as a store may be silent."""
     set_keys(monkeypatch)
-    direct = await asyncio.to_thread(Bucket, ColdPlace(URL, s3.endpoint))
+    direct = await asyncio.to_thread(Bucket, URL, s3.endpoint)
     monkeypatch.setattr(bucket, "_SILENT", timedelta(seconds=2))
     port, content = free_port(), os.urandom(6 << 20)
     line = await asyncio.start_server(
@@ -79,7 +78,7 @@ async def test_upload_slower_than_the_silence(
         port,
     )
     async with line:
-        made = await asyncio.to_thread(Bucket, ColdPlace(URL, f"http://127.0.0.1:{port}"))
+        made = await asyncio.to_thread(Bucket, URL, f"http://127.0.0.1:{port}")
         await asyncio.to_thread(made.put, "states/slow", content)
     assert await asyncio.to_thread(direct.get, "states/slow") == content
 
@@ -115,7 +114,7 @@ async def test_store_without_deletion_in_bulk(
     s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_keys(monkeypatch)
-    made = await asyncio.to_thread(Bucket, ColdPlace(URL, s3.endpoint))
+    made = await asyncio.to_thread(Bucket, URL, s3.endpoint)
     names = [f"states/{number}" for number in range(3)]
     for name in names:
         await asyncio.to_thread(made.put, name, b"x")

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from configparser import ConfigParser, Error
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from router.base.errors import KvError, KvFileError
-from router.store.cold.objects import (
-    CHUNK,
-    CLOCK,
-    SMALL_BYTES,
-    ColdPlace,
-    MissingError,
-    ObjectMeta,
-)
+from router.store.places.place import CHUNK, SMALL_BYTES, Entry, MissingError, Progress
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
@@ -39,21 +32,25 @@ _PAGE = 1000  # names; S3 lists and deletes so many at once
 
 
 class Bucket:
-    """The objects of one bucket, below a prefix. Implements `objects.Objects`."""
+    """The objects of one bucket, below a prefix. Implements `place.Place`."""
 
-    def __init__(self, place: ColdPlace) -> None:
+    def __init__(self, url: str, endpoint: str | None = None, region: str | None = None) -> None:
         """Look at nothing yet but the environment, for the keys.
 
-        Raises KvError for a place that cannot be, ModuleNotFoundError without obstore.
+        `url`: `s3://BUCKET/PREFIX` and the like. `endpoint`: of a store that is not the usual one,
+        such as http://127.0.0.1:9000. Raises KvError for a place that cannot be,
+        ModuleNotFoundError without obstore.
         """
         import obstore
 
         self._obstore = obstore
-        self.place = place
-        with _told(place.url):
-            profile = _profile() if place.url.startswith("s3:") else {}
-            self.endpoint = _endpoint_of(place, profile)  # None: Amazon's, or no S3
-            config = _config_of(place, self.endpoint, profile)
+        self.url = url
+        with _told(url):
+            is_s3 = url.startswith("s3:")
+            profile = _profile() if is_s3 else {}
+            # None: Amazon's, or no S3.
+            self.endpoint = endpoint or (_endpoint_of(profile) if is_s3 else None)
+            config = _config_of(region, self.endpoint, profile)
             singly = config.copy()
             singly["disable_bulk_delete"] = True
             self._store = self._opened(config, {"read_timeout": _SILENT})
@@ -71,91 +68,82 @@ class Bucket:
             **more,
         }
         retries: RetryConfig = {"max_retries": 1, "retry_timeout": _SILENT}
-        url = self.place.url
+        url = self.url
         if not url.startswith("s3:"):
             return from_url(url, client_options=client, retry_config=retries)
         return S3Store.from_url(url, config=config, client_options=client, retry_config=retries)
 
-    def clock(self) -> float:
-        """Write a small object, and return when that was by the clock of the store."""
-        self.put(CLOCK, b"kvferry")
-        found = self.head(CLOCK)
-        if found is None:
-            raise KvError("the store does not have what it was given")
-        return found.changed_at
-
-    def put(self, path: str, content: bytes | memoryview) -> None:
+    def put(self, name: str, content: bytes | memoryview) -> None:
         """Write an object, whole or not at all."""
-        with _told(path):
+        with _told(name):
             self._obstore.put(
                 self._uploads,
-                path,
+                name,
                 content,
                 use_multipart=len(content) > _PART_BYTES,
                 chunk_size=_PART_BYTES,
                 max_concurrency=1,
             )
 
-    def head(self, path: str) -> ObjectMeta | None:
+    def head(self, name: str) -> Entry | None:
         """Return what is known of an object. None: it is not there."""
         try:
-            with _told(path, may_miss=True):
-                found = self._obstore.head(self._store, path)
+            with _told(name, may_miss=True):
+                found = self._obstore.head(self._store, name)
         except MissingError:
             return None
-        return ObjectMeta(found["path"], found["size"], found["last_modified"].timestamp())
+        return Entry(found["path"], found["size"], found["last_modified"].timestamp())
 
-    def get(self, path: str) -> bytes:
+    def get(self, name: str) -> bytes:
         """Return the content of a small object. Raises MissingError."""
-        with _told(path, may_miss=True):
-            found = self._obstore.get(self._store, path)
+        with _told(name, may_miss=True):
+            found = self._obstore.get(self._store, name)
             if found.meta["size"] > SMALL_BYTES:
-                raise KvFileError(f"{path} is too large")
+                raise KvFileError(f"{name} is too large")
             return bytes(found.bytes())
 
-    def read(self, path: str, into: memoryview, is_stopped: Callable[[], bool]) -> None:
+    def read(self, name: str, into: memoryview, progress: Progress) -> None:
         """Read an object of just this size. Raises MissingError, KvFileError."""
         done = 0
-        with _told(path, may_miss=True):
-            for chunk in self._obstore.get(self._store, path).stream(min_chunk_size=CHUNK):
-                if is_stopped():
-                    raise KvError("it takes too long")
+        with _told(name, may_miss=True):
+            for chunk in self._obstore.get(self._store, name).stream(min_chunk_size=CHUNK):
                 if done + len(chunk) > len(into):
-                    raise KvFileError(f"{path} is larger than its name says")
+                    raise KvFileError(f"{name} is larger than its name says")
                 into[done : done + len(chunk)] = chunk
+                progress(len(chunk))
                 done += len(chunk)
         if done != len(into):
-            raise KvFileError(f"{path} is smaller than its name says")
+            raise KvFileError(f"{name} is smaller than its name says")
 
-    def listing(self, prefix: str) -> list[ObjectMeta]:
-        """Return all objects whose names begin with `prefix`, which ends with a slash."""
+    def listing(self, prefix: str) -> list[Entry]:
+        """Return all objects whose names begin with `prefix`."""
         with _told(f"the listing of {prefix}"):
             pages = self._obstore.list(self._store, prefix, chunk_size=_PAGE)
             return [
-                ObjectMeta(one["path"], one["size"], one["last_modified"].timestamp())
+                Entry(one["path"], one["size"], one["last_modified"].timestamp())
                 for page in pages
                 for one in page
             ]
 
-    def delete(self, paths: Sequence[str]) -> None:
+    def delete(self, names: Sequence[str]) -> None:
         """Delete objects, those that are there."""
-        for start in range(0, len(paths), _PAGE):
-            self._delete(paths[start : start + _PAGE])
+        for start in range(0, len(names), _PAGE):
+            self._delete(names[start : start + _PAGE])
 
-    def _delete(self, paths: Sequence[str]) -> None:
-        with _told(paths[0]):
+    def _delete(self, names: Sequence[str]) -> None:
+        with _told(names[0]):
             if not self._deletes_singly:
                 try:
-                    self._obstore.delete(self._store, paths)
+                    self._obstore.delete(self._store, names)
                     return
                 except Exception:  # noqa: BLE001 - a store may not know `?delete`
-                    log.info("bucket_deletes_one_by_one", url=self.place.url)
+                    log.info("bucket_deletes_one_by_one", url=self.url)
             try:
-                self._obstore.delete(self._singly, paths)
+                self._obstore.delete(self._singly, names)
             except FileNotFoundError:  # one of them: the rest may be there
-                for path in paths:
+                for name in names:
                     with suppress(FileNotFoundError):
-                        self._obstore.delete(self._singly, path)
+                        self._obstore.delete(self._singly, name)
             self._deletes_singly = True
 
 
@@ -168,7 +156,7 @@ def _told(what: str, *, may_miss: bool = False) -> Iterator[None]:
         raise
     except Exception as error:
         if may_miss and isinstance(error, FileNotFoundError):
-            raise MissingError(f"{what} is not in the cold tier") from error
+            raise MissingError(f"{what} is missing") from error
         raise KvError(f"{what}: {_first_line(error)}") from error
     except BaseException as error:  # a panic of its Rust code is no Exception
         if type(error).__name__ != "PanicException":
@@ -183,10 +171,8 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines and lines[0] else type(error).__name__
 
 
-def _endpoint_of(place: ColdPlace, profile: Mapping[str, str]) -> str | None:
-    """Return the URL of the S3 of a place, from where other programs take it."""
-    if place.endpoint is not None or not place.url.startswith("s3:"):
-        return place.endpoint
+def _endpoint_of(profile: Mapping[str, str]) -> str | None:
+    """Return the URL of the S3, from where other programs take it."""
     named = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
     found = next(filter(None, named), None) or profile.get("endpoint_url")
     if found and not _URL.match(found):
@@ -221,14 +207,14 @@ def _profile() -> Mapping[str, str]:
     return found
 
 
-def _config_of(place: ColdPlace, endpoint: str | None, profile: Mapping[str, str]) -> "S3Config":
+def _config_of(region: str | None, endpoint: str | None, profile: Mapping[str, str]) -> "S3Config":
     """Return what obstore does not find by itself."""
     config: S3Config = {}
     if endpoint is not None:  # in both places: what is in the environment would win
         config["endpoint"] = os.environ["AWS_ENDPOINT_URL_S3"] = endpoint
-    named = (place.region, *(os.environ.get(f"AWS_{key}REGION") for key in ("", "DEFAULT_")))
-    if region := next(filter(None, named), None) or profile.get("region"):
-        config["region"] = region
+    named = (region, *(os.environ.get(f"AWS_{key}REGION") for key in ("", "DEFAULT_")))
+    if at := next(filter(None, named), None) or profile.get("region"):
+        config["region"] = at
     if "AWS_ACCESS_KEY_ID" not in os.environ and "aws_access_key_id" in profile:
         config["access_key_id"] = profile["aws_access_key_id"]
         config["secret_access_key"] = profile.get("aws_secret_access_key", "")

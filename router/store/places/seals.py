@@ -6,44 +6,14 @@ and its name, so no nonce is used twice, and no object can be put in the place o
 
 import os
 from collections.abc import Iterator
-from typing import Protocol
 
 from blake3 import blake3
 
 from router.base.errors import KvFileError
-from router.store.blobs.blob_files import Buffer
+from router.store.blobs.buffer import Buffer
 
 PIECE = 1 << 20  # AES holds the interpreter's lock: 0.5 ms for so many bytes
 _SALT_BYTES, _TAG_BYTES, _NONCE_BYTES = 16, 16, 12
-
-
-class Seal(Protocol):
-    """What is done to the bytes of an object on the way out and back. Blocks."""
-
-    def sealed_bytes(self, size_bytes: int) -> int:
-        """Return the size of the object that holds so many bytes."""
-
-    def seal(self, name: str, raw: memoryview, buffer: Buffer) -> memoryview:
-        """Return the object that holds `raw`; valid until the next use of `buffer`."""
-
-    def open(self, name: str, sealed: memoryview, into: memoryview) -> None:
-        """Put what an object holds into `into`, of just this size. Raises KvFileError."""
-
-
-class Unsealed:
-    """Objects are as they are: who reads the store reads the prompts."""
-
-    def sealed_bytes(self, size_bytes: int) -> int:
-        """Return the same size."""
-        return size_bytes
-
-    def seal(self, _: str, raw: memoryview, __: Buffer) -> memoryview:
-        """Return the same bytes."""
-        return raw
-
-    def open(self, _: str, sealed: memoryview, into: memoryview) -> None:
-        """Copy the bytes."""
-        into[:] = sealed
 
 
 class Sealed:

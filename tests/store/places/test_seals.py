@@ -1,12 +1,12 @@
-"""`router.store.cold.seals`: what leaves this host is encrypted, and cannot be exchanged."""
+"""`router.store.places.seals`: what leaves this host is encrypted, and cannot be exchanged."""
 
 import os
 
 import pytest
 
 from router.base.errors import KvFileError
-from router.store.blobs.blob_files import Buffer
-from router.store.cold.seals import PIECE, Sealed, Unsealed
+from router.store.blobs.buffer import Buffer
+from router.store.places.seals import PIECE, Sealed
 
 SIZES = [0, 1, 100, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 5]
 
@@ -63,10 +63,3 @@ def test_pieces_cannot_be_cut_off_or_exchanged() -> None:
     first, second = content[16 : 16 + one], content[16 + one : 16 + 2 * one]
     with pytest.raises(KvFileError, match="damaged"):
         opened(content[:16] + second + first + content[16 + 2 * one :], len(raw))
-
-
-def test_without_a_key_bytes_stay_as_they_are() -> None:
-    seal, into = Unsealed(), bytearray(3)
-    seal.open("a", seal.seal("a", memoryview(b"abc"), Buffer()), memoryview(into))
-
-    assert (bytes(into), seal.sealed_bytes(3)) == (b"abc", 3)

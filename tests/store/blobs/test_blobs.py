@@ -1,0 +1,166 @@
+"""`router.store.blobs.blobs`: written once and whole, and never read when damaged."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.base.errors import KvError
+from router.base.types import Blob, Namespace, SnapshotId
+from router.store import files
+from router.store.blobs import blobs
+from router.store.blobs.blobs import BlobError, blob_of, local_name, sum_of
+from router.store.blobs.buffer import Buffer
+from router.store.format.rewrite import Span
+from router.store.format.split import Split, Strip
+from router.store.manifests import Manifest, Part
+from router.store.places.directory import Directory
+
+RAW = b"rows of keys and values"
+BLOB = blob_of(memoryview(RAW))
+KNOWN = sum_of(memoryview(RAW))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Directory:
+    (tmp_path / "blobs").mkdir()
+    return Directory(tmp_path / "blobs", fsync=True)
+
+
+def put(place: Directory, raw: bytes = RAW) -> Blob:
+    blob = blob_of(memoryview(raw))
+    place.put(local_name(blob), raw)
+    return blob
+
+
+def path_of(place: Directory, blob: Blob = BLOB) -> Path:
+    return place.root / local_name(blob)
+
+
+def read(place: Directory, blob: Blob = BLOB, known: bytes = KNOWN) -> bytes:
+    return bytes(blobs.read(place, local_name(blob), blob, Buffer(), known=known))
+
+
+@pytest.mark.parametrize("known", [KNOWN, b""])
+@pytest.mark.parametrize("at", range(len(RAW)))
+def test_a_flipped_bit_is_noticed(place: Directory, at: int, known: bytes) -> None:
+    """By the sum that this host has, and by the name alone."""
+    put(place)
+    assert read(place, known=known) == RAW
+    raw = bytearray(RAW)
+    raw[at] ^= 1
+    path_of(place).write_bytes(raw)
+    with pytest.raises(BlobError, match="other content") as caught:
+        read(place, known=known)
+    assert not caught.value.is_missing
+
+
+@pytest.mark.parametrize("size", [0, 1, len(RAW) - 1, len(RAW) + 1])
+def test_a_file_of_another_size_is_noticed(place: Directory, size: int) -> None:
+    put(place)
+    os.truncate(path_of(place), size)
+    with pytest.raises(BlobError, match="another size"):
+        read(place)
+
+
+def test_a_sector_that_cannot_be_read(place: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(place)
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(BlobError, match="cannot be read"):
+        read(place)
+
+
+def test_what_is_not_there(place: Directory) -> None:
+    with pytest.raises(BlobError, match="missing") as caught:
+        read(place)
+    assert caught.value.is_missing
+
+
+def source_of(place: Directory, raw: bytes) -> Path:
+    path = place.root.parent / "source"
+    path.write_bytes(raw)
+    return path
+
+
+def test_what_is_there_is_not_written_again(place: Directory) -> None:
+    source = source_of(place, b"aabbaa")
+    spans = [[Span(0, 2)], [Span(2, 2)], [Span(4, 2)]]
+    put(place, b"bb")
+    wrote: list[int] = []
+    made = blobs.write_blobs(place, source, files.identity(source), spans, wrote.append)
+    assert [blob.size_bytes for blob in made.new] == wrote == [2]
+    assert made.blobs[0] == made.blobs[2] == made.new[0]
+    assert made.sums == sum_of(memoryview(b"aa")) + sum_of(memoryview(b"bb")) + made.sums[:8]
+
+
+def test_a_blob_that_became_shorter_is_written_again(place: Directory) -> None:
+    source = source_of(place, RAW)
+    put(place)
+    os.truncate(path_of(place), 3)
+    blobs.write_blobs(place, source, files.identity(source), [[Span(0, len(RAW))]])
+    assert read(place) == RAW
+
+
+def test_a_full_disk_leaves_nothing(place: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, real, calls = source_of(place, b"aabb"), os.pwrite, 0
+
+    def full(*args: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(KvError, match="No space"):
+        blobs.write_blobs(place, source, files.identity(source), [[Span(0, 2)], [Span(2, 2)]])
+    assert blobs.scan(place) == (set(), [])
+
+
+def manifest(place: Directory) -> Manifest:
+    """Return the manifest of `heabbccdd`: rows of two sections, and what is between them."""
+    made = (put(place, b"bbdd"), put(place, b"cc"))
+    return Manifest(
+        id=SnapshotId("0" * 32),
+        namespace=Namespace("n"),
+        added_at=0.0,
+        head=b"hea",
+        split=Split(3, 9, (Strip(3, 2), Strip(7, 2)), 1, 1, (2,)),
+        blobs=tuple(blob.id for blob in made),
+        sums=b"".join(sum_of(memoryview(raw)) for raw in (b"bbdd", b"cc")),
+    )
+
+
+def reader(place: Directory) -> Callable[[Part, Buffer], memoryview]:
+    def read(part: Part, buffer: Buffer) -> memoryview:
+        return blobs.read(place, local_name(part.blob), part.blob, buffer, known=part.known)
+
+    return read
+
+
+def test_assembles(place: Directory) -> None:
+    target = place.root.parent / "target"
+    found = blobs.assemble(manifest(place), target, 0o640, reader(place))
+    assert target.read_bytes() == b"heabbccdd"
+    assert found == files.identity(target)
+    assert target.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("harm", [lambda path: path.unlink(), lambda path: path.write_bytes(b"xx")])
+def test_a_damaged_blob_is_named_and_no_file_is_left(
+    place: Directory, harm: Callable[[Path], Any]
+) -> None:
+    made = manifest(place)
+    harm(path_of(place, made.sized[1]))
+    target = place.root.parent / "target"
+    with pytest.raises(BlobError) as caught:
+        blobs.assemble(made, target, 0o600, reader(place))
+    assert caught.value.blob == made.sized[1]
+    assert not target.exists()
