@@ -40,7 +40,7 @@ from router.base.types import (
     TierStatus,
 )
 from router.core.admission.backend_attach import probe_name
-from router.core.hosts.quote import is_surely_cheap, must_make_room
+from router.core.hosts.quote import is_surely_cheap
 from router.core.hosts.quote import quote as make_quote
 from router.core.inventory.inventory import Inventory
 from router.core.model import effects as ef
@@ -246,10 +246,6 @@ class Engine:
         if state.stopping:
             return None
         return make_quote(request, state.inventory, state.queue, self._clock.now())
-
-    def must_make_room(self, model: str | None) -> bool:
-        """Return whether a model can only be loaded after another one was stopped."""
-        return must_make_room(self._scheduler.state.inventory, model, self._clock.now())
 
     def is_surely_cheap(self, request: Request, limit_s: float) -> bool:
         """Return whether a request costs less than `limit_s` here, whatever is held."""

@@ -5,12 +5,11 @@ from msgspec import Struct
 from router.core.model.plan import Offered
 
 # Two versions that differ here do not exchange requests.
-PROTOCOL = 2
+PROTOCOL = 3
 
 PREFIX = "/peer/"
 HELLO = "/peer/hello"
 QUOTE = "/peer/quote"
-READ = "/peer/read"
 EXPORT = "/peer/export"
 PART = "/peer/part"
 PURGE = "/peer/purge"
@@ -32,8 +31,6 @@ HOP_FETCH = "x-kvferry-hop-fetch"
 HOP_REFUSED = "x-kvferry-hop-refused"
 # In the answer to a forwarded request that ended a server: no other host may take it.
 HOP_SUSPECT = "x-kvferry-hop-suspect"
-# Of the calls for `READ`: what the body was sent to, and the owner of its tokens.
-READ_PATH, READ_TENANT = "x-kvferry-path", "x-kvferry-tenant"
 # No client's header of these names goes on to any server or host.
 HOP_HEADERS = frozenset(
     name.encode()
@@ -48,8 +45,6 @@ HOP_HEADERS = frozenset(
         HOP_ENDS,
         HOP_FETCH,
         HOP_MODEL,
-        READ_PATH,
-        READ_TENANT,
     )
 )
 # In every answer that a host serves: its name.
@@ -150,16 +145,3 @@ class PurgeReply(Struct, frozen=True, array_like=True):
 
     count: int
     problem: str | None = None
-
-
-class PromptRead(Struct, frozen=True):
-    """A prompt that a peer has read for a host that cannot: its namespace, length and hashes.
-
-    `unknown`: why its tokens are not known; then nothing but the model decides.
-    """
-
-    namespace: str = ""
-    n_tokens: int = 0
-    hashes: bytes = b""
-    max_new_tokens: int | None = None
-    unknown: str | None = None

@@ -15,31 +15,24 @@ from router.hosts.link import Link
 from router.hosts.messages import (
     EXPORT,
     HELLO,
-    HOP_MODEL,
     PROTOCOL,
     PURGE,
     PURGED,
     QUOTE,
-    READ,
-    READ_PATH,
-    READ_TENANT,
     ExportAsk,
     Hello,
-    PromptRead,
     PurgeAsk,
     PurgeReply,
     QuoteAsk,
     QuoteReply,
     Served,
 )
-from router.llama.http1 import Header
 from router.llama.server_client import Connections, ServerClient, Timeouts
 
 _MSGPACK = (b"Content-Type", b"application/msgpack")
 _ENCODER = msgspec.msgpack.Encoder()
 _reply_of = msgpack_decoder(QuoteReply)
 _hello_of = json_decoder(Hello)
-_read_of = json_decoder(PromptRead)
 _purged_of = msgpack_decoder(PurgeReply)
 _purges_of = json_decoder(dict[str, str])
 _MAX_BYTES = 1024 * 1024
@@ -213,19 +206,6 @@ class Peer(ServerClient):
         body = _ENCODER.encode(ask)
         return await self._post(EXPORT, body, limit_s, max_bytes=_MAX_MANIFEST_BYTES)
 
-    async def read(
-        self, path: str, body: bytes, tenant: str, model: str | None, limit_s: float
-    ) -> PromptRead:
-        """Return a client's prompt as the host reads it. Raises BackendError."""
-        headers = [(READ_PATH.encode(), path.encode()), (READ_TENANT.encode(), tenant.encode())]
-        if model is not None:
-            headers.append((HOP_MODEL.encode(), model.encode()))
-        payload = await self._post(READ, body, limit_s, headers)
-        try:
-            return _read_of(payload)
-        except UndecodableError as error:
-            raise BackendError("it does not answer as a kvferry does") from error
-
     async def purges(self, limit_s: float) -> dict[str, str]:
         """Return the purges that the host knows, each with its tenant. Raises BackendError."""
         payload = await self._call("GET", PURGED, None, limit_s, _MAX_BYTES)
@@ -250,11 +230,10 @@ class Peer(ServerClient):
         path: str,
         body: bytes,
         limit_s: float,
-        more: list[Header] | None = None,
         max_bytes: int = _MAX_BYTES,
     ) -> bytes:
         return await self._call(
-            "POST", path, body, limit_s, max_bytes, yields=True, headers=[_MSGPACK, *(more or [])]
+            "POST", path, body, limit_s, max_bytes, yields=True, headers=[_MSGPACK]
         )
 
     def _learn(self, seconds: float) -> None:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from router.base import decoding
 from router.base.decoding import UndecodableError, json_bytes, json_decoder, json_of, text_of
-from router.hosts.messages import Hello, PromptRead, QuoteAsk, QuoteReply
+from router.hosts.messages import Hello, QuoteAsk, QuoteReply
 from router.llama.bodies.anthropic import dump_like_server
 from router.store.manifests import Manifest
 
 Decode = Callable[[bytes], object]
-JSON: list[type] = [Hello, PromptRead]
+JSON: list[type] = [Hello]
 MSGPACK: list[type] = [QuoteAsk, QuoteReply, Manifest]
 DECODERS: list[Decode] = [
     *map(json_decoder, JSON),

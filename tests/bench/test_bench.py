@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ import pytest
 from bench import (
     agent,
     hints,
-    hosts,
     instructions,
     latency,
     load,
@@ -80,13 +78,6 @@ def test_latency_of_all_that_is_installed(tmp_path: Path) -> None:
     expected |= {"kvferry of two hosts", "kvferry forwarded"}
     expected |= {name for name, rival in RIVALS.items() if not rival.missing}
     assert {row["contender"] for row in rows} == expected
-
-
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server")
-def test_hosts(tmp_path: Path) -> None:
-    rows = run(hosts.main, tmp_path, "--hosts", "3,4", "--rounds", "20")
-
-    assert [(row["hosts"], row["n"]) for row in rows] == [(3, 20), (4, 20)]
 
 
 @pytest.mark.real

@@ -20,7 +20,7 @@ from router.base.prefix_hash import split
 from router.base.types import OwnPrefill, PrefillProgress
 from router.config.loader import ConfigError
 from router.config.schema import parse
-from router.hosts.messages import Hello, PromptRead, QuoteAsk, QuoteReply
+from router.hosts.messages import Hello, QuoteAsk, QuoteReply
 from router.llama import json_offload, listings, replies, trial
 from router.llama.answer_counts import AnswerCounts
 from router.llama.attach.proofs import NAME as PROOFS
@@ -44,7 +44,7 @@ _TEMPLATE = LocalTemplate(
     _compiled((TEMPLATES / "Qwen-Qwen3-0.6B.jinja").read_text(), "", "<|im_end|>"), ""
 )
 _DECODERS: tuple[Callable[[bytes], object], ...] = (
-    *(decoding.json_decoder(Hello), decoding.json_decoder(PromptRead)),
+    decoding.json_decoder(Hello),
     *(decoding.msgpack_decoder(QuoteAsk), decoding.msgpack_decoder(QuoteReply)),
 )
 
@@ -170,7 +170,7 @@ def peer(raw: bytes) -> None:
     for decode in _DECODERS:
         with suppress(UndecodableError):
             found = decode(raw)
-            if isinstance(found, QuoteAsk | PromptRead):
+            if isinstance(found, QuoteAsk):
                 list(split(found.hashes))
 
 

@@ -9,22 +9,22 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_243,
+    "router": 53_105,
     "router/assembly": 2_380,
     "router/base": 1_758,
     "router/config": 1_958,
-    "router/core": 9_973,
-    "router/engine": 2_087,
-    "router/hosts": 1_448,
+    "router/core": 9_968,
+    "router/engine": 2_083,
+    "router/hosts": 1_409,
     "router/llama": 5_977,
     "router/prompts": 2_348,
     "router/servers": 1_166,
     "router/store": 6_560,
     "router/telemetry": 1_846,
     "router/tools": 7_796,
-    "router/web": 7_930,
-    "tests": 66_046,
-    "bench": 9_013,
+    "router/web": 7_840,
+    "tests": 66_000,
+    "bench": 8_802,
 }
 # A part may shrink so far before its ceiling has to follow.
 SLACK = 100

@@ -102,11 +102,6 @@ def _once_loaded(request: Request, inventory: Inventory, now: float) -> Quote | 
     return Quote(wait_s, wait_s)
 
 
-def must_make_room(inventory: Inventory, model: str | None, now: float) -> bool:
-    """Return whether each server of a model waits for another one to be stopped."""
-    return all(_until_room_s(inventory, server, now) > 0 for server in inventory.servers.of(model))
-
-
 def _until_room_s(inventory: Inventory, server: Server, now: float) -> float:
     """Return the seconds until other models have made room for a server.
 

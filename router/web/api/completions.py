@@ -90,7 +90,6 @@ class Completions:
             await self._parse(call)
             for place in (
                 there.if_only_there,
-                there.rather_than_load,
                 self._read,
                 there.if_sooner,
                 self._here,
@@ -145,8 +144,8 @@ class Completions:
     async def _until_read(self, call: Call) -> web.StreamResponse | None:
         """Wait for a backend that can read the prompt, and read it.
 
-        An answer: meanwhile a peer would serve the call sooner, and did. Where peers refuse it, it
-        goes on waiting. Raises NoBackendError after `queue.no_backend_wait`.
+        An answer: meanwhile only a peer could serve the call, and did. Where peers refuse it, it
+        goes on waiting. Raises NoBackendError after `queue.no_backend_wait`, and QueueFullError.
         """
         await self.describe(call)
         clock = asyncio.get_running_loop()
@@ -155,41 +154,32 @@ class Completions:
         while call.reader is None and call.parsed is not None and not call.parsed.lora:
             if not self._selection.can_wait_for_reader(call.model):
                 break
-            late: NoBackendError | None = None
-            try:
-                is_there = await self._until_reader(call)
-            except NoBackendError as error:
-                is_there, late = False, error
-            if not is_there:
+            if not await self._until_reader(call):
                 try:
-                    for place in (self._elsewhere.if_only_there, self._elsewhere.rather_than_load):
-                        if (answer := await place(call)) is not None:
-                            return answer
-                except NoBackendError as error:
+                    answer = await self._elsewhere.if_only_there(call)
+                except NoBackendError:
                     if clock.time() >= deadline:
-                        raise late or error from None
-            if late is not None:
-                raise late
+                        raise
+                    continue
+                if answer is not None:
+                    return answer
             await self.describe(call)
         return None
 
     async def _until_reader(self, call: Call) -> bool:
-        """Wait for a backend that can read the prompt. False: a peer would serve it sooner.
+        """Wait for a backend that can read the prompt. False: only a peer can serve it now."""
 
-        Raises NoBackendError after `queue.no_backend_wait`, and QueueFullError.
-        """
-
-        async def ask_peers() -> None:
-            await self._elsewhere.until_sooner(call)
+        async def leave() -> None:
+            await self._elsewhere.until_only_there(call)
             limit.reschedule(asyncio.get_running_loop().time())
 
         try:
             async with asyncio.timeout(None) as limit:
-                asking = spawn(ask_peers(), name=f"ask again {call.id}")
+                leaving = spawn(leave(), name=f"other hosts {call.id}")
                 try:
                     await self._selection.wait_for_reader(call.model, call.id)
                 finally:
-                    asking.cancel()
+                    leaving.cancel()
         except TimeoutError:
             return False
         return True

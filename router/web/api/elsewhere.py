@@ -14,13 +14,10 @@ class Elsewhere(Protocol):
     """The other hosts of a fleet, as this host's routes need them."""
 
     async def if_only_there(self, call: Call) -> web.StreamResponse | None:
-        """Serve a call that nothing here can serve. None: it can. Raises RouterError."""
+        """Serve a call where its model is, if that is not here. None: here. Raises RouterError."""
 
-    async def rather_than_load(self, call: Call) -> web.StreamResponse | None:
-        """Serve a completion for a model that is not loaded here. None: load it here."""
-
-    async def until_sooner(self, call: Call) -> None:
-        """Wait until a peer would serve a call sooner that waits here for a backend."""
+    async def until_only_there(self, call: Call) -> None:
+        """Wait until only another host can serve a call that waits here for a backend."""
 
     async def if_sooner(self, call: Call) -> web.StreamResponse | None:
         """Serve a call on a host that is sooner than this one. None: serve it here."""
@@ -49,9 +46,9 @@ class Nowhere:
         """Return None."""
         return None
 
-    rather_than_load = control = if_only_there
+    control = if_only_there
 
-    async def until_sooner(self, _: Call) -> None:
+    async def until_only_there(self, _: Call) -> None:
         """Wait for ever."""
         await asyncio.Event().wait()
 

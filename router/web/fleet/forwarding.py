@@ -15,8 +15,7 @@ from time import perf_counter
 from aiohttp import web
 from msgspec.structs import replace
 
-from router.base.errors import BackendError, BackendRefusedError, ModelNotFoundError, NoBackendError
-from router.base.prefix_hash import split
+from router.base.errors import BackendError, ModelNotFoundError, NoBackendError
 from router.base.types import Namespace, Outcome, Prompt, Request, RequestId
 from router.core.model.plan import Offered, Quote
 from router.engine.engine import Engine
@@ -46,12 +45,11 @@ from router.web.server.hop import Hop
 from router.web.server.relay import INLINE_BYTES, Capture, relay
 from router.web.server.settings import Settings
 
-# Reading a prompt elsewhere includes tokenizing it there.
-_READ_LIMIT_S = 10.0
 # The part of a body that a conversation keeps: the peer that reads it remembers its tokens.
 _BODY_BEGINNING = 1024
 _MOST_REFUSALS = 3
-_ASK_AGAIN_S = 2.0  # then 4, 8, ...
+_MOST_UNREAD = 3  # peers that are tried for a call that is not read here
+_LEAST_S = 1e-6  # of a quote, in a header
 _CONTROL_LIMIT_S = 10.0  # one peer after the other is asked
 
 
@@ -148,9 +146,10 @@ class Forwarding:
 
         Does not await where nothing is to be gained, which is the usual case. If all that were
         cheaper refuse, as after many requests at once, they are asked once more: by now a host may
-        be computing the prompt.
+        be computing the prompt. What another host has quoted stays; what it could not read goes on
+        once more.
         """
-        if call.hop is not None:
+        if call.hop is not None and call.hop.quoted_s is not None:
             await self._fetch_for_hop(call)
             return None
         for _ in range(2):
@@ -202,20 +201,12 @@ class Forwarding:
         return own if way is None else way.quote
 
     async def _fetch_for_hop(self, call: Call) -> None:
-        """Fetch what the host before has found for a forwarded call, if that still pays.
-
-        A host that could not read the prompt has not looked into the cold tier.
-        """
+        """Fetch what the host before has found for a forwarded call, if that still pays."""
         request, hop = call.scheduled, call.hop
         namespace = self._namespace(request)
-        looks = hop is not None and (hop.fetch is not None or self._fetching.has_cold)
-        if hop is None or namespace is None or not looks:
+        if hop is None or hop.fetch is None or namespace is None:
             return
-        own = self._engine.quote(request)
-        if hop.fetch is not None:
-            way = self._fetching.way(request, own, *hop.fetch)
-        else:
-            way = self._fetching.from_cold(request, own)
+        way = self._fetching.way(request, self._engine.quote(request), *hop.fetch)
         if way is not None:
             hashes = self._held.hashes(namespace, request.tenant, request.prompt.tokens)
             await self._fetch(call, hashes, way)
@@ -231,54 +222,10 @@ class Forwarding:
     def _n_servers(self, model: str | None) -> int:
         return max(sum(info.answers_to(model) for info in self._engine.view.up()), 1)
 
-    async def rather_than_load(self, call: Call) -> web.StreamResponse | None:
-        """Serve a completion for a model that is not loaded here on the host that is soonest.
-
-        None: load it here. Peers that have it loaded read the prompt. If none has, and other models
-        are in its way here, they say how soon they could load it.
-        """
-        found = await self._instead_of_loading(call)
-        return None if found is None else await self._at_best(*found)
-
-    async def until_sooner(self, call: Call) -> None:
-        """Wait until a peer would serve a call sooner that waits here for a backend.
-
-        Peers that were too busy to answer, or to serve it, are asked again, less and less often. A
-        peer that has the model, where nothing here has, needs no question.
-        """
-        clock, pause_s = asyncio.get_running_loop(), _ASK_AGAIN_S
-        ask_at = clock.time() + pause_s
+    async def until_only_there(self, call: Call) -> None:
+        """Wait until only another host can serve a call that waits here for a backend."""
         while not self._must_leave(call):
             await self.peers.until_checked()
-            if clock.time() < ask_at:
-                continue
-            pause_s *= 2
-            ask_at = clock.time() + pause_s
-            found = await self._instead_of_loading(call)
-            if found is not None and found[2].quoted:
-                return
-
-    async def _instead_of_loading(self, call: Call) -> tuple[Sought, Usable, Ways] | None:
-        parsed = call.parsed
-        if parsed is None or call.hop is not None:
-            return None
-        view, model = self._engine.view, self._name(call.model)
-        here = any(info.answers_to(model) for info in view.up()) or not view.is_on_demand(model)
-        if here:
-            return None
-        usable = self.peers.usable(model)
-        loaded = [key for key, peer in usable.peers.items() if peer.has_loaded(model)]
-        if loaded:
-            usable = usable.only(loaded)
-        if not usable or not (loaded or self._engine.must_make_room(model)):
-            return None
-        request = self._unread(call)
-        own = self._engine.quote(replace(request, model=model))
-        sought = Sought(call, request, model, own, _beginning(call.raw))
-        if loaded and not parsed.lora:
-            within_s = _READ_LIMIT_S if sought.own is None else sought.own.price_s
-            await self._read_there(sought, usable, min(within_s, _READ_LIMIT_S))
-        return sought, usable, await self._asking.ways(sought, usable)
 
     def _unread(self, call: Call) -> Request:
         """Return a request with a prompt that nothing here can read."""
@@ -293,26 +240,22 @@ class Forwarding:
         )
 
     async def if_only_there(self, call: Call) -> web.StreamResponse | None:
-        """Serve a call that nothing here can serve. None: something here can, maybe by now.
+        """Serve a call unread where its model is, if that is not here. None: serve it here.
 
-        Waits for a peer as long as a request may wait for a backend (`queue.no_backend_wait`). A
-        request that all peers have refused three times is refused: it may be what breaks them.
-        Raises RouterError.
+        Of a model that could be loaded here, only where it is loaded. Else waits for a peer as long
+        as a request may wait for a backend (`queue.no_backend_wait`). A request that all peers have
+        refused three times is refused: it may be what breaks them. Raises RouterError.
         """
+        if (loaded := self._loaded_there(call)) is not None:
+            return await self._sent_unread(call, loaded)
         if not self._must_leave(call):
             return None
-        request = self._unread(call)
         loop, refusals = asyncio.get_running_loop(), 0
         deadline = loop.time() + self._engine.view.queue_limits.no_backend_s
         while refusals < _MOST_REFUSALS:
             model = self._name(call.model)  # a host may come up, and know another name
             if usable := self.peers.usable(model):
-                sought = Sought(call, request, model, None, _beginning(call.raw))
-                if call.parsed is not None and not call.parsed.lora:
-                    await self._read_there(sought, usable)
-                ways = await self._asking.ways(sought, usable)
-                answer = await self._at_best(sought, usable, ways)
-                if answer is not None:
+                if (answer := await self._sent_unread(call, usable)) is not None:
                     return answer
                 refusals += 1
             if self._engine.view.is_stopping:
@@ -326,25 +269,33 @@ class Forwarding:
                 return None
         raise NoBackendError("no host of the fleet that serves this model can take the request")
 
-    async def _read_there(
-        self, sought: Sought, usable: Usable, limit_s: float = _READ_LIMIT_S
-    ) -> None:
-        """Let a peer read the prompt: the same one for each turn of a conversation."""
-        call = sought.call
-        path = call.http.path.rstrip("/")
-        for key in to_ask(list(usable.peers), {}, _beginning(call.raw), 2):
+    def _loaded_there(self, call: Call) -> Usable | None:
+        """Return the peers that have the model of a completion loaded, which is not loaded here."""
+        view, model = self._engine.view, self._name(call.model)
+        if call.parsed is None or call.hop is not None or not view.is_on_demand(model):
+            return None
+        if any(info.answers_to(model) for info in view.up()):
+            return None
+        usable = self.peers.usable(model)
+        found = [key for key, peer in usable.peers.items() if peer.has_loaded(model)]
+        return usable.only(found) if found else None
+
+    async def _sent_unread(self, call: Call, usable: Usable) -> web.StreamResponse | None:
+        """Forward a call to a peer that can read it, and may forward it once more.
+
+        The same peer for each turn of a conversation, which is the least busy one if that refuses.
+        """
+        request, beginning = self._unread(call), _beginning(call.raw)
+        sought = Sought(call, request, self._name(call.model), None, beginning)
+        told = HostsAsked(own=None, offers=())
+        for key in to_ask(list(usable.peers), usable.busy, beginning, _MOST_UNREAD):
             peer = usable.peers[key]
-            try:
-                told = await peer.read(path, call.raw, sought.request.tenant, sought.model, limit_s)
-            except BackendRefusedError:
-                return  # the body is wrong, or too long: that is no failure of the peer
-            except BackendError:
-                peer.failure()
-                continue
-            if told.unknown is None:
-                sought.namespace, sought.n_tokens = Namespace(told.namespace), told.n_tokens
-                sought.hashes = split(told.hashes)
-            return
+            answer = await self._forward(sought, peer, None, told, None)
+            if answer is not None:
+                return answer
+            told = told.refused_by(peer.name)
+        self._decision_log.note_hosts(request.id, told)
+        return None
 
     # -- any request -----------------------------------------------------------------------------
 
@@ -430,6 +381,8 @@ class Forwarding:
             ways = self._asking.without_fetch(sought, usable, ways)
         told = ways.told
         for key, quoted_s in ways.quoted.items():
+            if quoted_s is None and sought.call.hop is not None:
+                continue  # two hosts without a quote would send it to and fro
             peer = usable.peers[key]
             answer = await self._forward(sought, peer, quoted_s, told, ways.fetches.get(key))
             if answer is not None:
@@ -456,7 +409,7 @@ class Forwarding:
             tenant=request.tenant,
             caller=request.caller,
             client=call.fair_to,
-            quoted_s=quoted_s or None,
+            quoted_s=None if quoted_s is None else max(quoted_s, _LEAST_S),
             model=sought.model,
             ends=call.ends,
             fetch=fetch,

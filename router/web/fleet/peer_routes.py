@@ -14,7 +14,6 @@ from router.base.errors import (
     BadRequestError,
     MethodError,
     ModelNotFoundError,
-    NoBackendError,
     NotFoundError,
 )
 from router.base.prefix_hash import SIZE, split
@@ -32,21 +31,14 @@ from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts import messages
 from router.hosts.messages import (
-    HOP_MODEL,
-    READ_PATH,
-    READ_TENANT,
     ExportAsk,
     Hello,
-    PromptRead,
     PurgeAsk,
     PurgeReply,
     QuoteAsk,
     QuoteReply,
 )
-from router.llama import json_offload
 from router.llama.attach.namespace import is_same
-from router.llama.routes import shape_of
-from router.llama.wire import parse_completion
 from router.web.api.backend_selection import BackendSelection
 from router.web.fleet.fetching import Fetching
 from router.web.fleet.handing_out import HandingOut
@@ -61,7 +53,7 @@ _export_of = msgpack_decoder(ExportAsk)
 _purge_of = msgpack_decoder(PurgeAsk)
 # A token that is in no prompt: what follows the known beginning of a quoted one.
 _OTHER = b"\0\0\0\x80"
-_POST = (messages.QUOTE, messages.READ, messages.EXPORT, messages.PURGE)
+_POST = (messages.QUOTE, messages.EXPORT, messages.PURGE)
 _METHODS = {messages.HELLO: "GET", messages.PURGED: "GET", messages.PART: "GET"}
 _METHODS |= dict.fromkeys(_POST, "POST")
 _MAX_TOKENS = 16 * 1024 * 1024
@@ -106,10 +98,8 @@ class PeerRoutes:
                 return _packed(await self._purge(raw))
             case messages.PURGED:
                 return _packed(msgspec.json.encode(self._purging.notes))
-            case messages.PART:
-                return await self._handing_out.part(call.http)
             case _:
-                return _packed(msgspec.json.encode(await self._read(call.http, raw)))
+                return await self._handing_out.part(call.http)
 
     async def _export(self, raw: bytes) -> bytes:
         """Return the manifest of what spares most of a prompt."""
@@ -204,26 +194,6 @@ class PeerRoutes:
     def _beginning(self, ask: QuoteAsk) -> Tokens:
         self._held.refresh()
         return self._held.longest(split(ask.hashes))
-
-    async def _read(self, request: web.BaseRequest, raw: bytes) -> PromptRead:
-        """Return the hashes of a client's prompt, read here for a host that cannot."""
-        shape = shape_of(request.headers.get(READ_PATH, ""))
-        if shape is None:
-            raise NotFoundError("no prompt can be read for this path")
-        parsed, _ = await json_offload.read(raw, parse_completion, shape, raw)
-        model = self._selection.resolve(request.headers.get(HOP_MODEL, parsed.model))
-        tenant = Tenant(request.headers.get(READ_TENANT, ""))
-        if parsed.lora:
-            return PromptRead(unknown="the request selects its own LoRA adapter")
-        avoid = self._selection.without_kv(model)
-        prompt, reader = await self._selection.read(parsed, model, tenant, avoid)
-        if prompt.unknown or reader is None:
-            return PromptRead(unknown=prompt.unknown or "no backend reads prompts")
-        namespace = self._selection.namespace_of(model)
-        if namespace is None:
-            raise NoBackendError("no backend for this model is up")
-        hashes = self._held.hashes(namespace, tenant, prompt.tokens)
-        return PromptRead(namespace, len(prompt), b"".join(hashes), parsed.max_new_tokens, None)
 
 
 def _packed(body: bytes) -> web.Response:

@@ -9,7 +9,6 @@ import aiohttp
 import pytest
 
 from router.servers.program import free_port
-from router.web.api.elsewhere import Nowhere
 from router.web.fleet.forwarding import Forwarding
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import Json, ids
@@ -85,20 +84,15 @@ async def test_requests_of_a_host_whose_server_died_go_elsewhere(
         assert (await b.post("/completion", HELD)).status == 200
 
 
-@pytest.mark.parametrize("looks_in_time", [True, False], ids=["meanwhile", "at the end"])
-async def test_what_waits_for_a_server_goes_to_a_host_that_comes_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks_in_time: bool
-) -> None:
+async def test_what_waits_for_a_server_goes_to_a_host_that_comes_up(tmp_path: Path) -> None:
     """Both hosts have just been started, and one of them has no server yet."""
     ports = [free_port() for _ in range(2)]
     first, second = (fleet_yaml(at, ports) for at in range(2))
     nothing = Addressed(f"http://127.0.0.1:{free_port()}")
-    if not looks_in_time:
-        monkeypatch.setattr(Forwarding, "until_sooner", Nowhere.until_sooner)
     async with (
         FakeLlama(kv_dir=tmp_path) as fake,
         AsyncExitStack() as later,
-        host(0, [nothing], first, wait_for=(), no_backend_s=3600.0 if looks_in_time else 8.0) as a,
+        host(0, [nothing], first, wait_for=(), no_backend_s=3600.0) as a,
         asyncio.TaskGroup() as group,
     ):
         asked = group.create_task(a.post("/completion", HELD))
@@ -120,7 +114,7 @@ async def test_what_waits_for_a_server_is_not_lost_to_a_busy_host(
     async def refuse(*_: object) -> None:
         refused.release()
 
-    monkeypatch.setattr(Forwarding, "_at_best", refuse)
+    monkeypatch.setattr(Forwarding, "_sent_unread", refuse)
     async with (
         FakeLlama(kv_dir=tmp_path) as fake,
         AsyncExitStack() as later,

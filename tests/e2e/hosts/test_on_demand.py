@@ -1,16 +1,13 @@
 """Several hosts with servers on demand: a model is not loaded where another host has it loaded."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from router.hosts.messages import QuoteAsk
-from router.hosts.peer import Answered, Peer
 from router.servers.program import free_port
-from tests.e2e.test_servers_on_demand import ask, config, model, servers
+from tests.e2e.test_servers_on_demand import ask, config, model
 from tests.support.conversations.prompts import Json, ids
 from tests.support.servers.hosts import HOST, fleet_yaml, until_peers
 from tests.support.servers.running_router import RunningRouter, running
@@ -65,29 +62,3 @@ async def test_a_model_that_is_loaded_on_a_peer_is_not_loaded_here(tmp_path: Pat
             answer = await ask(h0, "a", ids(1, 900) + ids(9, turn))
             assert answer.headers[HOST] == "h0"
         assert await swaps(h0) == await swaps(h1) == 0
-
-
-@pytest.mark.parametrize("n_silent", [0, 2])
-async def test_a_peer_with_room_loads_a_model_while_this_host_is_busy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_silent: int
-) -> None:
-    """Also if the peer is too busy to answer the first times it is asked."""
-    quote, silent = Peer.quote, iter(range(n_silent))
-
-    async def late(self: Peer, ask: QuoteAsk, limit_s: float) -> Answered:
-        return await quote(self, ask, limit_s) if next(silent, None) is None else Answered()
-
-    monkeypatch.setattr(Peer, "quote", late)
-    both = [model("a", ctx=131072), model("b")]  # a long answer
-    async with two_hosts(tmp_path, [both, both]) as (h0, h1):
-        await ask(h0, "a", ids(1, 100))
-        async with asyncio.TaskGroup() as group:
-            body = {"prompt": ids(1, 100), "n_predict": 60000, "stream": True, "ignore_eos": True}
-            stream = group.create_task(h0.post("/completion", body | {"model": "a"}))
-            await h0.until(lambda state: any(s["phase"] == "running" for s in state["slots"]))
-            answer = await ask(h0, "b", ids(2, 400))
-            assert not stream.done()
-            stream.cancel()
-        assert answer.headers[HOST] == "h1"
-        assert (await servers(h1))["b"]["phase"] == "up"
-        assert await swaps(h0) == 0

@@ -16,12 +16,11 @@ from router.hosts.messages import (
     HOP_ID,
     HOP_TENANT,
     QUOTE,
-    READ,
-    READ_PATH,
 )
 from router.hosts.peer import Answered, Peer
 from router.servers.program import free_port
 from router.tools.fleet.certificate import make_certificate
+from router.web.api import completions
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.hosts import HOST, fleet_yaml, host, hosts
 from tests.support.servers.running_router import RunningRouter
@@ -153,7 +152,7 @@ async def test_a_forged_hop_header_means_nothing(tmp_path: Path) -> None:
         assert {slot["tenant"] for slot in state["slots"]} <= {"bob", "", None}
 
 
-@pytest.mark.parametrize("path", [HELLO, QUOTE, READ, "//peer/hello", "/x/../peer/read", "/peer"])
+@pytest.mark.parametrize("path", [HELLO, QUOTE, "//peer/hello", "/x/../peer/quote", "/peer"])
 async def test_clients_do_not_reach_what_is_for_peers(path: str, tmp_path: Path) -> None:
     """Neither on a host nor through one: a front forwards all that it cannot serve."""
     async with FakeLlama(kv_dir=tmp_path) as fake, hosts([fake], []) as (a, front):
@@ -161,9 +160,7 @@ async def test_clients_do_not_reach_what_is_for_peers(path: str, tmp_path: Path)
         for kvferry in (a, front):
             url = URL(kvferry.url + path, encoded=True)
             for method in ("GET", "POST"):
-                async with kvferry.session.request(
-                    method, url, json={"model": "fake"}, headers={READ_PATH: "/completion"}
-                ) as response:
+                async with kvferry.session.request(method, url, json={"model": "fake"}) as response:
                     assert response.status == 404
                     assert "nothing at this path" in await response.text()
         assert not [path for _, path in fake.seen[before:] if "peer" in path]
@@ -221,16 +218,17 @@ async def test_a_peer_that_quotes_lies_loses_its_turn(
         return Answered(Quote(0.0)) if peer.name == "h1" else told
 
     monkeypatch.setattr(Peer, "quote", lying)
+    monkeypatch.setattr(completions, "is_stale", lambda *_: False)  # it takes what it lied for
     async with (
         FakeLlama(kv_dir=tmp_path / "a") as honest,
         FakeLlama(kv_dir=tmp_path / "b") as liar,
-        hosts([honest], [liar], []) as (_, _b, front),
+        hosts([honest], [liar]) as (door, _),
     ):
         went = []
         for seed in range(8):
             liar.prefill_gate.clear()  # it computes for at least this long
             asyncio.get_running_loop().call_later(0.3, liar.prefill_gate.set)
-            answer = await front.complete(str(seed) * 500, n_predict=2, stream=True)
+            answer = await door.complete(str(seed) * 500, n_predict=2, stream=True)
             went.append(answer.headers[HOST])
 
         assert went[0] == "h1"
