@@ -345,6 +345,10 @@ def explain_admitted(state: State) -> None:
             inventory.note_displaced(inventory.slots[job.slot], kept)
 
 
+# Share of a content that a request has to go on from, or it has not come back.
+_RETURNED = 0.5
+
+
 def turn_away(state: State) -> None:
     """Reject requests over the queue's limit: the last one of the client with the most.
 
@@ -354,6 +358,21 @@ def turn_away(state: State) -> None:
         last = state.queue.last()
         state.queue.remove(last)
         state.reject(last, QueueFullError("too many requests are waiting; try again later"))
+
+
+def _note_return(inventory: Inventory, request: Request, chosen: Candidate, now: float) -> None:
+    """Note whose content a request goes on from, and begin to follow what it leaves."""
+    slot, returns = inventory.slots[chosen.slot], inventory.returns
+    goes_on = chosen.source is Source.RESIDENT
+    if goes_on and chosen.reused_tokens >= _RETURNED * len(slot.content.resident):
+        returns.came_back(slot.fate)
+    if chosen.snapshot is not None:
+        returns.restored(chosen.snapshot)
+    if chosen.copy_from is not None:
+        returns.came_back(inventory.slots[chosen.copy_from].fate)
+    slot.follow(returns.begin(request))
+    back_s = now - slot.last_used if goes_on else 0.0
+    slot.hold(replace(slot.content, returned_after_s=back_s))
 
 
 def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnable: bool) -> None:
@@ -373,9 +392,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         sharing=shared,
         busy_until=now + (decision.ttft_s if shared else needs_s),
     )
-    goes_on = chosen.source is Source.RESIDENT
-    back_s = now - slot.last_used if goes_on else 0.0
-    slot.hold(replace(slot.content, returned_after_s=back_s))
+    _note_return(inventory, request, chosen, now)
     job = RequestJob(
         id=request.id,
         lease=slot.lease(request.id, work),

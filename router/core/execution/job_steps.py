@@ -219,6 +219,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
             event.seconds,
             event.handling_s,
         )
+        state.inventory.returns.saved(snapshot.id, state.inventory.slots[event.slot].fate, now)
         state.keep(snapshot, info.memory_kind, now=now, keep=content.keep)
         if not snapshot.shape.useful:
             # Shorter than the window, which the probe has not seen to its end: save none so short.

@@ -16,13 +16,14 @@ from router.base.types import (
 from router.core.inventory.backend import Backend
 from router.core.inventory.catalog import Catalog
 from router.core.inventory.prefix_index import GhostList, Holdings
+from router.core.inventory.returns import Returns
 from router.core.inventory.servers import Servers
 from router.core.model.jobs import Job, RequestJob, SlotWatch
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.policy import Policy
 from router.core.model.rates import Rates
 from router.core.model.server_placement import Expected, SlotClaim, holds_up, slot_claim
-from router.core.model.slots import Phase, Slot, SlotTable
+from router.core.model.slots import Fate, Phase, Slot, SlotTable
 from router.core.model.tenancy import attracts, may_attract, model_of, namespace_of
 from router.core.model.tuning import TUNING
 
@@ -49,6 +50,7 @@ class Inventory:
     has_tenants: bool = False  # a slot may hold tokens of a tenant
     holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
     displaced: GhostList = field(default_factory=GhostList, repr=False, compare=False)
+    returns: Returns = field(default_factory=Returns, repr=False, compare=False)
     servers: Servers = field(default_factory=Servers)  # that the router starts and stops
 
     def serves(self, backend: Backend, request: Request) -> bool:
@@ -283,6 +285,10 @@ class Inventory:
         reach = self.catalog.reach(info.memory_kind, namespace_of(info, tenant), resident.tokens)
         slot.bench.reaches[slot.id.index] = resident, info, tenant, changes, reach
         return reach
+
+    def reuse_chance(self, keep_s: float, fate: Fate | None) -> float:
+        """Return the chance that content is asked for again; `keep_s`: what its client says."""
+        return 1.0 if keep_s else self.returns.chance(fate, self.policy.reuse_probability)
 
     def note_use(self, slot: Slot) -> None:
         """Note that the content of a slot was used just now."""

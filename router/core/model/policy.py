@@ -41,10 +41,6 @@ class Policy(Struct, frozen=True):
     saves_late: bool = False  # to a disk: only when another content needs a slot, or nobody returns
     keeps_apart: bool = False  # tenants: content without an owner is not reused
 
-    def reuse_chance(self, keep_s: float) -> float:
-        """Return the chance that content is asked for again; `keep_s`: what its client says."""
-        return 1.0 if keep_s else self.reuse_probability
-
     def is_long(self, prefill_s: float) -> bool:
         """Return whether a prefill this long goes through the prefill queue before the request."""
         return self.coalesce_above_s is not None and prefill_s >= self.coalesce_above_s

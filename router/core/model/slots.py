@@ -139,6 +139,18 @@ class BackendSlots:
         return self.running + len(self.prefilling)
 
 
+Kind = tuple[str, int]  # of prompts: who sent it, and its length as a power of two
+
+
+@dataclass(slots=True)
+class Fate:
+    """What becomes of one content. `is_sample`: it is saved whatever became of those like it."""
+
+    kind: Kind
+    is_sample: bool
+    returned: bool = False
+
+
 class Content(Struct, frozen=True):
     """What a slot is believed to hold, whose that is, and whether it may and need be saved."""
 
@@ -205,6 +217,7 @@ class Slot:
     content: Content = EMPTY_SLOT
     work: Work = NO_WORK
     last_used: float = 0.0
+    fate: Fate | None = None  # of what the last request that got the slot leaves
     used_no: int = 0  # its place among all uses of slots of its model (`Inventory.note_use`)
 
     def __post_init__(self) -> None:
@@ -283,6 +296,10 @@ class Slot:
         """Change the work under the lease."""
         self.bench.changes += work.pending is not self.work.pending
         self.work = work
+
+    def follow(self, fate: Fate) -> None:
+        """Begin to follow what becomes of its content."""
+        self.fate = fate
 
     def note_use(self, number: int) -> None:
         """Note its place among all uses of slots of its model."""

@@ -15,7 +15,6 @@ from router.core.inventory.inventory import Inventory
 from router.core.model.jobs import RequestJob
 from router.core.model.memory_kinds import can_restore, goes_back
 from router.core.model.plan import Candidate
-from router.core.model.policy import Policy
 from router.core.model.slots import Slot
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
@@ -41,7 +40,8 @@ def boundary_saves(
     if not backend.reuses(request):
         return (), 0.0
     rates, catalog = backend.rates, inventory.catalog
-    chance, running = inventory.policy.reuse_chance(request.keep_s), backend.slots.running
+    fate, running = inventory.returns.next(request), backend.slots.running
+    chance = inventory.reuse_chance(request.keep_s, fate)
     # Besides the save: one more request before it, and one more check of a file after it.
     handling_s = 2 * rates.handling_s.value
     namespace = namespace_of(info, request.tenant)
@@ -100,12 +100,12 @@ def branch_save_pays(inventory: Inventory, job: RequestJob) -> bool:
     gain_s = min(rates.prefill_s(shared - saved, saved), generation_s)
     gain_s -= rates.restore_s(round(shared * rates.bytes_per_token.value))
     # The slots are compared with the prompt only where a certain sibling would be worth it.
-    return (
-        cost_s < gain_s and cost_s < _chance(inventory.policy, backend, slot, job, shared) * gain_s
-    )
+    return cost_s < gain_s and cost_s < _chance(inventory, backend, slot, job, shared) * gain_s
 
 
-def _chance(policy: Policy, backend: Backend, own: Slot, job: RequestJob, shared: int) -> float:
+def _chance(
+    inventory: Inventory, backend: Backend, own: Slot, job: RequestJob, shared: int
+) -> float:
     """Return the chance that a prompt branches off while the answer is generated.
 
     Another slot that holds most of this beginning shows that prompts do.
@@ -115,5 +115,5 @@ def _chance(policy: Policy, backend: Backend, own: Slot, job: RequestJob, shared
     for slot in others:
         held = slot.work.pending or slot.content.resident.tokens
         if shared < 2 * common_prefix(held, tokens):
-            return policy.reuse_chance(job.request.keep_s)
+            return inventory.reuse_chance(job.request.keep_s, own.fate)
     return TUNING.branch_chance

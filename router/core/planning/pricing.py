@@ -90,7 +90,7 @@ class Displacing:
         ):
             return _NOTHING
         rates, stopped = self._backend.rates, self._stopped
-        chance = self._inventory.policy.reuse_chance(slot.content.keep.seconds)
+        chance = self._inventory.reuse_chance(slot.content.keep.seconds, slot.fate)
         chance /= 1 + self._inventory.neglect(slot)
         if kept and kept >= max(held.checkpoints, default=n_held):
             # The request goes on from the end of the slot's last prompt: it is the next turn, and
