@@ -27,6 +27,7 @@ from bench import (
     swap,
     tenants,
     watched,
+    yardstick,
 )
 from bench.rivals import RIVALS
 from tests.support.paths import ROOT
@@ -270,3 +271,10 @@ def test_predict(tmp_path: Path) -> None:
     assert isinstance(found["computed tokens"]["error %"], float)
     assert found["computed tokens"]["real"] != 6 * 768
     assert found["TTFT p50 ms"]["predicted"]
+
+
+def test_yardstick() -> None:
+    """Two runs of one code are equal: what differs from the record is a change of the core."""
+    case = yardstick.CASES["mixed"]
+    assert yardstick.play(case) == yardstick.play(case)
+    assert yardstick.recorded().keys() == yardstick.CASES.keys()

@@ -4,90 +4,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from router.base.tokens import Tokens, common_prefix, count
-from router.base.types import RequestId, RequestRecord, SlotId, Source
-from router.core.execution.state import State
+from router.base.tokens import Tokens, count
+from router.base.types import RequestRecord, Source
 from router.core.inventory.prefix_index import PrefixIndex
-from router.core.model import effects as ef
-from router.core.model.plan import Candidate
-from router.core.model.slots import Phase
-
-# In this order: a token in several places counts for the first. Keys of the JSON.
-PLACES = (
-    "an idle slot, and another way was cheaper",
-    "a snapshot, and another way was cheaper",
-    "a busy slot",
-    "a snapshot that was given up",
-    "a slot that was not saved",
-)
-
-
-# Effects that are carried out for one request.
-_FOR_REQUESTS = (
-    ef.Save | ef.Cut | ef.Restore | ef.Erase | ef.Prefill | ef.Dispatch | ef.WatchSlot | ef.StopWork
-)
-
-
-class Losses:
-    """Recomputed tokens by their place when the request was admitted."""
-
-    def __init__(self) -> None:
-        self.tokens: Counter[str] = Counter()
-        self.displaced: Counter[str] = Counter()  # displaced tokens, saved or not
-        self._known: dict[RequestId, tuple[int, ...]] = {}
-        self._ever: PrefixIndex[str] = PrefixIndex()  # all snapshots that were deleted
-        self._files: set[str] = set()
-
-    def saw(self, effect: ef.Effect, state: State) -> None:
-        """Note where a request's tokens are, at the first effect for the request."""
-        if isinstance(effect, ef.Delete):
-            self._ever.insert(effect.snapshot.tokens, effect.snapshot.id)
-        if not isinstance(effect, _FOR_REQUESTS):
-            return
-        job = state.request_job(effect.request)
-        if job is None or job.id in self._known:
-            return
-        inventory, prompt = state.inventory, job.request.prompt.tokens
-        own = job.plan.chosen.slot
-        idle = busy = 0
-        for slot in inventory.slots:
-            common = common_prefix(slot.content.resident.tokens, prompt)
-            if slot.id == own or slot.phase is Phase.IDLE or _is_source(job.plan.chosen, slot.id):
-                idle = max(idle, common)
-            else:
-                busy = max(busy, common, common_prefix(slot.work.pending, prompt))
-        info = inventory.backends[own.backend].info
-        kept = inventory.catalog.covered(info.namespace, prompt)
-        self._known[job.id] = (idle, kept, busy, self._ever.longest(prompt))
-        self._note_displaced(job.plan.chosen, state)
-
-    def _note_displaced(self, chosen: Candidate, state: State) -> None:
-        """Count the tokens that the request displaces from its slot."""
-        slot = state.inventory.slots[chosen.slot]
-        kept = 0 if chosen.source is not Source.RESIDENT else chosen.reused_tokens
-        backend = state.inventory.backends[chosen.slot.backend]
-        covered = state.inventory.catalog.covered(
-            backend.info.namespace, slot.content.resident.tokens
-        )
-        lost = len(slot.content.resident) - max(kept, covered)
-        if lost > 0:
-            running = backend.slots.running
-            how = "saved" if chosen.save_displaced else "not saved"
-            self.displaced[f"{how}, {running} streams running"] += lost
-
-    def finished(self, record: RequestRecord, oracle: int) -> None:
-        """Count the losses of an answered request that could have reused `oracle` tokens."""
-        known = self._known.pop(record.request, ())
-        have = (record.prompt_tokens or 0) - (record.computed_tokens or 0)
-        for place, there in zip(PLACES, (*known, oracle), strict=False):
-            reach = min(there, oracle)
-            if reach > have:
-                self.tokens[place] += reach - have
-                have = reach
-
-
-def _is_source(chosen: Candidate, slot: SlotId) -> bool:
-    return chosen.copy_from == slot
 
 
 class Oracle:
@@ -139,10 +58,13 @@ class Meter:
     restored_bytes: int = 0
     cut_bytes: int = 0
     peak_bytes: int = 0
+    misses: Counter[str] = field(default_factory=Counter)  # computed tokens by reason
 
-    def finished(self, record: RequestRecord) -> None:
-        """Count an answered request."""
+    def finished(self, record: RequestRecord, oracle: int) -> None:
+        """Count an answered request that could have reused `oracle` tokens."""
         self.answered += 1
+        self.oracle_tokens += oracle
+        self.misses.update(record.missed)
         prompt, computed = record.prompt_tokens, record.computed_tokens
         assert prompt is not None
         assert computed is not None
@@ -193,8 +115,7 @@ class Result:
     snapshots: int
     snapshot_bytes: int
     peak_bytes: int
-    losses: dict[str, int]  # tokens by their place; with `--explain`
-    displaced: dict[str, int]  # tokens, saved or not; with `--explain`
+    misses: dict[str, int]  # computed tokens by reason; with `--explain`
     swaps: int  # models stopped for another one
     simulated_s: float
     wall_s: float

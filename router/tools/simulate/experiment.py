@@ -7,7 +7,7 @@ from time import perf_counter
 from msgspec import structs
 
 from router.core.model.policy import PolicyName
-from router.tools.simulate.accounting import Losses, Result, percentiles
+from router.tools.simulate.accounting import Result, percentiles
 from router.tools.simulate.requests import RequestSource
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.simulator import Simulator
@@ -39,12 +39,10 @@ class Experiment:
 
 def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> Result:
     start, scale = perf_counter(), setup.scale
-    losses = Losses() if explain else None
     simulator = Simulator(
         setup.scheduler_of(),
         setup.servers_of(),
         source,
-        losses=losses,
         on_demand=setup.on_demand,
         progress=told,
     )
@@ -83,10 +81,9 @@ def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> R
         snapshots=store.n_snapshots,
         snapshot_bytes=store.total_bytes,
         peak_bytes=meter.peak_bytes,
-        losses=_named(losses.tokens, scale) if losses else {},
-        displaced=_named(losses.displaced, scale) if losses else {},
+        misses=_named(meter.misses, scale) if explain else {},
         swaps=simulator.view.server_swaps,
-        simulated_s=simulator.now,
+        simulated_s=simulator.ended_at,
         wall_s=perf_counter() - start,
     )
 

@@ -26,8 +26,8 @@ def show(console: Console, results: Sequence[Result]) -> None:
     console.print(_seconds_table(results))
     console.print(_bytes_table(results))
     for result in results:
-        if result.losses:
-            console.print(_loss_table(result))
+        if result.misses:
+            console.print(_miss_table(result))
     if len({result.budget_bytes for result in results if not _plain(result)}) > 1:
         console.print(Text(bars(results)), soft_wrap=True)
     for result in results:
@@ -150,13 +150,11 @@ def _bytes_table(results: Sequence[Result]) -> Table:
     return table
 
 
-def _loss_table(result: Result) -> Table:
+def _miss_table(result: Result) -> Table:
     table = _table(
-        f"{result.policy}, {_budget(result)}: tokens computed again that had been in …",
-        *("where", "% of prompt tokens"),
+        f"{result.policy}, {_budget(result)}: computed tokens, by reason",
+        *("reason", "% of prompt tokens"),
     )
-    for place, tokens in sorted(result.losses.items(), key=lambda item: -item[1]):
-        table.add_row(place, _percent(tokens, result.prompt_tokens))
-    for how, tokens in sorted(result.displaced.items(), key=lambda item: -item[1])[:4]:
-        table.add_row(f"displaced: {how}", _percent(tokens, result.prompt_tokens))
+    for reason, tokens in sorted(result.misses.items(), key=lambda item: -item[1]):
+        table.add_row(reason, _percent(tokens, result.prompt_tokens))
     return table

@@ -22,6 +22,7 @@ class SimulatedRequest:
     session: str | None = None
     leaves_after_s: float | None = None
     model: str | None = None  # None: any
+    background: bool = False
 
 
 class RequestSource(Protocol):

@@ -95,6 +95,7 @@ class Workload:
     """`requests` in total, from `conversations` at a time, which end before they exceed `n_ctx`.
 
     Each conversation is with one of `models`; the n-th is n times rarer than the first.
+    `background_share`: of the conversations, which are served after the others.
     """
 
     habits: Habits
@@ -103,6 +104,7 @@ class Workload:
     n_ctx: int
     seed: int
     models: tuple[str, ...] = ()
+    background_share: float = 0.0
     issued: int = 0
     _begun: int = 0
     _waiting: dict[RequestId, tuple[_Conversation, Tokens | None]] = field(default_factory=dict)
@@ -205,8 +207,12 @@ class Workload:
         name = RequestId(f"r{self.issued}")
         self.issued += 1
         self._waiting[name] = waiting
-        model = waiting[0].model
-        return SimulatedRequest(name, at, prompt, answer, session, leaves_after_s, model)
+        conversation = waiting[0]
+        lot = random.Random(f"{self.seed} background {conversation.number}").random()
+        background = lot < self.background_share
+        return SimulatedRequest(
+            name, at, prompt, answer, session, leaves_after_s, conversation.model, background
+        )
 
     def _fits(self, conversation: _Conversation) -> bool:
         """Return whether the next question and its answer fit into a slot."""

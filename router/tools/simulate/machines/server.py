@@ -10,7 +10,6 @@ The model has the behaviour of llama-server that matters for decisions:
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -65,7 +64,6 @@ class TransferRun:
     index: int
     seconds: float
     loads: Tokens | None  # None: a save
-    then: Callable[[], None] = lambda: None  # called by the simulator at its end
 
 
 @dataclass(slots=True)
@@ -117,6 +115,11 @@ class SimulatedServer:
         self.transfers.append(transfer)
         if len(self.transfers) == 1:
             self.transfer_ends = self.at + transfer.seconds
+
+    def empty(self, index: int) -> None:
+        """Empty an idle slot."""
+        assert index not in self.runs, "a slot action on a busy slot"
+        self.slots[index] = SlotContent()
 
     def restart(self, now: float) -> None:
         """Begin anew at a time, with empty slots; nothing may be under way."""
