@@ -21,6 +21,9 @@ from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.effects import Effect
 
+# After these, no idle slot is to be saved that was not to be saved before.
+_FREES_NO_SLOT = ev.AnswerRead | ev.Begun | ev.Launched
+
 
 class Scheduler:
     """The only entry point to core state."""
@@ -34,9 +37,12 @@ class Scheduler:
         state.out = []
         if state.unexplained:
             admission.explain_admitted(state)
-        idle_saves.end_backoffs(state, now)
+        if now >= state.backoffs_end_at:
+            idle_saves.end_backoffs(state, now)
         state.inventory.catalog.lapse(now)
         self._take(event, now)
+        if not isinstance(event, _FREES_NO_SLOT):
+            state.idle_saves_at = min(state.idle_saves_at, now)
         state.dirty = bool(state.scanned) and (state.dirty or not isinstance(event, ev.Tick))
         if state.has_waiting_jobs():
             job_steps.go_on(state, now)
@@ -50,7 +56,9 @@ class Scheduler:
             admission.note_unserved(state, now)
         if state.inventory.servers.by_name:
             server_swaps.settle(state, now)
-        idle_saves.save_idle(state, now)
+        if now >= state.idle_saves_at:
+            idle_saves.save_idle(state, now)
+            state.idle_saves_at = idle_saves.wakeup(state)
         if state.inventory.draining:
             backend_drain.detach(state, now)
         if state.stopping and state.saves_on_stop:
@@ -73,7 +81,7 @@ class Scheduler:
         state = self.state
         if state.inventory.catalog.is_over:
             return now
-        at = idle_saves.wakeup(state)
+        at = min(state.idle_saves_at, state.backoffs_end_at)
         if state.has_waiting_jobs():
             at = min(at, prefill_queue.wakeup(state), deadline.wakeup(state))
         if state.queue.waiting:

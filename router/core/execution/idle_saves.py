@@ -127,15 +127,14 @@ def end_backoffs(state: State, now: float) -> None:
             backend.backoff.end()
             for slot in backend.slots:
                 slot.hold(replace(slot.content, save_decided=False))
+    backends = state.inventory.backends.values()
+    state.backoffs_end_at = min((one.backoff.until or inf for one in backends), default=inf)
+    state.idle_saves_at = now
 
 
 def wakeup(state: State) -> float:
-    """Return when a slot has been idle for long enough, or a write backoff ends.
-
-    In clock seconds; inf: never.
-    """
-    inventory = state.inventory
-    at = min((one.backoff.until or inf for one in inventory.backends.values()), default=inf)
+    """Return when a slot has been idle for long enough, in clock seconds; inf: never."""
+    inventory, at = state.inventory, inf
     if not state.stopping and inventory.policy.name.moves_kv:
         for name in inventory.slots.unsaved():
             if name not in inventory.gated:

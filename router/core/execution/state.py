@@ -41,6 +41,8 @@ class State:
     plan_servers_at: float = inf  # clock seconds: see server_swaps.settle
     stopping: bool = False
     saves_on_stop: bool = True
+    idle_saves_at: float = inf  # clock seconds: look at the idle slots then
+    backoffs_end_at: float = inf  # clock seconds: the next write backoff ends
     saves: int = 0  # idle saves so far; numbers their jobs
     out: list[Effect] = field(default_factory=list)
 
@@ -64,7 +66,10 @@ class State:
     def write_failed(self, backend: BackendId, now: float, reason: str) -> None:
         """Count a failed save or rewrite of state files for a backend."""
         if backend in self.inventory.up:  # else it failed because the backend went down
-            self.inventory.backends[backend].backoff.fail(now, reason)
+            backoff = self.inventory.backends[backend].backoff
+            backoff.fail(now, reason)
+            if backoff.until is not None:
+                self.backoffs_end_at = min(self.backoffs_end_at, backoff.until)
 
     def delete(self, snapshots: list[Snapshot]) -> None:
         """Delete snapshots that the catalog dropped."""

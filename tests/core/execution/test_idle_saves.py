@@ -83,9 +83,8 @@ def test_time_of_a_return_is_learned_from_the_slot() -> None:
 def test_an_idle_slot_is_saved_after_a_while() -> None:
     s = scheduler(backend("a", 1), holding={A0: LONG}, idle_save_after_s=0.5)
     slot(s, A0).last_used = NOW
-    assert wakeup(s.state) == s.next_wakeup(NOW) == NOW + 0.5
-
     assert s.handle(ev.Tick(), NOW + 0.4) == []
+    assert wakeup(s.state) == s.next_wakeup(NOW) == NOW + 0.5
     assert s.handle(ev.Tick(), NOW + 0.5) == [Save(SAVE_1, A0, NS, IDLE)]
     assert wakeup(s.state) == inf
 
