@@ -6,7 +6,7 @@ from math import inf
 from typing import NamedTuple, NewType
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from router.base.tokens import EMPTY, WIDTH, Tokens
 
@@ -148,14 +148,15 @@ class Prompt(Struct, frozen=True):
     unknown: str | None = None
     boundaries: tuple[int, ...] = ()
     n_media: int = 0
+    n_tokens: int = 0  # derived
+    is_exact: bool = True  # `tokens` are the very tokens that the server will see; derived
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "n_tokens", len(self.tokens) // WIDTH)
+        force_setattr(self, "is_exact", not (self.unknown or self.n_media))
 
     def __len__(self) -> int:
-        return len(self.tokens) // WIDTH
-
-    @property
-    def is_exact(self) -> bool:
-        """Return whether `tokens` are the very tokens that the server will see."""
-        return not (self.unknown or self.n_media)
+        return self.n_tokens
 
 
 class Caller(Struct, frozen=True):
@@ -222,6 +223,10 @@ class Request(Struct, frozen=True):
     clients_id: str | None = None  # the client's own id for it; for the log
     caller: Caller | None = None  # None: no keys are configured
     body_bytes: int = 0  # no fewer than its tokens, where they are not known
+    takes_several: bool = False  # the server chooses several slots for it; derived
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "takes_several", self.whole_backend or self.tasks > 1)
 
     @property
     def keep(self) -> Keep:
@@ -237,11 +242,6 @@ class Request(Struct, frozen=True):
     def takes_one_slot(self) -> bool:
         """Return whether it can be sent to one slot of the router's choice."""
         return self.pinnable and not self.takes_several
-
-    @property
-    def takes_several(self) -> bool:
-        """Return whether the server chooses several slots for it."""
-        return self.whole_backend or self.tasks > 1
 
     def n_slots(self, of: int) -> int:
         """Return how many slots `of` a backend's it takes at once."""
@@ -277,15 +277,12 @@ class BackendInfo(Struct, frozen=True):
     save_s: float | None = None  # likewise, of a small state
     restore_s: float | None = None  # likewise
     untried: bool = False  # a probe is still to come; until then nothing is saved
+    # The router decides what the slots hold. Not where slots hold nothing, nor where the server
+    # moves idle slots into its own RAM cache at every start: it places requests by itself. Derived.
+    is_managed: bool = True
 
-    @property
-    def is_managed(self) -> bool:
-        """Return whether the router decides what the slots hold.
-
-        False where slots hold nothing, and where the server moves idle slots into its own RAM cache
-        at every start: such a server places requests by itself.
-        """
-        return self.generates and self.keeps_idle_slots
+    def __post_init__(self) -> None:
+        force_setattr(self, "is_managed", self.generates and self.keeps_idle_slots)
 
     def answers_to(self, model: str | None) -> bool:
         """Return whether the backend has this model; None: any model."""
@@ -462,21 +459,6 @@ class Speeds(Struct, frozen=True):
     output_tokens: float
     save_bytes: float
     restore_bytes: float
-
-
-class LearnedRates(Struct, frozen=True):
-    """Speeds of a model that traffic taught, for its next backend: see `core/model/rates.py`.
-
-    The pairs are factors of a line; the rest is in seconds and tokens.
-    """
-
-    prefill: tuple[float, float]
-    save: tuple[float, float]
-    restore: tuple[float, float]
-    rewrite: tuple[float, float]
-    handling_s: float
-    output_tokens: float
-    output_s_per_token: float
 
 
 class BackendStats(Struct, frozen=True):

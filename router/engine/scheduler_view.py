@@ -173,7 +173,7 @@ def slot_view(
 def _prefilled(job: Job | None, done: Mapping[RequestId, int]) -> float | None:
     if not isinstance(job, RequestJob) or job.id not in done:
         return None
-    return min(done[job.id] / max(len(job.request.prompt), 1), 1.0)
+    return min(done[job.id] / max(job.request.prompt.n_tokens, 1), 1.0)
 
 
 def _doing(slot: Slot, job: Job | None) -> str | None:
@@ -255,7 +255,7 @@ class SchedulerView:
     def queue(self) -> list[WaitingView]:
         """Return the queued requests, the oldest first."""
         return [
-            WaitingView(waiting.request.id, waiting.since, len(waiting.request.prompt))
+            WaitingView(waiting.request.id, waiting.since, waiting.request.prompt.n_tokens)
             for waiting in self._state.queue
         ]
 

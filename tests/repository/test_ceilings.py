@@ -9,11 +9,11 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_306,
+    "router": 53_272,
     "router/assembly": 2_380,
-    "router/base": 1_758,
+    "router/base": 1_740,
     "router/config": 1_958,
-    "router/core": 10_117,
+    "router/core": 10_101,
     "router/engine": 2_083,
     "router/hosts": 1_409,
     "router/llama": 5_977,

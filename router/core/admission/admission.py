@@ -86,7 +86,7 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
 
     Only backends that are up count. None: it fits one, or no such backend is up.
     """
-    longest, n_prompt = 0, len(request.prompt)
+    longest, n_prompt = 0, request.prompt.n_tokens
     for backend in state.inventory.up.values():
         info = backend.info
         # A backend without KV is avoided as unfit; others are avoided because they failed.
@@ -388,7 +388,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     tokens, shared = request.prompt.tokens, decision.prefill_first
     work = Work(
         request.tenant,
-        pending=head(tokens, len(request.prompt) - 1) if shared else tokens,
+        pending=head(tokens, request.prompt.n_tokens - 1) if shared else tokens,
         sharing=shared,
         busy_until=now + (decision.ttft_s if shared else needs_s),
     )
@@ -494,7 +494,7 @@ def _steps_of(
         steps += [PrefillStep(head(tokens, length)), SaveStep(chosen.slot, SaveReason.BOUNDARY)]
     # All but one token: the state is then a strict prefix of every prompt like it. The client's own
     # request has one token left to compute, and none is computed twice.
-    n_first = len(request.prompt) if request.warms else len(request.prompt) - 1
+    n_first = request.prompt.n_tokens if request.warms else request.prompt.n_tokens - 1
     if decision.prefill_first and n_first not in decision.boundary_saves:
         steps.append(PrefillStep(head(tokens, n_first)))
     # Of kinds that cannot go back, the boundary saves are those that others can use.

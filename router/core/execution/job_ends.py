@@ -357,7 +357,7 @@ def _may_have_outgrown(state: State, job: RequestJob, event: ev.Finished, now: f
     (llama-server.md section 2.3). Of an abandoned answer only its time is known.
     """
     request, backend = job.request, state.backend_of(job)
-    room = backend.info.n_ctx - len(request.prompt)
+    room = backend.info.n_ctx - request.prompt.n_tokens
     if request.max_new_tokens is not None and request.max_new_tokens <= room:
         return False
     if request.streams and not event.begun:

@@ -69,9 +69,9 @@ def after_finish(
         return UNKNOWN
     if prompt.n_media:
         return _with_media(prompt, reported, before, limit, by_length=by_length)
-    if reported.prompt_tokens is not None and reported.prompt_tokens != len(prompt):
+    if reported.prompt_tokens is not None and reported.prompt_tokens != prompt.n_tokens:
         return UNKNOWN
-    checkpoints = _checkpoints(before, reported, len(prompt), limit)
+    checkpoints = _checkpoints(before, reported, prompt.n_tokens, limit)
     if reported.generated is not None:
         held = head(reported.generated, max(count(reported.generated) - 1, 0))
         return Resident(join([prompt.tokens, held]), 0, checkpoints)
@@ -84,15 +84,15 @@ def _with_media(
     prompt: Prompt, reported: Reported, before: Resident, limit: int, *, by_length: bool
 ) -> Resident:
     """Return the content with media; one media id takes up many positions of the slot."""
-    if reported.prompt_tokens is None or reported.prompt_tokens < len(prompt):
+    if reported.prompt_tokens is None or reported.prompt_tokens < prompt.n_tokens:
         return UNKNOWN
     if not by_length:
         # The positions that media take beyond one id each; all checkpoints behind are as far off.
-        more = reported.prompt_tokens - len(prompt)
+        more = reported.prompt_tokens - prompt.n_tokens
         cached = max((reported.cached_tokens or 0) - more, 0)
         at_end = replace(reported, cached_tokens=cached)
         unread, unknown = reported.generated_tokens, reported.generated_tokens is None
-        checkpoints = _checkpoints(before, at_end, len(prompt), limit)
+        checkpoints = _checkpoints(before, at_end, prompt.n_tokens, limit)
         return Resident(prompt.tokens, max((unread or 0) - 1, 0), checkpoints, unknown)
     text = head(prompt.tokens, before_media(prompt.tokens))
     length = reported.prompt_tokens + max((reported.generated_tokens or 0) - 1, 0)

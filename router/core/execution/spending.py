@@ -78,7 +78,7 @@ def _unread(request: Request, n_ctx: int) -> int:
     return (
         min(request.body_bytes, n_ctx * request.tasks)
         if request.prompt.unknown
-        else len(request.prompt)
+        else request.prompt.n_tokens
     )
 
 
@@ -108,7 +108,7 @@ def cost_of(job: RequestJob, event: ev.Finished) -> Cost:
     if computed is None:
         refused = event.outcome is Outcome.REFUSED
         begun = not refused and (event.begun or event.outcome is Outcome.OK)
-        computed = max(own, len(job.request.prompt) - reused) if begun else own
+        computed = max(own, job.request.prompt.n_tokens - reused) if begun else own
     prompt = reported.prompt_tokens or 0
     return Cost(max(prompt - computed, 0), computed, reported.generated_tokens or 0)
 
@@ -129,7 +129,7 @@ def charge_rest(state: State, watch: SlotWatch, event: ev.Quiet) -> None:
     elif event.n_tokens is not None and not watch.is_doubtful:
         held = min(common_prefix(watch.before.tokens, prompt.tokens), reused + watch.prefilled)
         here = computed_since(watch.before, prompt, event, held, begun=watch.has_begun)
-        rest = min(here, len(prompt) - held)
+        rest = min(here, prompt.n_tokens - held)
         # In a slot that is as long as before, nothing but the prompt is sure.
         generated = here - rest if event.n_tokens != len(watch.before) else 0
         rest += watch.prefilled
@@ -172,7 +172,7 @@ def computed_since(
         return 0
     if held is None:
         held = common_prefix(before.tokens, prompt.tokens)
-        n_tokens = min(n_tokens, len(prompt))  # the router's own prefill: there is no answer
+        n_tokens = min(n_tokens, prompt.n_tokens)  # the router's own prefill: there is no answer
     return max(n_tokens - held, 0)
 
 

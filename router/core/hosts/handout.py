@@ -159,7 +159,7 @@ def once_fetched(
     one host.
     """
     limits, best, usual_s = inventory.catalog.limits, None, own.price_s
-    n_prompt = len(request.prompt)
+    n_prompt = request.prompt.n_tokens
     reused = min(offered.reused, n_prompt - 1)
     if reused < max(limits.min_tokens, 1) or reused <= own.reused_tokens:
         return None

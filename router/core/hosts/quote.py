@@ -40,7 +40,7 @@ def is_surely_cheap(
     """
     if len(queue) or request.prompt.unknown:
         return False
-    n_prompt = len(request.prompt)
+    n_prompt = request.prompt.n_tokens
     return any(
         backend.rates.prefill_s(n_prompt) * (1 + backend.slots.held_up) < limit_s
         for backend in inventory.room(request, now)
@@ -59,7 +59,7 @@ def _once_free(request: Request, inventory: Inventory, queue: Queue, now: float)
         inventory.slots, request.prompt.tokens, request.tenant or None
     )
     for backend in inventory.serving(request):
-        info, rates, n_prompt = backend.info, backend.rates, len(request.prompt)
+        info, rates, n_prompt = backend.info, backend.rates, request.prompt.n_tokens
         reused = 0
         for slot in backend.slots:
             ends_s.append(0.0 if slot.phase is Phase.IDLE else _until_free_s(inventory, slot, now))

@@ -57,7 +57,7 @@ class Backend:
         """Return whether it has the model and a long enough slot, and is not to be avoided."""
         info = self.info
         return (
-            len(request.prompt) < info.n_ctx
+            request.prompt.n_tokens < info.n_ctx
             and info.answers_to(request.model)
             and info.id not in request.avoid
         )
@@ -120,4 +120,4 @@ class Backend:
         if not self.sent:
             return 0
         shared, _ = self.sent.nearest(Namespace(request.tenant), request.prompt.tokens)
-        return min(shared, len(request.prompt) - 1)
+        return min(shared, request.prompt.n_tokens - 1)

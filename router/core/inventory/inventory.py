@@ -118,7 +118,7 @@ class Inventory:
             and not (request.background and now < backend.kept_free_until(request))
             and (not backend.info.unified or self.has_cells(backend, request))
         ]
-        whole = len(request.prompt) + (request.max_new_tokens or 0)
+        whole = request.prompt.n_tokens + (request.max_new_tokens or 0)
         return [backend for backend in found if backend.info.n_ctx >= whole] or found
 
     def has_cells(self, backend: Backend, request: Request) -> bool:
@@ -129,7 +129,7 @@ class Inventory:
         """
         busy = [slot for slot in backend.slots if not slot.is_idle]
         taken = sum(self._cells_of(slot) for slot in busy)
-        needed = len(request.prompt) + self._answer_cells(backend, request)
+        needed = request.prompt.n_tokens + self._answer_cells(backend, request)
         return not busy or taken + needed <= backend.info.n_ctx
 
     def lacks_cells(self, request: Request) -> list[BackendId]:
@@ -150,7 +150,7 @@ class Inventory:
         """
         backend = self.backends[own.id.backend]
         others = [slot for slot in backend.slots if slot.id != own.id]
-        needed = max(len(request.prompt), held) + self._answer_cells(backend, request)
+        needed = max(request.prompt.n_tokens, held) + self._answer_cells(backend, request)
         needed += sum(self._cells_of(slot) for slot in others if not slot.is_idle)
         idle = sorted((s for s in others if s.is_idle), key=lambda s: (s.last_used, s.id))
         left = sum(len(slot.content.resident) for slot in idle)
@@ -190,7 +190,7 @@ class Inventory:
         """Return the kind of a request: either all requests of a kind have `room`, or none."""
         prompt = request.prompt
         # Requests with the same number of too short contexts fit the same backends.
-        too_short = sum(len(prompt) >= backend.info.n_ctx for backend in self.up.values())
+        too_short = sum(prompt.n_tokens >= backend.info.n_ctx for backend in self.up.values())
         # Those that need as many cells of unified KV find room in the same.
         cells = any(backend.info.unified for backend in self.up.values())
         # `attracts` compares the tokens of these requests: each is a kind of its own.
@@ -206,7 +206,7 @@ class Inventory:
             request.reuse,
             request.tenant,
             too_short,
-            (len(prompt), request.max_new_tokens) if cells else None,
+            (prompt.n_tokens, request.max_new_tokens) if cells else None,
             request.id
             if own or any(backend.gate.waiting for backend in self.up.values())
             else None,

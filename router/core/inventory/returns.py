@@ -46,7 +46,7 @@ class Returns:
 
     def next(self, request: Request) -> Fate:
         """Return the fate that `begin` would return now."""
-        kind = request.client or request.owner, len(request.prompt).bit_length()
+        kind = request.client or request.owner, request.prompt.n_tokens.bit_length()
         counts = self._counts.get(kind, _NONE)
         return Fate(kind, is_sample=counts.begun % _SAMPLED == _SAMPLED - 1)
 

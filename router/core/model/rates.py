@@ -7,7 +7,7 @@ estimates exist from the first request on.
 from dataclasses import dataclass, field
 from math import inf
 
-from router.base.types import LearnedRates, Reported, Speeds
+from router.base.types import Reported, Speeds
 from router.core.model.tuning import TUNING
 
 # Tokens of a state at which speeds are shown; smallest seconds to divide by.
@@ -110,40 +110,21 @@ class Rates:
 
     def take_after(self, other: "Rates") -> None:
         """Take over what `other` has learned, where this backend has observed nothing yet."""
-        self.expect(other.values)
-
-    @property
-    def values(self) -> LearnedRates:
-        """Return the speeds as they are now, guesses included."""
-        lines = (self.prefill, self.save, self.restore, self.rewrite)
-        prefill, save, restore, rewrite = ((line.a, line.b) for line in lines)
-        return LearnedRates(
-            prefill=prefill,
-            save=save,
-            restore=restore,
-            rewrite=rewrite,
-            handling_s=self.handling_s.value,
-            output_tokens=self.output_tokens.value,
-            output_s_per_token=self.output_s_per_token.value,
-        )
-
-    def expect(self, known: LearnedRates) -> None:
-        """Take these speeds as priors, where nothing was observed yet."""
-        for line, pair in (
-            (self.prefill, known.prefill),
-            (self.save, known.save),
-            (self.restore, known.restore),
-            (self.rewrite, known.rewrite),
+        for line, known in (
+            (self.prefill, other.prefill),
+            (self.save, other.save),
+            (self.restore, other.restore),
+            (self.rewrite, other.rewrite),
         ):
             if not line.n:
-                line.expect(*pair)
-        for mean, value in (
-            (self.handling_s, known.handling_s),
-            (self.output_tokens, known.output_tokens),
-            (self.output_s_per_token, known.output_s_per_token),
+                line.expect(known.a, known.b)
+        for mean, learned in (
+            (self.handling_s, other.handling_s),
+            (self.output_tokens, other.output_tokens),
+            (self.output_s_per_token, other.output_s_per_token),
         ):
             if not mean.n:
-                mean.value = value
+                mean.value = learned.value
 
     def prefill_s(self, tokens: int, depth: int = 0) -> float:
         """Return seconds to prefill `tokens` after `depth` others; superlinear by attention."""

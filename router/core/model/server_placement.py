@@ -52,7 +52,7 @@ def can_be_steered(request: Request, info: BackendInfo) -> bool:
     where the server would compute it again.
     """
     prompt = request.prompt
-    known = len(prompt) > 1 and prompt.is_exact and not request.adapted
+    known = prompt.n_tokens > 1 and prompt.is_exact and not request.adapted
     picked = not (request.pinnable or request.takes_several)
     reused = request.reuse and info.extends and info.caches_by_default
     return picked and known and reused and info.is_managed and not request.tenant
@@ -61,9 +61,9 @@ def can_be_steered(request: Request, info: BackendInfo) -> bool:
 def may_hold(held: Resident, prompt: Prompt) -> bool:
     """Return whether a slot may hold that much; unread tokens may be the prompt's rest."""
     common = common_prefix(held.tokens, prompt.tokens)
-    if common >= len(prompt) - 1:
+    if common >= prompt.n_tokens - 1:
         return True
-    goes_on = held.may_hold_more or common + held.unread >= len(prompt) - 1
+    goes_on = held.may_hold_more or common + held.unread >= prompt.n_tokens - 1
     return goes_on and common == count(held.tokens)
 
 

@@ -78,7 +78,7 @@ class Resident(Struct, frozen=True):
 
     def covers(self, prompt: Prompt) -> bool:
         """Return whether it surely has all of a prompt but its last token."""
-        return common_prefix(self.tokens, prompt.tokens) >= len(prompt) - 1 > 0
+        return common_prefix(self.tokens, prompt.tokens) >= prompt.n_tokens - 1 > 0
 
 
 NOTHING = Resident()

@@ -76,7 +76,7 @@ def attracts(slot: Slot, request: Request, *, computed_first: bool) -> bool:
     else:
         held, goes_on = slot.work.pending, True
     common = common_prefix(held, prompt.tokens)
-    return common >= len(prompt) - 1 or (goes_on and common == count(held))
+    return common >= prompt.n_tokens - 1 or (goes_on and common == count(held))
 
 
 def may_attract(slot: Slot, request: Request, *, computed_first: bool) -> bool:
@@ -90,4 +90,4 @@ def may_attract(slot: Slot, request: Request, *, computed_first: bool) -> bool:
     held, prompt = slot.content.resident, request.prompt
     if not computed_first or not prompt.is_exact:
         return True
-    return held.may_hold_more or held.unread > 0 or len(held) >= len(prompt) - 1
+    return held.may_hold_more or held.unread > 0 or len(held) >= prompt.n_tokens - 1

@@ -45,14 +45,17 @@ def boundary_saves(
     # Besides the save: one more request before it, and one more check of a file after it.
     handling_s = 2 * rates.handling_s.value
     namespace = namespace_of(info, request.tenant)
-    positions = {*(prompt.boundaries or (len(prompt) - 1,)), _branch(inventory, backend, request)}
+    positions = {
+        *(prompt.boundaries or (prompt.n_tokens - 1,)),
+        _branch(inventory, backend, request),
+    }
     if prompt.n_media:  # the router computes no media: it stops before the first
         text = before_media(prompt.tokens)
         positions = {text, *(at for at in positions if at < text)}
     found: list[int] = []
     cost_s = 0.0
     for position in sorted(positions):
-        ahead = chosen.reused_tokens < position < len(prompt)
+        ahead = chosen.reused_tokens < position < prompt.n_tokens
         if not ahead or not can_save(inventory, backend, position):
             continue
         there = catalog.reach(kind, namespace, head(prompt.tokens, position))

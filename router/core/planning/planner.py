@@ -123,13 +123,13 @@ def _prefill_first(request: Request, chosen: Candidate, inventory: Inventory) ->
         return False
     if request.warms:
         return True
-    if len(prompt) - chosen.reused_tokens < 2:
+    if prompt.n_tokens - chosen.reused_tokens < 2:
         return False  # only the last token is left, and the client's request computes that
     if claim is not SlotClaim.PINNED:
         return True
     if not inventory.policy.is_long(chosen.price.prefill_s):
         return False
-    return can_save(inventory, backend, len(prompt) - 1)
+    return can_save(inventory, backend, prompt.n_tokens - 1)
 
 
 def _reason(request: Request, chosen: Candidate) -> str:

@@ -157,7 +157,7 @@ class PricingContext:
     files: dict[tuple[MemoryKind, Namespace, bool], Files] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.n_prompt = len(self.request.prompt)
+        self.n_prompt = self.request.prompt.n_tokens
 
     @property
     def has_no_say(self) -> bool:

@@ -39,7 +39,7 @@ def coverage_of(request: Request, made: Plan, inventory: Inventory) -> Coverage 
     info = inventory.backends[chosen.slot.backend].info
     most = _Most()
     usable, waiting = _in_slots(
-        inventory, made.shared, chosen.slot, info, len(request.prompt), most
+        inventory, made.shared, chosen.slot, info, request.prompt.n_tokens, most
     )
     if inventory.policy.name.moves_kv and can_restore(info.memory_kind):
         usable = max(usable, _in_snapshots(inventory.catalog, request, info, most))
@@ -159,7 +159,7 @@ def _in_slots(
 
 def _in_snapshots(catalog: Catalog, request: Request, info: BackendInfo, most: _Most) -> int:
     """Return the tokens that a snapshot could spare the prompt."""
-    tokens, n_prompt = request.prompt.tokens, len(request.prompt)
+    tokens, n_prompt = request.prompt.tokens, request.prompt.n_tokens
     namespace = namespace_of(info, request.tenant)
     common, goes_on = catalog.nearest(namespace, tokens)
     if (common, goes_on) > (most.common, most.goes_on):

@@ -44,7 +44,7 @@ def _is_misread(account: Account) -> bool:
     """Return whether the backend counted other tokens of an exact prompt than were read."""
     request, told = account.request, account.reported.prompt_tokens
     several = request.takes_several or not request.prompt.is_exact
-    return told is not None and not several and told != len(request.prompt)
+    return told is not None and not several and told != request.prompt.n_tokens
 
 
 def _server_s(account: Account, reported: Reported, total_s: float) -> float:
