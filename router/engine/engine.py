@@ -50,7 +50,7 @@ from router.core.model.plan import Plan, Quote
 from router.core.model.slots import Slot
 from router.core.planning.planner import plan as make_plan
 from router.core.planning.pricing import keeps_snapshots
-from router.core.reporting.request_records import record_of
+from router.core.reporting.miss_reasons import record_of
 from router.core.scheduler import Scheduler
 from router.core.stats import stats_of
 from router.engine import slot_watch as watch

@@ -1,10 +1,54 @@
-"""The link to another host: how fast states come over it, guessed at first, then learned."""
+"""The link to another host: how fast states come over it, guessed at first, then learned.
+
+What failed some times in a row is left alone for a time that doubles (`Breaker`).
+"""
 
 from collections.abc import Callable
 from math import inf
 
-from router.hosts.breaker import Breaker
 from router.hosts.choice import Trust
+
+_BREAKS_AFTER = 3
+_FIRST_BREAK_S = 1.0
+
+
+class Breaker:
+    """Counts failures in a row, and is open while the next attempt should wait."""
+
+    def __init__(
+        self, longest_s: float, now: Callable[[], float], after: int = _BREAKS_AFTER
+    ) -> None:
+        """Set up closed. `longest_s`: the longest break; `now`: clock seconds.
+
+        `after`: so many failures in a row begin a break.
+        """
+        self._after = after
+        self._longest_s = longest_s
+        self._now = now
+        self._failures = 0
+        self._open_until = 0.0
+
+    @property
+    def open_until(self) -> float:
+        """Return the clock seconds at which the last break ends or ended."""
+        return self._open_until
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a break is under way."""
+        return self._now() < self._open_until
+
+    def success(self) -> None:
+        """Note an attempt that succeeded: the count starts anew."""
+        self._failures = 0
+
+    def failure(self) -> None:
+        """Note a failed attempt: at `after` in a row, each one begins a break."""
+        self._failures += 1
+        if self._failures >= self._after:
+            doubled = _FIRST_BREAK_S * 2 ** min(self._failures - self._after, 16)
+            self._open_until = self._now() + min(doubled, self._longest_s)
+
 
 # Until a state was fetched. Chosen: the questions, and what 10 Gbit/s carries. A guess that is too
 # slow would let no fetch pay, and never be corrected; one that is too fast costs one late fetch.

@@ -9,9 +9,8 @@ from router.base.decoding import UndecodableError, json_decoder, msgpack_decoder
 from router.base.errors import BackendError, BackendTimeoutError
 from router.base.types import BackendId, Source
 from router.core.model.plan import Offered, Quote
-from router.hosts.breaker import Breaker
 from router.hosts.choice import Trust
-from router.hosts.link import Link
+from router.hosts.link import Breaker, Link
 from router.hosts.messages import (
     EXPORT,
     HELLO,

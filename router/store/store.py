@@ -41,10 +41,9 @@ from router.store.blobs.write_budget import WriteBudget
 from router.store.files import Identity
 from router.store.format.head import tokens_of
 from router.store.io_pool import Threads
-from router.store.listener import NullListener, StoreListener
+from router.store.listener import NullListener, StoreListener, Withdrawal
 from router.store.purges import Purges
 from router.store.records import KvDirectory, StateFile, StoredSnapshot
-from router.store.withdrawal import Withdrawal
 
 log = structlog.get_logger(__name__)
 

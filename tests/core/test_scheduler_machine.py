@@ -33,7 +33,7 @@ from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import Phase
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
-from router.core.planning import prefill_chunks
+from router.core.planning import prefill
 from router.core.planning.planner import plan
 from tests.support.scheduler.build import NS, A, B, backend, rates, request, scheduler
 from tests.support.scheduler.model_server import Ids, Server
@@ -81,7 +81,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     ) -> None:
         self.tenants = (Tenant("x"), Tenant("y")) if apart else (NO_TENANT,)
         # Prompts are short here.
-        self.small = mock.patch.object(prefill_chunks, "TUNING", replace(TUNING, chunk_least=2))
+        self.small = mock.patch.object(prefill, "TUNING", replace(TUNING, chunk_least=2))
         self.small.start()
         infos = [
             backend("a", sizes[0], memory_kind=kind, n_ctx=100, cuts=True),

@@ -1,6 +1,6 @@
 """Breakers by a clock of the test: breaks after failures in a row."""
 
-from router.hosts.breaker import Breaker
+from router.hosts.link import Breaker
 
 
 def test_breaks_double_up_to_the_longest() -> None:

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from router.hosts.breaker import Breaker
-from router.hosts.link import Link
+from router.hosts.link import Breaker, Link
 
 MB = 1_000_000
 

@@ -9,21 +9,21 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_272,
+    "router": 53_216,
     "router/assembly": 2_380,
     "router/base": 1_740,
     "router/config": 1_958,
-    "router/core": 10_101,
+    "router/core": 10_052,
     "router/engine": 2_083,
-    "router/hosts": 1_409,
+    "router/hosts": 1_408,
     "router/llama": 5_977,
     "router/prompts": 2_348,
     "router/servers": 1_166,
-    "router/store": 6_560,
+    "router/store": 6_557,
     "router/telemetry": 1_846,
     "router/tools": 7_848,
-    "router/web": 7_840,
-    "tests": 66_117,
+    "router/web": 7_837,
+    "tests": 66_115,
     "bench": 8_948,
 }
 # A part may shrink so far before its ceiling has to follow.

@@ -12,7 +12,7 @@ import pytest
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import Tasks
 from router.base.types import Snapshot, SnapshotId
-from router.store import files, io_pool, withdrawal
+from router.store import files, io_pool, listener
 from router.store.io_pool import Threads
 from router.store.records import StoredSnapshot
 from router.store.store import KvStore
@@ -231,7 +231,7 @@ async def test_what_was_lost_is_told_before_what_is_found(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The directory answers again once the first loss has been reported."""
-    monkeypatch.setattr(withdrawal, "_TOLD_AT_ONCE", 1)
+    monkeypatch.setattr(listener, "_TOLD_AT_ONCE", 1)
     offered: set[SnapshotId] = set()
 
     class Listener(Noting):

@@ -20,7 +20,7 @@ from router.core.model.jobs import ProbeLoan
 from router.core.model.rates import LinearFit, Mean, Rates
 from router.core.model.slots import NOTHING, UNKNOWN, Resident, Work
 from router.core.model.tuning import TUNING
-from router.core.planning.snapshot_value import is_known, worth_of
+from router.core.planning.pricing import is_known, worth_of
 
 
 def backend_up(state: State, event: ev.BackendUp) -> None:

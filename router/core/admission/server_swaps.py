@@ -8,11 +8,10 @@ from router.base.types import BackendId, BackendInfo, Request
 from router.core.admission import backend_drain
 from router.core.execution.job_ends import lose_backend
 from router.core.execution.state import State
-from router.core.inventory.servers import Unread
 from router.core.model import events as ev
 from router.core.model.effects import ModelReady, StartServer, StopServer
 from router.core.model.jobs import RequestJob
-from router.core.model.servers import Demand, Server, ServerPhase
+from router.core.model.servers import Demand, Server, ServerPhase, Unread
 from router.core.planning.server_swap import plan_swaps
 
 

@@ -52,7 +52,7 @@ from router.core.model.jobs import (
 from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import NOTHING, UNKNOWN, Resident, Slot, Work
 from router.core.model.tuning import TUNING
-from router.core.reporting.request_records import avoided_s
+from router.core.reporting.miss_reasons import avoided_s
 
 _OVER = (Outcome.OK, Outcome.REFUSED)  # such a request will not start any more
 

@@ -52,8 +52,7 @@ from router.core.model.slots import EMPTY_SLOT, NOTHING, UNKNOWN, Content, Resid
 from router.core.model.tenancy import model_of, namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.early_saves import branch_save_pays
-from router.core.planning.prefill_chunks import piece
-from router.core.planning.prefill_wait import remaining_prefill_s
+from router.core.planning.prefill import piece, remaining_prefill_s
 from router.core.planning.pricing import can_save
 
 

@@ -22,11 +22,11 @@ from msgspec.structs import replace
 from router.base.tokens import Tokens
 from router.base.types import RequestId
 from router.core.execution.state import State
-from router.core.inventory.backend_queues import PrefillQueue
+from router.core.inventory.backend import PrefillQueue
 from router.core.inventory.inventory import Inventory
 from router.core.model.jobs import InPrefillQueue, RequestJob
 from router.core.model.tuning import TUNING
-from router.core.planning.prefill_wait import (
+from router.core.planning.prefill import (
     before_s,
     prefill_ahead,
     remaining_prefill_s,

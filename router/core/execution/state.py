@@ -21,7 +21,7 @@ from router.core.model.effects import Delete, Effect, Reject
 from router.core.model.jobs import Job, RequestJob, RestoreStep
 from router.core.model.request_queue import Queue
 from router.core.model.slots import Slot
-from router.core.planning.snapshot_value import worth_of
+from router.core.planning.pricing import worth_of
 
 
 @dataclass(slots=True)

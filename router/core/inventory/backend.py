@@ -1,15 +1,108 @@
-"""One backend, as the decisions see it."""
+"""One backend, as the decisions see it: its prefill queue, placement gate and write backoff too.
+
+`execution/prefill_queue.py` and `execution/placement_gate.py` have the rules of the first two.
+"""
 
 from dataclasses import dataclass, field
 from math import inf
 
-from router.base.types import BackendId, BackendInfo, Namespace, Request, Stall
-from router.core.inventory.backend_queues import PlacementGate, PrefillQueue
+from router.base.types import BackendId, BackendInfo, Namespace, Request, RequestId, Stall
 from router.core.inventory.prefix_index import GhostList
-from router.core.inventory.write_backoff import WriteBackoff
 from router.core.model.rates import Rates
 from router.core.model.slots import BackendSlots, Phase, Slot
 from router.core.model.tuning import TUNING
+
+
+@dataclass(slots=True)
+class WriteBackoff:
+    """The write backoff of one backend: failures in a row, and its end in clock seconds, if any."""
+
+    failures: int = 0
+    until: float | None = None
+    reason: str = ""  # of the last failure
+
+    def fail(self, now: float, reason: str) -> None:
+        """Count a failed save or rewrite: the second in a row starts a backoff.
+
+        Each further failure doubles the backoff.
+        """
+        self.failures += 1
+        self.reason = reason
+        doubled = self.failures - TUNING.write_failures_forgiven - 1
+        if doubled >= 0:
+            backoff_s = TUNING.write_backoff_first_s * 2.0**doubled
+            self.until = now + min(backoff_s, TUNING.write_backoff_most_s)
+
+    def succeed(self) -> None:
+        """Forget all failures."""
+        self.failures, self.until, self.reason = 0, None, ""
+
+    def end(self) -> None:
+        """Allow writes again; the failures still count."""
+        self.until = None
+
+
+@dataclass(slots=True)
+class PrefillQueue:
+    """The prefill queue of one backend. The permit ends by itself, in clock seconds."""
+
+    holder: RequestId | None = None
+    permit_until: float = 0.0
+    waiting: list[RequestId] = field(default_factory=list)
+
+    def has_permit(self, job: RequestId, now: float) -> bool:
+        """Return whether a job has the permit."""
+        return self.holder == job and now < self.permit_until
+
+    def grant(self, job: RequestId, until: float) -> None:
+        """Give the permit to a job until then; the job waits no longer."""
+        if job in self.waiting:
+            self.waiting.remove(job)
+        self.holder, self.permit_until = job, until
+
+    def end_permit(self, job: RequestId, at: float = 0.0) -> None:
+        """End the permit then, or now, if the job has it."""
+        if self.holder == job:
+            self.permit_until = min(self.permit_until, at)
+
+    def wait(self, job: RequestId) -> None:
+        """Let a job wait; its permit ends."""
+        self.end_permit(job)
+        self.waiting.append(job)
+
+    def leave(self, job: RequestId) -> None:
+        """End the job's permit, if it has one; let the job wait no longer."""
+        self.end_permit(job)
+        if job in self.waiting:
+            self.waiting.remove(job)
+
+
+@dataclass(slots=True)
+class PlacementGate:
+    """The placement gate of one backend: closed while a job holds it."""
+
+    holder: RequestId | None = None
+    waiting: list[RequestId] = field(default_factory=list)
+
+    @property
+    def is_closed(self) -> bool:
+        return self.holder is not None
+
+    def take(self, job: RequestId) -> None:
+        """Close the gate behind a job, which no longer waits."""
+        self.leave(job)
+        self.holder = job
+
+    def wait(self, job: RequestId) -> None:
+        """Let a job wait."""
+        self.waiting.append(job)
+
+    def leave(self, job: RequestId) -> None:
+        """Open the gate if the job holds it; let the job wait no longer."""
+        if self.holder == job:
+            self.holder = None
+        if job in self.waiting:
+            self.waiting.remove(job)
 
 
 @dataclass(slots=True)

@@ -12,9 +12,8 @@ from math import inf
 from router.base.shared_bytes import SharedBytes
 from router.base.tokens import Tokens, count
 from router.base.types import Blob, MemoryKind, Namespace, Snapshot, SnapshotId, Tenant
-from router.core.inventory.eviction_order import EvictionOrder
+from router.core.inventory.eviction import EvictionOrder, Protection
 from router.core.inventory.prefix_index import GhostList, Match, PrefixIndex
-from router.core.inventory.protection import Protection
 from router.core.model.memory_kinds import goes_back, reusable_tokens, subsumes
 from router.core.model.policy import UNLIMITED, SnapshotLimits
 from router.core.model.tenancy import is_of, tenant_of

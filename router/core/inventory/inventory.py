@@ -17,12 +17,12 @@ from router.core.inventory.backend import Backend
 from router.core.inventory.catalog import Catalog
 from router.core.inventory.prefix_index import GhostList, Holdings
 from router.core.inventory.returns import Returns
-from router.core.inventory.servers import Servers
 from router.core.model.jobs import Job, RequestJob, SlotWatch
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.policy import Policy
 from router.core.model.rates import Rates
 from router.core.model.server_placement import Expected, SlotClaim, holds_up, slot_claim
+from router.core.model.servers import Servers
 from router.core.model.slots import Fate, Phase, Slot, SlotTable
 from router.core.model.tenancy import attracts, may_attract, model_of, namespace_of
 from router.core.model.tuning import TUNING

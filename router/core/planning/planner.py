@@ -22,7 +22,7 @@ from router.core.model.slots import Phase, Slot
 from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import baseline
 from router.core.planning.early_saves import boundary_saves
-from router.core.planning.prefill_wait import rank, rank_of, remaining_prefill_s
+from router.core.planning.prefill import rank, rank_of, remaining_prefill_s
 from router.core.planning.pricing import PricingContext, can_save
 from router.core.planning.start_candidates import starting_now
 from router.core.planning.wait_candidates import starting_later

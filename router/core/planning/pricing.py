@@ -20,12 +20,15 @@ from router.base.types import (
     Source,
 )
 from router.core.inventory.backend import Backend
+from router.core.inventory.catalog import Basis
 from router.core.inventory.inventory import Inventory
 from router.core.model.memory_kinds import can_restore
 from router.core.model.plan import Candidate, Price
+from router.core.model.rates import Rates
 from router.core.model.slots import Slot
+from router.core.model.tenancy import model_of
 from router.core.model.tuning import TUNING
-from router.core.planning.prefill_wait import Ahead, ahead, before_s, rank
+from router.core.planning.prefill import Ahead, ahead, before_s, rank
 
 
 def can_save(inventory: Inventory, backend: Backend, tokens: int) -> bool:
@@ -298,3 +301,28 @@ class Cheapest:
             len(self._totals_s) >= self._n
             and self._totals_s[self._n - 1] < least_s - TUNING.equal_s
         )
+
+
+PRIORS = Rates()
+
+
+def worth_of(inventory: Inventory, snapshot: Snapshot) -> tuple[float, Basis]:
+    """Return the snapshot value, in seconds, by the best rates that are known:
+
+    1. of the slowest backend that it fits;
+    2. of the fastest other one: it may never be used again, as after a change of the model;
+    3. a prior.
+    """
+    n_tokens, model = len(snapshot), model_of(snapshot.namespace)
+    known = [backend for backend in inventory.backends.values() if is_known(backend.rates)]
+    own = [b for b in known if b.info.namespace == model and b.id in inventory.up]
+    if own:
+        return max(backend.rates.prefill_s(n_tokens) for backend in own), Basis.OWN
+    if known:
+        return min(backend.rates.prefill_s(n_tokens) for backend in known), Basis.OTHERS
+    return PRIORS.prefill_s(n_tokens), Basis.GUESS
+
+
+def is_known(rates: Rates) -> bool:
+    """Return True if the rates are from a probe, from traffic, or from a like backend."""
+    return rates.prefill != PRIORS.prefill

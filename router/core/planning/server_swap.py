@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from router.base.types import BackendId
-from router.core.inventory.servers import Servers
-from router.core.model.servers import Demand, Server, ServerLimit, ServerPhase
+from router.core.model.servers import Demand, Server, ServerLimit, ServerPhase, Servers
 from router.core.model.tuning import TUNING
 
 _NO_DEMAND = Demand()

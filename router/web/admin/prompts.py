@@ -14,7 +14,7 @@ from router.llama.bodies.hints import seconds_of
 from router.llama.routes import shape_of
 from router.llama.wire import parse_completion
 from router.web.admin.guard import Guard
-from router.web.admin.plan_json import plan_json
+from router.web.admin.requests import plan_json
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions

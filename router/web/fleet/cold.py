@@ -10,9 +10,8 @@ from router.core.model.memory_kinds import goes_back
 from router.core.model.plan import Offered
 from router.core.model.tenancy import facts_of
 from router.engine.engine import Engine
-from router.hosts.breaker import Breaker
 from router.hosts.choice import dear_above_s
-from router.hosts.link import Link
+from router.hosts.link import Breaker, Link
 from router.store.blobs.blobs import BlobReader
 from router.store.cold.names import StateName
 from router.store.cold.tier import ColdTier, Owned

@@ -9,14 +9,14 @@ from router.base.errors import DeadlineError
 from router.base.tokens import count, pack
 from router.base.types import MemoryKind, Outcome, Prompt, Reported, RequestId
 from router.core.execution import prefill_queue
-from router.core.inventory.backend_queues import PrefillQueue
+from router.core.inventory.backend import PrefillQueue
 from router.core.model import events as ev
 from router.core.model.effects import Account, Dispatch, Effect, Prefill, Reject
 from router.core.model.jobs import InPrefillQueue
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import Content, Phase, Resident
 from router.core.planning.planner import plan
-from router.core.planning.prefill_wait import ahead, before_s
+from router.core.planning.prefill import ahead, before_s
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
     A0,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.inventory.eviction_order import EvictionOrder
+from router.core.inventory.eviction import EvictionOrder
 
 ITEMS = "abcdefgh"
 

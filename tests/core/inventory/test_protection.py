@@ -4,7 +4,7 @@ from math import inf
 
 from router.base.types import MemoryKind, SnapshotId
 from router.core.inventory.catalog import Catalog
-from router.core.inventory.protection import Protection
+from router.core.inventory.eviction import Protection
 from router.core.model.policy import SnapshotLimits
 from tests.support.scheduler.build import NS, run_of, snapshot
 

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from router.base.types import KvDir, RequestId, Snapshot, SnapshotId, Source, StateShape
-from router.core.inventory.write_backoff import WriteBackoff
+from router.core.inventory.backend import WriteBackoff
 from router.core.model import events as ev
 from router.core.model.effects import Effect, Save, SaveReason
 from router.core.scheduler import Scheduler

@@ -22,7 +22,7 @@ from router.core.model.policy import SnapshotLimits
 from router.core.model.slots import Content, Resident
 from router.core.planning.early_saves import boundary_saves
 from router.core.planning.planner import plan
-from router.core.reporting.request_records import record_of
+from router.core.reporting.miss_reasons import record_of
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
     A0,

@@ -6,7 +6,7 @@ from router.base.types import Snapshot
 from router.core.inventory.catalog import Basis
 from router.core.inventory.inventory import Inventory
 from router.core.model.rates import LinearFit, Rates
-from router.core.planning.snapshot_value import PRIORS, worth_of
+from router.core.planning.pricing import PRIORS, worth_of
 from tests.support.scheduler.build import NS, OTHER_NS, A, B, backend, run_of, snapshot
 
 OURS = snapshot("s", run_of(100))

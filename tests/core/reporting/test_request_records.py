@@ -16,7 +16,7 @@ from router.base.types import (
 from router.core.model.effects import Account
 from router.core.model.plan import Candidate, Coverage, Plan, Price
 from router.core.model.rates import LinearFit, Rates
-from router.core.reporting.request_records import avoided_s, record_of
+from router.core.reporting.miss_reasons import avoided_s, record_of
 from tests.support.scheduler.build import A0, R, request
 
 NEAREST = Nearest(A0, None, 2, 2, EMPTY, EMPTY, EMPTY)
