@@ -290,6 +290,10 @@ class Engine:
         self._feed(ev.SnapshotsFound((made,), kind, made=True))
         return made
 
+    def handed_out(self, snapshot: SnapshotId) -> None:
+        """Note that another host gets a snapshot: it was not saved in vain."""
+        self._scheduler.state.inventory.returns.restored(snapshot)
+
     def keeps(self, snapshot: SnapshotId) -> bool:
         """Return whether a snapshot is not to be deleted, nor the next one to be evicted."""
         return not self._scheduler.state.inventory.catalog.is_evicted_next(snapshot)

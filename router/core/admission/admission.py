@@ -361,7 +361,7 @@ def turn_away(state: State) -> None:
 
 
 def _note_return(inventory: Inventory, request: Request, chosen: Candidate, now: float) -> None:
-    """Note whose content a request goes on from, and begin to follow what it leaves."""
+    """Note whose content a request goes on from."""
     slot, returns = inventory.slots[chosen.slot], inventory.returns
     goes_on = chosen.source is Source.RESIDENT
     if goes_on and chosen.reused_tokens >= _RETURNED * len(slot.content.resident):
@@ -370,7 +370,6 @@ def _note_return(inventory: Inventory, request: Request, chosen: Candidate, now:
         returns.restored(chosen.snapshot)
     if chosen.copy_from is not None:
         returns.came_back(inventory.slots[chosen.copy_from].fate)
-    slot.follow(returns.begin(request))
     back_s = now - slot.last_used if goes_on else 0.0
     slot.hold(replace(slot.content, returned_after_s=back_s))
 
@@ -401,6 +400,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         since=now,
         waited_s=now - waiting.since,
         claim=claim,
+        fate=inventory.returns.begin(request),
     )
     inventory.jobs[job.id] = job
     state.unexplained.append(job)

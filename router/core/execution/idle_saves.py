@@ -39,7 +39,7 @@ def save_idle(state: State, now: float) -> None:
             due, slot = _first_due(state.inventory, backend)
             if slot is None or (due > now and not leaves):
                 break
-            if saving_pays(state.inventory, slot)[2]:
+            if saving_pays(state.inventory, slot, last=leaves)[2]:
                 _save(state, slot, now)  # the next slot follows when that save is over
                 break
             slot.hold(replace(slot.content, save_decided=True))  # ruled out, and considered once

@@ -188,6 +188,7 @@ def _dispatch(state: State, job: RequestJob, now: float) -> None:
         slot.hold(replace(slot.content, keep=job.request.keep))
     if backend.prefills.holder == job.id:
         prefill_queue.hand_over(state, job, now)
+    slot.follow(job.fate)
     job.dispatch(slot.content.resident, now)
     if not backend.info.is_managed:
         backend.note_sent(job.request)
@@ -334,6 +335,7 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
     as_saved = event.n_tokens == len(snapshot) or snapshot.shape.media
     read = whole if as_saved else UNKNOWN
     slot.hold(slot.content.replaced_by(read, job.request.keep))
+    slot.follow(job.fate)
     state.restore_over(event.request)
     next_step(state, job, now)
 
@@ -439,6 +441,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         limit = state.backend_of(job).info.checkpoints
         held = after_prefill(slot.content.resident, job.doing.now, event.reported, limit)
         slot.hold(slot.content.replaced_by(held, job.request.keep))
+        slot.follow(job.fate)
         job.note_prefill(event.reported)
         state.backend_of(job).rates.observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)

@@ -17,7 +17,9 @@ _ENOUGH = 8  # snapshots in vain, until a kind of prompt is given up. Chosen
 _HOPELESS = 0.1  # a chance below this. Chosen
 _SAMPLED = 8  # of so many contents of a kind that is given up, one is saved
 _MEMORY = 64.0  # snapshots: with more, both counts are halved, so that old ones count less
-_KINDS = 1000
+_KINDS = 5000
+_KNOWN = 50_000  # snapshots whose content is followed
+_GOLDEN = 0x9E3779B1  # 2 ** 32 / the golden ratio: samples fall on no pattern of requests
 
 
 @dataclass(slots=True)
@@ -46,9 +48,11 @@ class Returns:
 
     def next(self, request: Request) -> Fate:
         """Return the fate that `begin` would return now."""
-        kind = request.client or request.owner, request.prompt.n_tokens.bit_length()
-        counts = self._counts.get(kind, _NONE)
-        return Fate(kind, is_sample=counts.begun % _SAMPLED == _SAMPLED - 1)
+        length, named = request.prompt.n_tokens.bit_length(), request.session
+        kind = request.client or request.owner, length
+        session = None if named is None else (named.id, length)
+        lot = (self._counts.get(kind, _NONE).begun * _GOLDEN & 0xFFFFFFFF) >> 16
+        return Fate(kind, session, is_sample=lot % _SAMPLED == _SAMPLED - 1)
 
     def saved(self, snapshot: SnapshotId, fate: Fate | None, now: float) -> None:
         """Note a snapshot of a content."""
@@ -56,6 +60,8 @@ class Returns:
         if fate is not None and not fate.returned:
             self._saved[snapshot] = fate
             self._due.append((now + _UNUSED_S, snapshot))
+            if len(self._saved) > _KNOWN:
+                del self._saved[next(iter(self._saved))]
 
     def restored(self, snapshot: SnapshotId) -> None:
         """Note that a snapshot is used."""
@@ -65,32 +71,43 @@ class Returns:
         """Note that a request goes on from a content, wherever that is."""
         if fate is not None and not fate.returned:
             fate.returned = True
-            self._note(fate.kind, used=1.0)
+            self._note(fate, used=1.0, vain=-1.0 if fate.was_vain else 0.0)
 
     def chance(self, fate: Fate | None, usual: float) -> float:
         """Return the chance that a content is asked for again; `usual`: without experience.
 
-        0: those like it were saved in vain.
+        0: those like it were saved in vain. A conversation that its client names begins with no
+        less than `usual`: its client may be many.
         """
-        counts = _NONE if fate is None else self._counts.get(fate.kind, _NONE)
+        if fate is None:
+            return usual
+        learned = self._learned(fate.kind, usual)
+        if fate.session is not None:
+            learned = self._learned(fate.session, max(learned, usual))
+        return max(learned, usual) if fate.is_sample else learned
+
+    def _learned(self, kind: Kind, usual: float) -> float:
+        counts = self._counts.get(kind, _NONE)
         n = counts.used + counts.vain
-        learned = (counts.used + 2 * usual) / (n + 2)
-        if fate is not None and fate.is_sample:
-            return max(learned, usual)
-        return 0.0 if counts.vain >= _ENOUGH and counts.used < _HOPELESS * n else learned
+        if counts.vain >= _ENOUGH and counts.used < _HOPELESS * n:
+            return 0.0
+        return (counts.used + 2 * usual) / (n + 2)
 
     def _lapse(self, now: float) -> None:
         while self._due and self._due[0][0] <= now:
-            fate = self._saved.pop(self._due.popleft()[1], None)
-            if fate is not None and not fate.returned:
-                self._note(fate.kind, vain=1.0)
+            fate = self._saved.get(self._due.popleft()[1])
+            if fate is not None and not (fate.returned or fate.was_vain):
+                fate.was_vain = True
+                self._note(fate, vain=1.0)
 
-    def _note(self, kind: Kind, used: float = 0.0, vain: float = 0.0) -> None:
-        counts = self._of(kind)
-        counts.used += used
-        counts.vain += vain
-        if counts.used + counts.vain > _MEMORY:
-            counts.used, counts.vain = counts.used / 2, counts.vain / 2
+    def _note(self, fate: Fate, used: float = 0.0, vain: float = 0.0) -> None:
+        for kind in (fate.kind, fate.session):
+            if kind is not None:
+                counts = self._of(kind)
+                counts.used += used
+                counts.vain = max(counts.vain + vain, 0.0)
+                if counts.used + counts.vain > _MEMORY:
+                    counts.used, counts.vain = counts.used / 2, counts.vain / 2
 
     def _of(self, kind: Kind) -> _Counts:
         counts = self._counts.setdefault(kind, _Counts())

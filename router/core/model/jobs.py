@@ -22,7 +22,7 @@ from router.base.types import (
 from router.core.model.effects import SaveReason
 from router.core.model.plan import Plan
 from router.core.model.server_placement import SlotClaim
-from router.core.model.slots import NOTHING, Content, Resident
+from router.core.model.slots import NOTHING, Content, Fate, Resident
 
 
 class SaveStep(Struct, frozen=True):
@@ -178,6 +178,7 @@ class RequestJob(LeaseHolder):
     waited_s: float = 0.0  # in the request queue
     prepared_s: float = 0.0
     prefilled: OwnPrefill | None = None
+    fate: Fate | None = None  # of what it leaves in its slot
     resident_at_dispatch: Resident = NOTHING  # slot content when the request was sent
 
     @property

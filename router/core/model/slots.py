@@ -144,11 +144,16 @@ Kind = tuple[str, int]  # of prompts: who sent it, and its length as a power of 
 
 @dataclass(slots=True)
 class Fate:
-    """What becomes of one content. `is_sample`: it is saved whatever became of those like it."""
+    """What becomes of one content. `is_sample`: it is saved whatever became of those like it.
+
+    `session`: the kind of its conversation, if its client names it.
+    """
 
     kind: Kind
+    session: Kind | None
     is_sample: bool
     returned: bool = False
+    was_vain: bool = False  # it was counted as one that nobody came back for
 
 
 class Content(Struct, frozen=True):
@@ -217,7 +222,7 @@ class Slot:
     content: Content = EMPTY_SLOT
     work: Work = NO_WORK
     last_used: float = 0.0
-    fate: Fate | None = None  # of what the last request that got the slot leaves
+    fate: Fate | None = None  # of its content
     used_no: int = 0  # its place among all uses of slots of its model (`Inventory.note_use`)
 
     def __post_init__(self) -> None:
@@ -297,8 +302,8 @@ class Slot:
         self.bench.changes += work.pending is not self.work.pending
         self.work = work
 
-    def follow(self, fate: Fate) -> None:
-        """Begin to follow what becomes of its content."""
+    def follow(self, fate: Fate | None) -> None:
+        """Note whose content it has now: what becomes of that is followed."""
         self.fate = fate
 
     def note_use(self, number: int) -> None:

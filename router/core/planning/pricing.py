@@ -64,10 +64,11 @@ _NOTHING: Displaced = (0.0, 0.0, False)
 class Displacing:
     """Prices of displacement on one backend at this moment, for many slots at once."""
 
-    __slots__ = ("_apart", "_backend", "_inventory", "_stopped")
+    __slots__ = ("_apart", "_backend", "_inventory", "_last", "_stopped")
 
-    def __init__(self, inventory: Inventory, backend: Backend) -> None:
-        self._inventory, self._backend = inventory, backend
+    def __init__(self, inventory: Inventory, backend: Backend, *, last: bool = False) -> None:
+        """`last`: the backend is to end, so that what comes back is not asked."""
+        self._inventory, self._backend, self._last = inventory, backend, last
         self._apart = inventory.policy.keeps_apart
         self._stopped = 1 + backend.slots.running
 
@@ -93,7 +94,8 @@ class Displacing:
         ):
             return _NOTHING
         rates, stopped = self._backend.rates, self._stopped
-        chance = self._inventory.reuse_chance(slot.content.keep.seconds, slot.fate)
+        fate = None if self._last else slot.fate
+        chance = self._inventory.reuse_chance(slot.content.keep.seconds, fate)
         chance /= 1 + self._inventory.neglect(slot)
         if kept and kept >= max(held.checkpoints, default=n_held):
             # The request goes on from the end of the slot's last prompt: it is the next turn, and
@@ -119,9 +121,11 @@ class Displacing:
         return min(ways, key=lambda way: (way[0][0] + way[0][1], way[1].last_used, way[1].id))
 
 
-def saving_pays(inventory: Inventory, slot: Slot, kept: int = 0) -> Displaced:
+def saving_pays(
+    inventory: Inventory, slot: Slot, kept: int = 0, *, last: bool = False
+) -> Displaced:
     """Return `Displacing.price` of one slot."""
-    return Displacing(inventory, inventory.backends[slot.id.backend]).price(slot, kept)
+    return Displacing(inventory, inventory.backends[slot.id.backend], last=last).price(slot, kept)
 
 
 class RestoreOption(NamedTuple):

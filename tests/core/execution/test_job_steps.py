@@ -22,6 +22,7 @@ from tests.support.scheduler.build import (
     A,
     R,
     backend,
+    request,
     run_of,
     scheduler,
     snapshot,
@@ -30,6 +31,7 @@ from tests.support.scheduler.drive import (
     NOW,
     arrive,
     cancel,
+    finish,
     held,
     names,
     plan_of,
@@ -65,6 +67,20 @@ def test_what_is_displaced_is_saved_before_the_request_runs() -> None:
     assert names(saved(s, snapshot("x", ELSE))) == ["Dispatch"]
     assert SnapshotId("x") in s.state.inventory.catalog
     assert slot(s, A0).phase is Phase.RUNNING
+
+
+def test_what_is_displaced_is_followed_as_its_own_clients() -> None:
+    """Not as that of the client who displaces it: it would give up the wrong one."""
+    s = scheduler(ONE, coalesce_above_s=None)
+    arrive(s, "first", ELSE, client="person")
+    finish(s, "first", prompt_tokens=1000)
+    assert names(arrive(s, ids=LONG, client="clock")) == ["Save"]
+    saved(s, snapshot("x", ELSE))
+
+    returns = s.state.inventory.returns
+    returns.restored(SnapshotId("x"))
+    person, clock = (returns.next(request(ids=ELSE, client=one)) for one in ("person", "clock"))
+    assert returns.chance(person, 0.5) > 0.5 == returns.chance(clock, 0.5)
 
 
 def test_who_wants_what_is_displaced_waits_for_its_save() -> None:
