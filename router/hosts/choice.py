@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import blake2b
 from math import exp2
-from zlib import crc32
 
+import xxhash
 from msgspec import Struct
 
 from router.core.model.plan import Offered, Quote
@@ -73,10 +73,15 @@ def to_ask(
     """
     if len(usable) <= n:
         return list(usable)
-    ranked = sorted((_lot(peer, first_hash), peer) for peer in usable)
+    ranked = [(_lot(peer, first_hash), peer) for peer in ranked_for(usable, first_hash)]
     asked = [peer for _, peer in ranked[: n - 1]]
     _, _, idle = min((busy.get(peer, 0.0), lot, peer) for lot, peer in ranked if peer not in asked)
     return [*asked, idle]
+
+
+def ranked_for(hosts: Collection[str], first_hash: bytes) -> list[str]:
+    """Return hosts in the order in which a prompt prefers them: the same on every host."""
+    return sorted(hosts, key=lambda host: (_lot(host, first_hash), host))
 
 
 def favourite(hosts: Collection[str], first_hash: bytes) -> str:
@@ -89,8 +94,8 @@ def favourite(hosts: Collection[str], first_hash: bytes) -> str:
 
 
 def _lot(host: str, first_hash: bytes) -> int:
-    """Return the rank of a host for a prompt. 0.3 µs: there may be a hundred hosts."""
-    return crc32(first_hash, _seed(host))
+    """Return the rank of a host for a prompt. 0.2 µs: there may be a hundred hosts."""
+    return xxhash.xxh32_intdigest(first_hash, _seed(host))
 
 
 @lru_cache(maxsize=1024)

@@ -11,10 +11,11 @@ from router.hosts.choice import (
     in_order,
     is_stale,
     is_worth_asking,
+    ranked_for,
     to_ask,
 )
 
-FIRST = b"first"
+FIRST = b"head"
 HOSTS = ["here", "a", "b"]
 
 
@@ -50,6 +51,13 @@ def test_every_host_asks_the_same_peers_for_a_beginning() -> None:
     assert to_ask(peers[::-1], {}, FIRST)[:-1] == asked[:-1]
     assert favourite(peers, FIRST) == asked[0]
     assert {favourite(peers, bytes([n])) for n in range(100)} > {favourite(peers, FIRST)}
+
+
+def test_every_host_ranks_all_hosts_alike_and_each_beginning_anew() -> None:
+    """Who was second for some prompts must not be second for all whose first host refuses."""
+    ranked = [ranked_for(HOSTS, bytes([n])) for n in range(100)]
+    assert ranked == [ranked_for(HOSTS[::-1], bytes([n])) for n in range(100)]
+    assert len({tuple(one) for one in ranked}) == 6
 
 
 def test_cheapest_peer_gets_it_if_clearly_cheaper() -> None:

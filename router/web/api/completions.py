@@ -154,15 +154,20 @@ class Completions:
         while call.reader is None and call.parsed is not None and not call.parsed.lora:
             if not self._selection.can_wait_for_reader(call.model):
                 break
-            if not await self._until_reader(call):
+            late: NoBackendError | None = None
+            try:
+                is_there = await self._until_reader(call)
+            except NoBackendError as error:
+                is_there, late = False, error
+            if not is_there:
                 try:
-                    answer = await self._elsewhere.if_only_there(call)
-                except NoBackendError:
+                    if (answer := await self._elsewhere.if_only_there(call)) is not None:
+                        return answer
+                except NoBackendError as error:
                     if clock.time() >= deadline:
-                        raise
-                    continue
-                if answer is not None:
-                    return answer
+                        raise late or error from None
+            if late is not None:
+                raise late
             await self.describe(call)
         return None
 

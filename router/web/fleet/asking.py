@@ -181,10 +181,9 @@ class Asking:
         """Return this host's offer for the request."""
         if not sought.hashes:
             return None
-        tokens = sought.request.prompt.tokens or self._held.longest(sought.hashes)
-        found = self._handing_out.offers(
-            tokens, sought.namespace, sought.request.tenant, sought.n_tokens
-        )
+        request = sought.request
+        tokens, tenant = request.prompt.tokens, request.tenant
+        found = self._handing_out.offers(tokens, sought.namespace, tenant, sought.n_tokens)
         return self._first_of_use(sought, found)
 
     def _first_of_use(self, sought: Sought, offers: Sequence[Offered]) -> Offered | None:

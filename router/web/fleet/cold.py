@@ -68,8 +68,8 @@ class ColdHolder:
         def reading(_: Manifest, ends_at: float) -> BlobReader:
             return tier.reading(state, ends_at, self._now)
 
-        async def give_up(error: KvFileError) -> None:
-            await tier.give_up(state, error)
+        def give_up(error: KvFileError) -> None:
+            tier.give_up(state, error)
 
         return Held(NAME, state.path.encode(), self.link, manifest, reading, give_up)
 

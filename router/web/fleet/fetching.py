@@ -57,7 +57,7 @@ class Held:
     link: Link
     manifest: Callable[[float], Awaitable[bytes]]
     reading: Callable[[Manifest, float], BlobReader]
-    give_up: Callable[[KvFileError], Awaitable[None]] | None = None
+    give_up: Callable[[KvFileError], None] | None = None
 
 
 class Way(Struct, frozen=True):
@@ -308,7 +308,7 @@ class Fetching:
         except KvFileError as error:
             if holder.give_up is not None:
                 if isinstance(error, BlobError):
-                    await holder.give_up(error)
+                    holder.give_up(error)
                 self._metrics.fetched(holder.name, 0, "failed")
                 return None
             problem = str(error)

@@ -1,4 +1,4 @@
-"""Send a request to the host of the fleet that serves it soonest, once.
+"""Send a request to the host of the fleet that serves it soonest.
 
 Each host prices the request with its own planner; nothing is reserved, so the host that gets it may
 still refuse it before it begins. Whatever goes wrong with peers, the request is served here if it
@@ -25,7 +25,7 @@ from router.hosts.choice import (
     Undecided,
     dear_above_s,
     is_worth_asking,
-    to_ask,
+    ranked_for,
 )
 from router.hosts.messages import HOP_REFUSED, HOP_SUSPECT
 from router.hosts.peer import Peer
@@ -223,8 +223,8 @@ class Forwarding:
         return max(sum(info.answers_to(model) for info in self._engine.view.up()), 1)
 
     async def until_only_there(self, call: Call) -> None:
-        """Wait until only another host can serve a call that waits here for a backend."""
-        while not self._must_leave(call):
+        """Wait until another host has the model of a call that waits here for a backend."""
+        while not (self._must_leave(call) or self._loaded_there(call)):
             await self.peers.until_checked()
 
     def _unread(self, call: Call) -> Request:
@@ -283,12 +283,12 @@ class Forwarding:
     async def _sent_unread(self, call: Call, usable: Usable) -> web.StreamResponse | None:
         """Forward a call to a peer that can read it, and may forward it once more.
 
-        The same peer for each turn of a conversation, which is the least busy one if that refuses.
+        The same peer for each turn of a conversation; the next ones if that refuses.
         """
         request, beginning = self._unread(call), _beginning(call.raw)
         sought = Sought(call, request, self._name(call.model), None, beginning)
         told = HostsAsked(own=None, offers=())
-        for key in to_ask(list(usable.peers), usable.busy, beginning, _MOST_UNREAD):
+        for key in ranked_for(usable.peers, beginning)[:_MOST_UNREAD]:
             peer = usable.peers[key]
             answer = await self._forward(sought, peer, None, told, None)
             if answer is not None:
@@ -408,7 +408,7 @@ class Forwarding:
             request=RequestId(f"{request.id}.h{self._sent}"),
             tenant=request.tenant,
             caller=request.caller,
-            client=call.fair_to,
+            client=call.client,
             quoted_s=None if quoted_s is None else max(quoted_s, _LEAST_S),
             model=sought.model,
             ends=call.ends,

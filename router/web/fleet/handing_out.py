@@ -113,6 +113,7 @@ class HandingOut:
                 name = await self._cut(name, found.cut)
         except KvError as error:
             raise NotFoundError("the state cannot be read") from error
+        self._engine.handed_out(found.content)
         return await self._manifest_of(name)
 
     async def _cut(self, name: SnapshotId, n_tokens: int) -> SnapshotId:
