@@ -283,7 +283,7 @@ async def cold_parts(config: ColdConfig) -> ColdStore:
         secret = None if key_file is None else await read(partial(_key, key_file), "cold.key_file")
         place: Directory | Bucket
         if url.startswith("/"):
-            place = Directory(Path(url), others_may_read=secret is not None)
+            place = Directory(Path(url), is_shared=True, is_encrypted=secret is not None)
         else:
             place = await asyncio.to_thread(Bucket, url, config.endpoint, config.region)
             if (at := place.endpoint) and secret is None and can_be_read_on_the_way(at):

@@ -29,7 +29,8 @@ log = structlog.get_logger(__name__)
 STAGING = re.compile(r"kvf-([0-9a-f]{32})\.part")
 FINAL = re.compile(r"kvf-([0-9a-f]{32})\.kv")
 MANIFEST = re.compile(r"kvf-([0-9a-f]{32})\.manifest")
-BROKEN = re.compile(r".+-[0-9a-f]{8}\.new")  # left by a crash in `put_whole`
+# Left by a crash in `put_whole`.
+BROKEN = re.compile(r"(kvf-.+|purged-tenants\.json|written\.json)-[0-9a-f]{8}\.new")
 OLD_RECORD = re.compile(r"kvf-[0-9a-f]{32}\.json(\.new)?")  # of kvferry 0.1.0
 QUARANTINED = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
 KEEP_QUARANTINED = 4
@@ -37,7 +38,7 @@ _SWEPT = (STAGING, FINAL, MANIFEST, BROKEN, OLD_RECORD)
 
 LOCK = "kvferry.lock"
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_SMALL_BYTES = 64 << 20
+SMALL_BYTES = 64 << 20  # the longest manifest
 _CHUNK = 4 << 20  # bytes; xxh3 does about 10 GB/s, so the chunk only has to amortise the call
 
 
@@ -194,7 +195,7 @@ def locked(path: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def read_small(path: Path, most_bytes: int = _SMALL_BYTES) -> bytes:
+def read_small(path: Path, most_bytes: int = SMALL_BYTES) -> bytes:
     """Return the content of a small file. Raises OSError; KvFileError if it is none."""
     with open_regular(path) as file:
         if identity_of(file).size_bytes > most_bytes:

@@ -46,7 +46,6 @@ class WholeFile(msgspec.Struct, frozen=True, array_like=True):
 class Part(msgspec.Struct, frozen=True):
     """One blob of a state: its xxh3, and the ranges of the file that it has."""
 
-    index: int
     blob: Blob
     known: bytes
     spans: list[Span]
@@ -80,11 +79,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def parts(self) -> Iterator[Part]:
         """Return the blobs with their ranges of the file."""
         for index, (blob, spans) in enumerate(zip(self.sized, self.split.spans(), strict=True)):
-            yield Part(index, blob, self._sum(index), spans)
+            yield Part(blob, self._sum(index), spans)
 
     def part(self, index: int) -> Part:
         """Return one of the parts."""
-        return Part(index, self.sized[index], self._sum(index), self.split.spans_of(index))
+        return Part(self.sized[index], self._sum(index), self.split.spans_of(index))
 
     def _sum(self, index: int) -> bytes:
         return self.sums[index * _SUM_BYTES : (index + 1) * _SUM_BYTES]

@@ -210,7 +210,7 @@ async def test_leftovers_are_swept_and_others_left_alone(stores: Stores) -> None
     (directory / f"kvf-{'0' * 32}.json").write_bytes(b"x")
     (directory / f"kvf-{'0' * 32}.manifest").write_bytes(b"x")
     (directory / f"kvf-{'0' * 32}.manifest-0a1b2c3d.new").write_bytes(b"x")
-    others = {"mine.bin", "kvf-1.kv", "kvf-x.part", ".hidden"}
+    others = {"mine.bin", "kvf-1.kv", "kvf-x.part", ".hidden", "draft-0a1b2c3d.new"}
     for name in others:
         (directory / name).write_bytes(b"x")
     assert await store.load() == []

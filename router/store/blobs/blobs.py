@@ -28,12 +28,14 @@ from router.store.blobs.buffer import Buffer
 from router.store.files import Identity
 from router.store.format.rewrite import Span
 from router.store.manifests import Manifest, Part
+from router.store.places.directory import Directory
 from router.store.places.place import MissingError, Place, Progress, Readable
 from router.store.places.seals import Sealed
 
 # Blobs that are read and written at a time: a disk works on one while another is checked.
 _AT_ONCE = 2
 
+_FOLDERS = re.compile("[0-9a-f]{2}|manifests")
 _NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.blob")
 # What a crash leaves, whole files in a folder of blobs, and the manifests of kvferry 0.1.0.
 _LEFT = re.compile(r"(?:[0-9a-f]{2}/)?[^/]+-[0-9a-f]{8}\.new|kvf-[0-9a-f]{32}\.kv|manifests/kvf-.+")
@@ -107,11 +109,14 @@ class BlobReader:
         ends_at: float = inf,
         now: Callable[[], float] = monotonic,
         close: Callable[[], None] = lambda: None,
+        pool: ThreadPoolExecutor | None = None,
     ) -> None:
         """`name_of`: what a blob is called there. `ends_at`: clock seconds; nothing is read then.
 
-        `close`: called by `stop`.
+        `close`: called by `stop`. `pool`: has the thread that waits for the reads, if the place may
+        hang: those of other places go on.
         """
+        self.pool = pool
         self._place = place
         self._name_of = name_of
         self._seal = seal
@@ -171,10 +176,10 @@ class Found(NamedTuple):
     leftovers: list[str]
 
 
-def scan(place: Place) -> Found:
-    """List all blobs by name and size; only `read` looks into them."""
+def scan(place: Directory) -> Found:
+    """List all blobs by name and size; only `read` looks into them. Other folders stay closed."""
     found = Found(set(), [])
-    for entry in place.listing(""):
+    for entry in place.listing("", _FOLDERS):
         if name := _NAME.fullmatch(entry.name):
             found.blobs.add(Blob(bytes.fromhex(name[2]), entry.size_bytes))
         elif _LEFT.fullmatch(entry.name):
@@ -247,13 +252,17 @@ def assemble(
     """
     todo = list(manifest.parts)
     turns = count()  # its next() is one step of the interpreter: each turn is taken once
-    writer = files.create(target)
+    writer, failed = files.create(target), threading.Event()
 
     def work() -> None:
         buffer = Buffer()
-        while (turn := next(turns)) < len(todo):
-            part = todo[turn]
-            copies.scatter(writer, read(part, buffer), part.spans)
+        try:
+            while (turn := next(turns)) < len(todo) and not failed.is_set():
+                part = todo[turn]
+                copies.scatter(writer, read(part, buffer), part.spans)
+        except BaseException:
+            failed.set()
+            raise
 
     try:
         os.fchmod(writer, mode)

@@ -160,15 +160,16 @@ class Exchange:
 
     async def _local(
         self, manifest: Manifest, alike: Sequence[SnapshotId]
-    ) -> dict[Blob, tuple[SnapshotId, Part]]:
-        """Return where this host has blobs of a manifest."""
+    ) -> dict[Blob, tuple[Manifest, int]]:
+        """Return where this host has blobs of a manifest: manifests, and which of their parts."""
         wanted = set(manifest.sized)
-        found: dict[Blob, tuple[SnapshotId, Part]] = {}
+        found: dict[Blob, tuple[Manifest, int]] = {}
         for name in alike:
             with suppress(KvError):
-                for part in (await self.manifest(name)).parts:
-                    if part.blob in wanted:
-                        found.setdefault(part.blob, (name, part))
+                own = await self.manifest(name)
+                for index, blob in enumerate(own.sized):
+                    if blob in wanted:
+                        found.setdefault(blob, (own, index))
         return found
 
     def _read(self, snapshot: SnapshotId, part: Part, buffer: Buffer) -> memoryview:
@@ -187,16 +188,17 @@ class Exchange:
         self,
         manifest: Manifest,
         kind: MemoryKind,
-        local: Mapping[Blob, tuple[SnapshotId, Part]],
+        local: Mapping[Blob, tuple[Manifest, int]],
         reading: BlobReader,
         target: Path,
     ) -> tuple[Inspected, Tokens]:
         """Make the file and check it; its host has padded it already. In a thread."""
 
         def read(part: Part, buffer: Buffer) -> memoryview:
-            if (own := local.get(part.blob)) is not None:
+            if part.blob in local:
+                own, index = local[part.blob]
                 with suppress(KvError, OSError):  # deleted meanwhile, or damaged
-                    raw = self._read(*own, buffer)
+                    raw = self._read(own.id, own.part(index), buffer)
                     if blobs.blob_of(raw) == part.blob:
                         return raw
             return reading.read(part.blob, buffer)
@@ -213,7 +215,8 @@ class Exchange:
 
     async def _make(self, work: Callable[[], T], target: Path, reading: BlobReader) -> T:
         """Do work that makes a file; its thread goes on a little if this is cancelled."""
-        making = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        pool = reading.pool or self._pool
+        making = asyncio.get_running_loop().run_in_executor(pool, work)
         self.n_working += 1
         making.add_done_callback(self._made)
         try:

@@ -169,7 +169,8 @@ class SplitSnapshots:
                 del self.held[name]
                 self.listener().lost(held.snapshot, "a blob of it is damaged")
         for name in names:
-            await self.tier.remove(name)
+            with suppress(KvError):  # the next start removes it
+                await self.tier.remove(name)
 
     async def aclose(self) -> None:
         """Split what memory may lose; the directories must still be open."""
@@ -291,7 +292,8 @@ class SplitSnapshots:
         held.snapshot = split
         self.listener().stored(split)
         for one in self._left_to.pop(snapshot, ()):
-            await self.tier.remove(one)
+            with suppress(KvError):  # its manifest is gone
+                await self.tier.remove(one)
 
     async def drop_whole(self, snapshot: SnapshotId) -> None:
         """Delete a whole file whose blobs are written. Raises KvError."""

@@ -165,17 +165,24 @@ class BlobTier:
         return blobs.read(self._place, name, part.blob, buffer, known=part.known)
 
     async def forget(self, snapshot: SnapshotId) -> None:
-        """Remove the manifest of a snapshot at once; its blobs stay until `remove`."""
-        await self._threads.unhurried(partial(self._delete, [files.manifest_name(snapshot)]))
+        """Remove the manifest of a snapshot at once; its blobs stay until `remove`.
+
+        Raises KvError: the next start would find the snapshot.
+        """
+        names = [files.manifest_name(snapshot)]
+        await self._threads.unhurried(partial(self._place.delete, names))
 
     async def remove(self, snapshot: SnapshotId) -> None:
-        """Remove a snapshot, if it is there: its manifest, then the blobs that no other has."""
+        """Remove a snapshot, if it is there: its manifest, then the blobs that no other has.
+
+        Raises KvError.
+        """
         async with self._changing:
             if snapshot not in self.shared:
                 return
-            unused = self.shared.remove(snapshot)
-            names = [files.manifest_name(snapshot), *map(local_name, unused)]
-            await self._threads.unhurried(partial(self._delete, names))
+            await self.forget(snapshot)
+            names = list(map(local_name, self.shared.remove(snapshot)))
+            await self._threads.unhurried(partial(self._place.delete, names))
 
     async def damaged(self, blob: Blob) -> list[SnapshotId]:
         """Remove a blob if it is damaged; return the snapshots that need it."""

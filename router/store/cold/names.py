@@ -23,7 +23,7 @@ from router.base.tokens import Tokens, count
 from router.base.types import TENANT_SALT, Blob, Tenant
 
 STATES, BLOBS, PURGED = "states/", "blobs/", "purged/"
-CHECKS = "check/"  # of the doctor
+CHECKS = "check/"  # of the doctor, and the clock
 
 _MARK_BYTES = 6  # a mark is a hint: another prompt with the same one costs a look, nothing else
 _FOLDER_BYTES = 8
@@ -34,7 +34,7 @@ _STATE = re.compile(
 )
 _BLOB = re.compile(r"blobs/[0-9a-f]{16}/([0-9a-f]{2})/\1[0-9a-f]{62}")
 _PURGE = re.compile(r"purged/([0-9a-f]{16})\.([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{16})")
-_CHECK = re.compile("check/[0-9a-f]{16}")
+_CHECK = re.compile("check/([0-9a-f]{16}|clock)")
 _BROKEN = re.compile(r"-[0-9a-f]{8}\.new")  # ends the name of a write that did not end
 
 StateKey = tuple[str, str, int, bytes]

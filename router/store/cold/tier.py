@@ -7,7 +7,8 @@ host has just written tells it.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
@@ -53,6 +54,7 @@ _CLOCKS_AGREE_S = 24 * 3600.0  # else nothing is removed for its age
 _SEEN = 100_000  # blobs of which is known that they are there
 _MOST_STATES = 30_000  # in the index, the newest: 3 KiB of memory each
 _FAILED_S = 600.0  # until a snapshot is tried again that could not be copied
+_FETCHES = 2  # states that are read at a time
 _FAILURES = 3  # of copies in a row: then the tier cannot be written
 _ROUNDS = 3  # of a deletion, and the last one has to find nothing: a listing may be late
 _UNSEEN = "not looked at yet"
@@ -130,6 +132,7 @@ class ColdTier:
         # Apart: what a request waits for is not behind a listing or a copy.
         self._reads = Threads(place.url, lambda: None, self._tasks.spawn)
         self._works = Threads(place.url, lambda: None, self._tasks.spawn)
+        self._pool = ThreadPoolExecutor(_FETCHES, "kv-cold")
         self._index = ColdIndex()
         self._named: dict[SnapshotId, StateName] = {}  # of snapshots here
         self._young: set[StateKey] = set()  # states that need no writing again
@@ -198,7 +201,7 @@ class ColdTier:
             sealed = await self._reads.bulk(partial(self._place.get, state.path))
             return await self._reads.bulk(partial(self._opened, state, owned, sealed))
         except KvFileError as error:
-            await self.give_up(state, error)
+            self.give_up(state, error)
             raise
 
     def _opened(self, state: StateName, owned: Owned, sealed: bytes) -> bytes:
@@ -220,10 +223,12 @@ class ColdTier:
             self._counts["fetched"] += made.done_bytes
 
         name_of, seal = partial(self._names.blob, state.tenant), self._seal
-        made = BlobReader(self._place, name_of, seal=seal, ends_at=ends_at, now=now, close=count)
+        made = BlobReader(
+            self._place, name_of, seal=seal, ends_at=ends_at, now=now, close=count, pool=self._pool
+        )
         return made
 
-    async def give_up(self, state: StateName, error: KvFileError) -> None:
+    def give_up(self, state: StateName, error: KvFileError) -> None:
         """Forget a state that cannot be read, and delete it with its blob that is at fault.
 
         So a host that has it writes both again. Where nothing can be deleted, it is not used.
@@ -238,8 +243,11 @@ class ColdTier:
         self._young.discard(state.key)
         self._seen.difference_update(bad)
         self._lost[state.path] = self._store_now
+        self._tasks.spawn(self._delete(bad), name="delete what is damaged")
+
+    async def _delete(self, names: Sequence[str]) -> None:
         with suppress(KvError):
-            await self._works.bulk(partial(self._place.delete, bad))
+            await self._works.bulk(partial(self._place.delete, names))
 
     def doubt(self) -> None:
         """Use the tier no more until it was listed again: a fetch has failed."""
@@ -279,6 +287,7 @@ class ColdTier:
         await self._tasks.aclose()
         self._reads.close()
         self._works.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def works(self) -> bool:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from router.base.errors import KvError, KvFileError
-from router.store.places.place import CHUNK, SMALL_BYTES, Entry, MissingError, Progress
+from router.store.files import SMALL_BYTES
+from router.store.places.place import CHUNK, Entry, MissingError, Progress
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config

@@ -13,21 +13,30 @@ from pathlib import Path
 from router.base.errors import KvError, KvFileError
 from router.store import files
 from router.store.files import os_errors
-from router.store.places.place import CHUNK, SMALL_BYTES, Entry, MissingError, Progress
+from router.store.places.place import CHUNK, Entry, MissingError, Progress
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 
 
 class Directory:
-    """The files below one directory, which may be mounted later. Implements `place.Place`.
+    """The files below one directory. Implements `place.Place`.
 
-    `fsync`: what is written is durable then. `others_may_read`: what is in it is encrypted.
+    `fsync`: what is written is durable then. `is_shared`: by hosts, and mounted from elsewhere: it
+    may be away, and what cannot be read may be again. `is_encrypted`: all users may read it.
     """
 
-    def __init__(self, root: Path, *, fsync: bool = False, others_may_read: bool = True) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        fsync: bool = False,
+        is_shared: bool = False,
+        is_encrypted: bool = False,
+    ) -> None:
         self.root = root
         self._fsync = fsync
-        self._others_may_read = others_may_read
+        self._is_shared = is_shared
+        self._is_encrypted = is_encrypted
 
     @property
     def url(self) -> str:
@@ -37,19 +46,19 @@ class Directory:
     def put(self, name: str, content: bytes | memoryview) -> None:
         """Write a file, whole or not at all."""
         target = self.root / name
-        with os_errors(self.url):
-            if not self._others_may_read:
-                self._check_private()
+        with os_errors(f"{self.url}: cannot write {name}"):
+            if self._is_shared:
+                self._check_shared()
             for folder in reversed(target.parents[: name.count("/")]):
                 if not folder.exists():
                     folder.mkdir(mode=0o700, exist_ok=True)
                     self._sync(folder.parent)
             files.put_whole(target, content, fsync=self._fsync)
 
-    def _check_private(self) -> None:
+    def _check_shared(self) -> None:
         self._check_there()
         mode = self.root.stat().st_mode & 0o777
-        if found := files.openness(mode, group_access=False):
+        if not self._is_encrypted and (found := files.openness(mode, group_access=False)):
             raise KvError(
                 f"{self.root} is open to {found[0]} (mode {mode:o}), and states are transcripts:"
                 f" chmod {found[1]}, or encrypt with cold.key_file"
@@ -76,7 +85,7 @@ class Directory:
         """Return the content of a small file. Raises MissingError."""
         with os_errors(self.url):
             try:
-                return files.read_small(self.root / name, SMALL_BYTES)
+                return files.read_small(self.root / name)
             except FileNotFoundError:
                 raise MissingError(f"{name} is missing") from None
 
@@ -96,18 +105,18 @@ class Directory:
         except FileNotFoundError:
             raise MissingError(f"{name} is missing") from None
         except OSError as error:
-            if error.errno == errno.EIO:  # nor can it ever be
+            if error.errno == errno.EIO and not self._is_shared:  # nor can it ever be
                 raise KvFileError(f"{name} cannot be read") from error
             raise KvError(f"{self.url}: {error.strerror or error}") from error
 
-    def listing(self, prefix: str) -> Iterator[Entry]:
-        """Yield all files below `prefix`; also those of broken writes.
+    def listing(self, prefix: str, entered: re.Pattern[str] = _NAME) -> Iterator[Entry]:
+        """Yield all files below `prefix`; also those of broken writes. `entered`: which folders.
 
         A directory that is not mounted is not an empty one: raises KvError.
         """
         with os_errors(self.url):
             self._check_there()
-            yield from _files(str(self.root / prefix), prefix)
+            yield from _files(str(self.root / prefix), prefix, entered)
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete the files that are there. One that cannot be deleted does not keep the others."""
@@ -121,7 +130,7 @@ class Directory:
             raise KvError(f"{self.url}: {failed.strerror or failed}") from failed
 
 
-def _files(folder: str, prefix: str) -> Iterator[Entry]:
+def _files(folder: str, prefix: str, entered: re.Pattern[str]) -> Iterator[Entry]:
     try:
         found = list(os.scandir(folder))
     except FileNotFoundError:
@@ -131,7 +140,8 @@ def _files(folder: str, prefix: str) -> Iterator[Entry]:
             continue
         with suppress(FileNotFoundError):  # deleted meanwhile
             if entry.is_dir(follow_symlinks=False):
-                yield from _files(entry.path, f"{prefix}{entry.name}/")
+                if entered.fullmatch(entry.name):
+                    yield from _files(entry.path, f"{prefix}{entry.name}/", entered)
             elif entry.is_file(follow_symlinks=False):
                 status = entry.stat(follow_symlinks=False)
                 yield Entry(f"{prefix}{entry.name}", status.st_size, status.st_mtime)

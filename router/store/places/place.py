@@ -8,8 +8,7 @@ from typing import NamedTuple, Protocol
 
 from router.base.errors import KvError, KvFileError
 
-CLOCK = "clock"  # the name whose time of writing is what a place takes for now
-SMALL_BYTES = 64 << 20  # the longest manifest
+CLOCK = "check/clock"  # the name whose time of writing is what a place takes for now
 CHUNK = 1 << 20  # bytes; then a read tells its progress
 
 # Called with the bytes of each chunk that was read; what it raises ends the read.

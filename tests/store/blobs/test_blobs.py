@@ -77,6 +77,53 @@ def test_a_sector_that_cannot_be_read(place: Directory, monkeypatch: pytest.Monk
         read(place)
 
 
+def test_what_cannot_be_read_on_a_mount_may_be_readable_soon(
+    place: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of NFS that goes away gives EIO: the state there is not damaged."""
+    put(place)
+
+    def away(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", away)
+    with pytest.raises(KvError, match="Input/output error") as caught:
+        read(Directory(place.root, is_shared=True))
+    assert not isinstance(caught.value, BlobError)
+
+
+def test_other_folders_among_the_blobs_are_not_looked_into(
+    place: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another user, or in use by another program: neither is ours to read."""
+    put(place)
+    for folder in ("lost+found", "photos", "ab"):
+        (place.root / folder).mkdir()
+        (place.root / folder / "x-0a1b2c3d.new").touch()
+    entered, scandir = list[str](), os.scandir
+
+    def noted(path: str) -> Any:
+        entered.append(Path(path).name)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", noted)
+    found = blobs.scan(place)
+    assert (found.blobs, found.leftovers) == ({BLOB}, ["ab/x-0a1b2c3d.new"])
+    assert set(entered) == {"blobs", "ab", local_name(BLOB)[:2]}
+
+
+def test_what_cannot_be_written_is_named(place: Directory) -> None:
+    (place.root / "there").touch()
+    with pytest.raises(KvError, match="cannot write there/is/no/way"):
+        place.put("there/is/no/way", b"")
+    place.root.chmod(0o755)
+    with pytest.raises(KvError, match="is open to all users"):
+        Directory(place.root, is_shared=True).put("x", b"")
+    Directory(place.root, is_shared=True, is_encrypted=True).put("x", b"")
+    with pytest.raises(KvError, match="is no directory: create it, or mount"):
+        Directory(place.root / "y", is_shared=True, is_encrypted=True).put("x", b"")
+
+
 def test_what_is_not_there(place: Directory) -> None:
     with pytest.raises(BlobError, match="missing") as caught:
         read(place)

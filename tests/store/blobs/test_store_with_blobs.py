@@ -327,6 +327,25 @@ async def test_a_delete_goes_on_without_its_caller(place: Place) -> None:
     assert not place.whole()
 
 
+async def test_a_purge_is_not_obeyed_while_a_manifest_stays(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start would offer the snapshot again."""
+    store, noting, _ = await place.store()
+    snapshot = await until(noting, await place.put(store, state(700)))
+
+    def refused(*_: object) -> None:
+        raise KvError("Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "delete", refused)
+        with pytest.raises(KvError, match="Read-only"):
+            await store.delete(snapshot)
+    await store.aclose()
+    _, _, found = await place.store()
+    assert [one.id for one in found] == [snapshot.id]
+
+
 async def test_what_is_worth_nothing_makes_room(place: Place) -> None:
     """And not a file that was used less lately, whose blobs are still to be written."""
     store, told, _ = await place.store(write_after_s=LONG, whole_bytes=80_000)

@@ -110,7 +110,7 @@ class Host:
         try:
             made = await self.store.exchange.receive(manifest, HERE, kind, [], reading)
         except BlobError as error:
-            await self.tier.give_up(name, error)
+            self.tier.give_up(name, error)
             raise
         finally:
             reading.stop()
@@ -137,7 +137,7 @@ class Hosts:
         store, _, _ = await place.store(write_after_s=3600.0, whole_bytes=None)
         host = Host(place, store)
         host.tier = ColdTier(
-            Directory(self.cold, others_may_read=key is not None),
+            Directory(self.cold, is_shared=True, is_encrypted=key is not None),
             Names(key or b"none"),
             None if key is None else Sealed(key),
             store.exchange,
@@ -627,11 +627,11 @@ async def test_a_doubted_tier_is_used_again_when_it_was_listed(hosts: Hosts) -> 
 
 
 async def test_a_directory_is_there_and_private_or_it_is_not_used(cold: Path) -> None:
-    assert clock(Directory(cold, others_may_read=False)) > 0
+    assert clock(Directory(cold, is_shared=True)) > 0
     cold.chmod(0o755)  # noqa: ASYNC240
     with pytest.raises(KvError, match=r"open to all users \(mode 755\).*chmod 700"):
-        clock(Directory(cold, others_may_read=False))
-    assert clock(Directory(cold)) > 0
+        clock(Directory(cold, is_shared=True))
+    assert clock(Directory(cold, is_shared=True, is_encrypted=True)) > 0
     with pytest.raises(KvError, match="is no directory: create it, or mount"):
         list(Directory(Path("/dev/null/x")).listing(""))
 
