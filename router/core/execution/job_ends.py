@@ -316,6 +316,7 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished, cost
     own.do(replace(own.work, busy_until=busy_until))
     state.out.append(WatchSlot(job.id, job.slot, progress, wipe, flush))
     watched = [state.inventory.slots[lease.slot] for lease in job.others]
+    before = {slot.id: slot.content.resident for slot in state.backend_of(job).slots}
     for lease, slot in zip(job.others, watched, strict=True):
         held = slot.content.resident if refused else UNKNOWN
         slot.release(lease, replace(slot.content, resident=held, save_decided=False), now)
@@ -335,6 +336,9 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished, cost
             flush=flush,
             likely_unchanged=refused,
             tenant=slot.content.tenant,
+            payer=job.request if job.request.takes_several and not answered else None,
+            counted=cost,
+            before=before[slot.id],
         )
 
 
@@ -407,17 +411,28 @@ def watch(
     flush: bool = False,
     likely_unchanged: bool = False,
     tenant: Tenant = NO_TENANT,
+    payer: Request | None = None,
+    counted: Cost | None = None,
+    before: Resident = NOTHING,
 ) -> None:
     """Keep a slot out of use until it is known to be idle: an unknown client may use it.
 
     `wipe`: empty the slot before releasing it. `flush`: compute one token first.
     `likely_unchanged`: if the slot's length is unchanged then, its content is too.
-    `tenant`: of what may run there. Nothing is known of its end.
+    `tenant`: of what may run there. Nothing is known of its end. `payer`: who pays for that, of
+    which `counted` is paid; `before`: what the slot held until then.
     """
     name = RequestId(f"stranger-{slot.id}-{slot.generation}")
     lease = slot.lease(name, Work(tenant, busy_until=inf))
     slot.abandon(lease)
-    state.inventory.jobs[name] = SlotWatch(id=name, lease=lease, likely_unchanged=likely_unchanged)
+    state.inventory.jobs[name] = SlotWatch(
+        id=name,
+        lease=lease,
+        likely_unchanged=likely_unchanged,
+        payer=payer,
+        counted=counted,
+        before=before,
+    )
     state.out.append(WatchSlot(name, slot.id, progress, wipe, flush))
 
 

@@ -118,8 +118,14 @@ def charge_rest(state: State, watch: SlotWatch, event: ev.Quiet) -> None:
 
     Where the slot does not show it, the request counts as if its prompt was computed.
     """
+    if watch.counted is None:
+        return
+    backend = watch.slot.backend
+    if watch.payer is not None:
+        answers = _answers_in(state, watch, watch.payer, event)
+        _charge_more(state, watch.payer, backend, watch.counted, 0, answers)
     request, plan = watch.request, watch.plan
-    if request is None or plan is None or watch.counted is None:
+    if request is None or plan is None:
         return
     prompt, reused = request.prompt, plan.chosen.reused_tokens
     n_ctx = state.backend_of(watch).info.n_ctx
@@ -133,7 +139,21 @@ def charge_rest(state: State, watch: SlotWatch, event: ev.Quiet) -> None:
         # In a slot that is as long as before, nothing but the prompt is sure.
         generated = here - rest if event.n_tokens != len(watch.before) else 0
         rest += watch.prefilled
-    _charge_more(state, request, watch.slot.backend, watch.counted, rest, generated)
+    elif request.takes_several:
+        generated = _answers_in(state, watch, request, event)
+    _charge_more(state, request, backend, watch.counted, rest, generated)
+
+
+def _answers_in(state: State, watch: SlotWatch, request: Request, event: ev.Quiet) -> int:
+    """Return the tokens that a request of several tasks generated, as far as one slot shows.
+
+    The server empties the slots of all answers to a prompt but the first, which they equal in
+    length, unless one ended by itself.
+    """
+    if event.n_tokens is None or not event.ran or event.n_tokens == len(watch.before):
+        return 0
+    prompts = _unread(request, state.backend_of(watch).info.n_ctx)
+    return max(event.n_tokens - prompts * request.answers // request.tasks, 0) * request.answers
 
 
 def charge_unseen(

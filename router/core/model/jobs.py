@@ -137,10 +137,11 @@ class SlotWatch(LeaseHolder):
     """The watch of a slot until its backend is known to be done with it.
 
     `request`: the abandoned request that may still run there; None: an unknown client may use it.
-    `before`: what the slot held when that request was sent.
+    `before`: what the slot held when that request, or its payer, was sent.
     """
 
     request: Request | None = None
+    payer: Request | None = None  # an abandoned one of several tasks, which may have had one here
     before: Resident = NOTHING
     plan: Plan | None = None  # of that request
     prefilled: int = 0  # tokens that the router computed for it before it was sent

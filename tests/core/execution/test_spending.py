@@ -8,7 +8,7 @@ from router.base.errors import TenantQuotaError
 from router.base.types import Caller, Cost, Outcome, Prompt, RequestId
 from router.core.model import events as ev
 from router.core.model.budget import Limits
-from router.core.model.effects import Account, Effect, Reject, Spent
+from router.core.model.effects import Account, Effect, Reject, Spent, WatchSlot
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import A0, backend, scheduler
 from tests.support.scheduler.drive import NOW, arrive, cancel, finish, names, quiet, tick
@@ -121,6 +121,32 @@ def test_a_slot_as_long_as_before_is_asked_whether_it_ran(ran: bool, cost: list[
     ask(s, "b")
     finish(s, "b", Outcome.CLIENT_GONE)
     assert costs(s.handle(ev.Quiet(RequestId("b"), 101, ran=ran), NOW)) == cost
+
+
+@pytest.mark.parametrize(
+    ("answers", "held", "ran", "generated"),
+    [
+        (4, (130, 0, 0, 0), True, 4 * 30),  # the server has emptied the slots of the others
+        (4, (0, 0, 130, 0), True, 4 * 30),
+        (4, (130, 130, 130, 130), False, 0),  # what they held before
+        (1, (40, 35, 25, 27), True, 15 + 10 + 2),  # four prompts of 25 tokens
+    ],
+)
+def test_several_answers_for_nobody_count_as_long_as_slots_show(
+    answers: int, held: tuple[int, ...], ran: bool, generated: int
+) -> None:
+    """Else a client that leaves early has as many tokens as it likes."""
+    s = limited(most=10_000)
+    assert ask(s, "a", tasks=4, answers=answers, max_new_tokens=None) == "Dispatch"
+    watched = [e for e in finish(s, "a", Outcome.CLIENT_GONE) if isinstance(e, WatchSlot)]
+    assert [one.slot.index for one in watched] == [0, 1, 2, 3]
+    told = [
+        cost
+        for one, n in zip(watched, held, strict=True)
+        for cost in costs(s.handle(ev.Quiet(one.request, n, ran=ran), NOW))
+    ]
+    assert sum(one.generated for one in told) == generated
+    assert sum(one.computed for one in told) == 100
 
 
 def test_reused_tokens_are_reserved_at_their_price() -> None:
