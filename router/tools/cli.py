@@ -51,8 +51,12 @@ _GONE = {  # what each command no longer takes
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `kvferry` command. Returns the exit code: 0 fine, 1 cannot work, 2 bad input."""
-    _Parser.command = next(iter(sys.argv[1:] if argv is None else argv), "")
-    options = command_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    _Parser.command = next(iter(words), "")
+    if "--server-args" in words[:-1]:  # else a value such as "--jinja" is taken for a flag
+        at = words.index("--server-args")
+        words[at : at + 2] = [f"--server-args={words[at + 1]}"]
+    options = command_parser().parse_args(words)
     try:
         code: int = options.run(options)
     except ConfigError as error:
@@ -220,13 +224,25 @@ def _fleet_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--kv-dir",
+        type=lambda text: str(Path(text).expanduser().absolute()) if text else text,
         metavar="DIR",
         help="the servers' --slot-save-path, as seen from here; with --model: where to keep KV",
     )
     command.add_argument(
-        "--listen", metavar="HOST:PORT", help="or unix:/PATH; default 127.0.0.1:8080"
+        "--listen",
+        type=_listen,
+        metavar="HOST:PORT",
+        help="or unix:/PATH, or :PORT for all networks; default 127.0.0.1:8080",
     )
     command.add_argument("--policy", metavar="NAME", help=", ".join(PolicyName))
+
+
+def _listen(text: str) -> str:
+    """Return the address of a flag; `:9000` is on all networks, `9000` on this machine alone."""
+    if text.removeprefix(":").isdecimal():
+        host = "0.0.0.0" if text[0] == ":" else "127.0.0.1"  # noqa: S104 - it was asked for
+        return f"{host}:{text.removeprefix(':')}"
+    return text
 
 
 def _config(options: argparse.Namespace) -> Config:

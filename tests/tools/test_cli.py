@@ -132,6 +132,28 @@ def test_bad_flags(command: str, flags: list[str], named: str, capsys: Capture) 
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "listen"),
+    [(":9000", "0.0.0.0:9000"), ("9000", "127.0.0.1:9000"), ("[::1]:9000", "[::1]:9000")],
+)
+def test_what_people_type_first(
+    given: str, listen: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served: list[Config] = []
+
+    async def serve(config: Config, *_: object) -> None:
+        served.append(config)
+
+    monkeypatch.setattr(cli, "serve", serve)
+    monkeypatch.setattr(cli, "set_up_logging", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    flags = ("--model", "x.gguf", "--kv-dir", "kv", "--listen", given, "--server-args", "--jinja")
+    assert run("serve", *flags) == 0
+    assert str(served[0].listen) == listen
+    assert str(served[0].servers.kv_dir) == str(tmp_path / "kv")
+    assert served[0].servers.models[0].args == ("--jinja",)
+
+
 def test_a_flag_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in each neighbour; a reload reads the file again, and the flags still win."""
     file = tmp_path / "good.yaml"

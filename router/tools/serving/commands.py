@@ -36,7 +36,9 @@ _SAME = ("--host", "--port", "--slot-save-path", "--cache-ram", "--no-slots")
 _WHY = {
     "--cache-reuse": "kvferry reuses more, and chunks that were moved could not be saved",
     "--api-key": "it lets clients into kvferry (`auth: keys`)",
+    "--api-key-file": "its keys let clients into kvferry (`auth: keys`)",
     "--ssl-key-file": "kvferry has TLS of its own: `tls`",
+    "--ssl-cert-file": "kvferry has TLS of its own: `tls`",
     "--api-prefix": "a proxy in front of kvferry may add one",
 }
 
@@ -54,6 +56,7 @@ class ServerFlags:
     n_ctx: int = 0
     n_slots: int = 0
     unified: bool = False
+    idle_s: int = 0  # until it sleeps
     listens: dict[str, str] = field(default_factory=dict)
     router: dict[str, str] = field(default_factory=dict)  # flags of router mode
     args: list[str] = field(default_factory=list)
@@ -112,6 +115,10 @@ class Commands:
     def _native(
         self, before: list[str], program: str, rest: list[str], env: dict[str, str]
     ) -> tuple[Json, ServerFlags]:
+        if before and basename(before[0]) in ("ssh", "mosh"):
+            raise UntranslatableError(
+                "it runs on another machine: start kvferry there, or name its URL in `backends`"
+            )
         found = self._program(program)
         server = self.flags(rest, env, self._flags_of(found))
         own = [*before, found or "llama-server"]
@@ -139,7 +146,7 @@ class Commands:
     def _container(self, words: list[str]) -> tuple[Json, ServerFlags]:
         at = words.index("run") + 1
         run, options, env = words[:at], list[str](), dict[str, str]()
-        own_net, ports = True, list[str]()
+        own_net, ports, key = True, list[str](), ""
         while at < len(words) and words[at].startswith("-"):
             bare = _BARE.fullmatch(words[at]) or _TERMINAL.fullmatch(words[at])
             given = words[at : at + (1 if bare else 2)]
@@ -150,6 +157,8 @@ class Commands:
             own_net = own_net and (name, value) not in (("--network", "host"), ("--net", "host"))
             if name in ("-e", "--env") and value.startswith("LLAMA_ARG_"):
                 env |= [value.partition("=")[::2]]
+            elif name in ("-e", "--env") and value.startswith("LLAMA_API_KEY="):
+                key = value.partition("=")[2]
             elif name in ("-p", "--publish"):
                 ports.append(value)
             elif not _TERMINAL.fullmatch(name):
@@ -162,6 +171,7 @@ class Commands:
             raise UntranslatableError(f"the container {''.join(image)} is no llama-server")
         server = self.flags(rest, env, None)
         server.ports = ports
+        server.listens["--api-key"] = ",".join([server.listens.get("--api-key", ""), key])
         port = server.listens.get("--port", "")
         port = (port if port.isdecimal() else "8080") if own_net else _PORT
         options += ["-p", f"{_LOCAL}:{_PORT}:{port}"] if own_net else []
@@ -237,6 +247,8 @@ class Commands:
             setattr(server, which, max(int(value or 0), 0))
         elif name in ("--model", "--hf-repo", "--model-url", "--docker-repo"):
             server.source = [name, value or ""]
+        elif name == "--sleep-idle-seconds":
+            server.idle_s = int(value) if value and value.isdecimal() else 0
         elif name == "--alias":
             server.names = [one.strip() for one in (value or "").split(",") if one.strip()]
         elif name.startswith("--models-"):
@@ -251,10 +263,30 @@ class Commands:
             value = value and self._path(value, exists=True)
             server.args += [word, *([] if value is None else [value]), *two]
 
+    def tls(self, server: ServerFlags) -> Json:
+        """Return the files that a server encrypts with, as kvferry's `tls` has them."""
+        found = {"certificate": "--ssl-cert-file", "key": "--ssl-key-file"}
+        given = {key: server.listens.get(flag, "") for key, flag in found.items()}
+        return {key: self._path(one) for key, one in given.items()} if all(given.values()) else {}
+
+    def keys(self, server: ServerFlags, env: dict[str, str]) -> list[str] | None:
+        """Return the keys that clients of a server have; None: their file cannot be read.
+
+        The variable that has one is taken out of `env`.
+        """
+        own = f"{server.listens.get('--api-key', '')},{env.pop('LLAMA_API_KEY', '')}".split(",")
+        if file := server.listens.get("--api-key-file"):
+            try:
+                own += Path(self._path(file)).read_text("utf-8").splitlines()
+            except (OSError, UnicodeDecodeError):
+                return None
+        return [one for one in own if one]
+
     def _path(self, text: str, *, exists: bool = False) -> str:
         """Return a path from the root; with `exists` only if there is such a file."""
         path = self.folder / Path(text).expanduser() if text else self.folder
-        return text if exists and not ("/" in text and path.is_file()) else str(path)
+        is_name = "/" in text or "." in text
+        return text if exists and not (is_name and path.is_file()) else str(path)
 
 
 def _is_binary(program: str) -> bool:

@@ -10,7 +10,7 @@ from router.assembly.backends import StartError
 from router.config.schema import FLEET_FLAGS
 from router.config.servers import REPLICA
 
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _HF = "hf:"
 # Each kind of GPU has its own.
 _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES")
@@ -88,14 +88,21 @@ def servers_from(options: argparse.Namespace) -> dict[str, object] | None:
 
 
 def _model(text: str) -> dict[str, object]:
+    """Return the model that one `--model` gives. Raises StartError."""
     name, equals, what = text.partition("=")
-    if not equals or not _NAME.fullmatch(name):
+    if name[:1] in ("/", ".", "~") or not equals:  # a path may have "=", too
         name, what = "", text
     if what.startswith(_HF):
-        reference = what.removeprefix(_HF)
-        return {"name": name or reference.partition("/")[2].replace(":", "-"), "hf": reference}
-    path = Path(what).absolute()
-    return {"name": name or path.name.removesuffix(".gguf"), "model": str(path)}
+        source, usual = "hf", what.removeprefix(_HF).partition("/")[2].replace(":", "-")
+        what = what.removeprefix(_HF)
+    else:
+        source, what = "model", str(Path(what).expanduser().absolute()) if what else ""
+        usual = Path(what).name.removesuffix(".gguf")
+    if not what or text.startswith("="):
+        raise StartError(f"--model {text}: must be FILE, NAME=FILE or hf:USER/REPOSITORY:QUANT")
+    label = _NO_NAME.sub("-", name or usual).strip("-")
+    aliases = {"aliases": [name]} if name and name != label else {}
+    return {"name": label, source: what, **aliases}
 
 
 def add_fleet_options(command: argparse.ArgumentParser) -> None:

@@ -37,7 +37,7 @@ from router.tools.serving.commands import (
     without_comments,
 )
 from router.tools.serving.containers import folders, mounted, published, short_port
-from router.tools.serving.variables import VARIABLE, expanded, pairs, read_file
+from router.tools.serving.variables import VARIABLE, calculated, expanded, pairs, read_file
 
 _MACRO = re.compile(r"\$\{([\w.-]+)\}")
 _ASSIGNMENT = re.compile(
@@ -125,6 +125,7 @@ class _Import:
         self.servers: Json = {}
         self.more: Json = {}
         self.notes: list[str] = []
+        self._misses_keys = False  # those of a server that let in nobody without
 
     def note(self, told: str) -> None:
         """Note what is changed or left out, and why."""
@@ -136,6 +137,11 @@ class _Import:
             told = "; ".join(self.notes) or "it starts no llama-server"
             raise ImportProblemError(f"nothing can be taken over: {told}")
         self._fit()
+        if self._misses_keys and "auth" not in self.more:
+            self._name, listen = "", self.more.get("listen", "127.0.0.1:8080")
+            if not listen.startswith("unix:"):
+                self.more["listen"] = f"127.0.0.1:{listen.rpartition(':')[2]}"
+                self.note("it listens for this machine alone, until `auth` has keys")
         names = [n for one in self.models.values() for n in (one["name"], *one.get("aliases", ()))]
         names += [one["name"] for one in self.more.get("filters", ()) if "model" in one]
         models = [*self.models.values()]
@@ -195,6 +201,10 @@ class _Import:
             self.note(f"{sizes['slots']} slots, {sizes['ctx'] or 'the trained number of'} tokens"
                       + (shared or " each"))  # fmt: skip
         own = {"name": label} | ({"aliases": aliases} if aliases else {}) | keys
+        client_keys = self._commands.keys(server, env)
+        if server.idle_s:
+            more.setdefault("ttl", f"{server.idle_s}s")
+            self.note(f"idle for {server.idle_s} s, it is stopped instead of put to sleep")
         for variable in [one for one in env if SECRET.search(one.upper())]:
             del env[variable]
             self.note(f"{variable} is left out, which looks like a secret: name it in `env`")
@@ -204,8 +214,13 @@ class _Import:
         except ValidationError as error:
             self.note(f"is left out: {error.errors()[0]['msg'].removeprefix('Value error, ')}")
             return None
-        for key in filter(None, server.listens.get("--api-key", "").split(",")):
+        if client_keys is None:
+            self._misses_keys = True
+            self.note("its --api-key-file cannot be read here: put its keys into `auth`")
+        for key in client_keys or ():
             self._key(key)
+        if files := self._commands.tls(server):
+            self.more.setdefault("tls", files)
         self.models[name] = entry
         return server
 
@@ -329,6 +344,16 @@ class _Import:
         if named := server.router.get("--models-dir"):
             self.files(folder / named, base)
 
+    def _limit(self, flag: str, value: str) -> None:
+        """Take over what presets say of the router that starts the models."""
+        if flag != "--models-max" or not value.isdecimal():
+            self._name = ""
+            self.note(f"{flag} is left out: kvferry starts the models itself")
+        elif value == "0":
+            self.servers.pop("loaded", None)
+        else:
+            self.servers["loaded"] = int(value)
+
     def files(self, folder: Path, base: list[str]) -> None:
         """Take over a directory of models, as `--models-dir` does."""
         for path in sorted(folder.iterdir()):
@@ -353,9 +378,13 @@ class _Import:
         except configparser.Error as error:
             raise ImportProblemError(f"it is no file of presets: {error}") from error
         self.servers.setdefault("loaded", 4)  # as --models-max
+        common = parser.defaults()
+        for key in [*common]:
+            if (flag := USUAL.of_key(key)) and flag.name.startswith("--models-"):
+                self._limit(flag.name, common[key] or "")
+                parser.remove_option("*", key)
         for name in parser.sections():
             given = {key: value or "" for key, value in parser[name].items() if key != "version"}
-            common = parser.defaults()
             own = {key for key, value in given.items() if (common.get(key) or "") != value}
             theirs = {flag.name for key in own if (flag := USUAL.of_key(key))}
             keys = {
@@ -447,13 +476,19 @@ class _Import:
     def unit(self, text: str) -> None:
         """Take over a systemd unit: its environment and its command, as a script has them."""
         lines: list[str] = []
-        for key, value in _settings(text):
+        instance = self._path.stem.partition("@")[2]
+        if re.search("%[iIjJ]", text) and not instance:
+            named = f"{self._path.stem.rstrip('@')}@INSTANCE.service"
+            raise ImportProblemError(
+                "%i stands for the instance of a template unit: copy the file to one that has the"
+                f" instance in its name, such as {named}"
+            )
+        for key, value in _settings(re.sub("%[iI]", instance, text)):
             if key in ("Environment", "EnvironmentFile"):
-                told = (
-                    pairs(shlex.split(value))
-                    if key == "Environment"
-                    else read_file(Path(value.lstrip("-")), {})
-                )
+                file = Path(value.lstrip("-"))
+                if key == "EnvironmentFile" and not file.is_file():
+                    self.note(f"EnvironmentFile={value} is left out: there is no such file")
+                told = pairs(shlex.split(value)) if key == "Environment" else read_file(file, {})
                 lines += [f"export {name}={shlex.quote(one)}" for name, one in told.items()]
             elif key == "WorkingDirectory":
                 lines.append(f"cd {value}")
@@ -478,6 +513,7 @@ class _Import:
                     self.note(f"a llama-server is left out: {error}")
 
     def _statement(self, text: str, known: dict[str, str], exported: dict[str, str]) -> None:
+        text = calculated(text, known)
         assigned = _ASSIGNMENT.fullmatch(text)
         if assigned and (assigned[3][:1] == "(" or len(split(assigned[3])) < 2):
             name, more, value = assigned.groups()
@@ -489,7 +525,7 @@ class _Import:
             return
         words = []
         for word in split(text):
-            value = expanded(word, known)
+            value = expanded(os.path.expanduser(word), known)
             words += split(value) if VARIABLE.fullmatch(word) else [value]
         while words and words[0] in ("exec", "nohup", "time", "sudo", "do", "then", "else", "{"):
             words.pop(0)

@@ -1,8 +1,10 @@
 """Variables of the environment as shells, compose and systemd write them."""
 
+import ast
+import operator
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -15,6 +17,41 @@ _LINE = re.compile(
 VARIABLE = re.compile(
     r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?:(:?[-+=?]|##?|%%?)((?:[^{}]|\{[^{}]*\})*))?\})"
 )
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_SUM = re.compile(r"\$\(\(([\w\s$*/%+()-]{1,200}?)\)\)")
+
+
+def calculated(text: str, known: Mapping[str, str]) -> str:
+    """Return the text of a shell with the results of its sums. Raises UntranslatableError."""
+    return _SUM.sub(lambda found: _result(found[1], known), text)
+
+
+def _result(text: str, known: Mapping[str, str]) -> str:
+    """Return the result of a sum of whole numbers."""
+    numbers = re.sub(r"\$?\b([A-Za-z_]\w*)", lambda found: known.get(found[1]) or "0", text)
+    try:
+        return str(_number(ast.parse(numbers.replace("/", "//").strip(), mode="eval").body))
+    except (SyntaxError, ZeroDivisionError, ValueError, RecursionError):
+        raise UntranslatableError(f"$(({text})) is too much of a shell: write what it is") from None
+
+
+def _number(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=of):
+            return -_number(of)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_number(left), _number(right))
+    raise ValueError
 
 
 def pairs(lines: Iterable[object]) -> dict[str, str]:

@@ -26,18 +26,22 @@ def parsed(*words: str, backends: tuple[str, ...] = ()) -> Config:
         ("/m/chat-8b.gguf", "chat-8b", "model", Path("/m/chat-8b.gguf")),
         ("chat=/m/x.gguf", "chat", "model", Path("/m/x.gguf")),
         ("x.gguf", "x", "model", Path.cwd() / "x.gguf"),
-        ("/m/a=b.gguf", "a-b", "model", None),
+        ("~/x.gguf", "x", "model", Path.home() / "x.gguf"),
+        ("chat=~/x.gguf", "chat", "model", Path.home() / "x.gguf"),
+        ("/m/a=b.gguf", "a-b", "model", Path("/m/a=b.gguf")),
+        ("a b=/m/x.gguf", "a-b", "model", Path("/m/x.gguf")),
         ("hf:user/Repo-GGUF:Q4_K_M", "Repo-GGUF-Q4_K_M", "hf", "user/Repo-GGUF:Q4_K_M"),
         ("code=hf:user/repo", "code", "hf", "user/repo"),
     ],
 )
 def test_a_model(given: str, name: str, key: str, value: Any) -> None:
-    if value is None:  # a name that is no name of a backend
-        with pytest.raises(ConfigError, match="--model"):
-            parsed("--model", given)
-        return
     (found,) = parsed("--model", given).servers.models
     assert (found.name, getattr(found, key)) == (name, value)
+
+
+def test_a_name_that_no_backend_can_have_is_another_name_of_it() -> None:
+    (found,) = parsed("--model", "org/name:q4=/m/x.gguf").servers.models
+    assert found.names == ("org-name-q4", "org/name:q4")
 
 
 def test_all_flags() -> None:
@@ -76,6 +80,8 @@ def test_a_mistake_names_its_flag(words: list[str], flag: str) -> None:
     [
         (["--loaded", "1", "--slots", "2"], "--loaded, --slots: say which model is meant"),
         (["--model", "a.gguf", "--server-args", "'"], "--server-args: No closing quotation"),
+        (["--model", "=a.gguf"], "must be FILE, NAME=FILE or hf:"),
+        (["--model", "a="], "must be FILE, NAME=FILE or hf:"),
     ],
 )
 def test_flags_that_mean_nothing(words: list[str], told: str) -> None:

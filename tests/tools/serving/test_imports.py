@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from router.assembly.part_settings import filters_of
+from router.base.api_keys import hash_text
 from router.config.schema import Config, parse
 from router.tools.cli import main
 from router.tools.serving.commands import UntranslatableError
@@ -15,7 +16,7 @@ from router.tools.serving.imports import (
     ImportProblemError,
     imported,
 )
-from router.tools.serving.variables import expanded, read_file
+from router.tools.serving.variables import calculated, expanded, read_file
 
 
 def made_of(tmp_path: Path, text: str, name: str = "config.yaml") -> Imported:
@@ -388,3 +389,91 @@ def test_a_variable_of_a_shell(text: str, value: str) -> None:
 def test_too_much_of_a_shell_is_left_out(text: str) -> None:
     with pytest.raises(UntranslatableError):
         expanded(text, {"M": "a"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.sh", "llama-server -m /m/a.gguf --host 0.0.0.0 --api-key one,two"),
+        ("run.sh", "llama-server -m /m/a.gguf --host 0.0.0.0 --api-key-file keys"),
+        ("run.sh", "export LLAMA_API_KEY=one,two\nllama-server -m /m/a.gguf --host 0.0.0.0"),
+        ("run.sh", "LLAMA_API_KEY=one,two llama-server -m /m/a.gguf --host 0.0.0.0"),
+        ("run.sh", "docker run -e LLAMA_API_KEY=one,two -p 8080:8080 ggml/llama.cpp:server -m /a"),
+        (
+            "a.service",
+            "[Service]\nEnvironment=LLAMA_API_KEY=one,two\n"
+            "ExecStart=llama-server -m /m/a.gguf --host 0.0.0.0",
+        ),
+        (
+            "compose.yaml",
+            "services: {a: {image: ggml-org/llama.cpp:server, ports: ['8080:8080'],"
+            " command: -m /m/a.gguf, environment: ['LLAMA_API_KEY=one,two']}}",
+        ),
+    ],
+)
+def test_keys_of_clients_are_kept_wherever_they_stand(tmp_path: Path, name: str, text: str) -> None:
+    """A port of a network must not become open to all."""
+    (tmp_path / "keys").write_text("one\n\ntwo\n")
+    made = made_of(tmp_path, text, name)
+    config = parse(made.text, "imported")
+    assert [f"sha256:{key.hash.hex()}" for key in config.auth.keys] == [
+        hash_text("one"),
+        hash_text("two"),
+    ]
+    assert str(config.listen) == "0.0.0.0:8080"
+    assert "one" not in made.text
+
+
+def test_without_its_keys_a_server_listens_for_this_machine_alone(tmp_path: Path) -> None:
+    text = "llama-server -m /m/a.gguf --host 0.0.0.0 --port 9000 --api-key-file /none/keys"
+    made = made_of(tmp_path, text, "run.sh")
+    assert str(parse(made.text, "imported").listen) == "127.0.0.1:9000"
+    assert any("until `auth` has keys" in note for note in made.notes)
+
+
+def test_a_server_that_encrypts_goes_on_encrypting(tmp_path: Path) -> None:
+    text = "llama-server -m /m/a.gguf --ssl-key-file k.pem --ssl-cert-file /e/c.pem"
+    tls = config_of(tmp_path, text, "run.sh").tls
+    assert (str(tls.certificate), str(tls.key)) == ("/e/c.pem", str(tmp_path / "k.pem"))
+
+
+def test_presets_may_say_how_many_are_loaded(tmp_path: Path) -> None:
+    text = "[*]\nmodels-max = 2\nsleep-idle-seconds = 300\n[a]\nmodel = /m/a.gguf\n"
+    servers = config_of(tmp_path, text, "models.ini").servers
+    assert (servers.loaded, servers.models[0].ttl_s, servers.models[0].args) == (2, 300.0, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("$((4*4096))", "16384"),
+        ("$(( 4 * N + 2 ))", "402"),
+        ("$((N/3))", "33"),
+        ("$(((1+2)*$N))", "300"),
+        ("-$((N % 7))", "-2"),
+    ],
+)
+def test_sums_of_a_shell(text: str, value: str) -> None:
+    assert calculated(text, {"N": "100"}) == value
+
+
+@pytest.mark.parametrize("text", ["$((1/0))", "$((2**9))", "$((A))", "$(())"])
+def test_other_sums_are_too_much(text: str) -> None:
+    with pytest.raises(UntranslatableError, match="write what it is"):
+        expanded(calculated(text, {"A": "a.b"}), {})
+
+
+def test_a_size_that_a_script_works_out(tmp_path: Path) -> None:
+    text = "N=4\nCTX=$((N * 4096))\nllama-server -m ~/a.gguf -c $CTX -np $N"
+    (model,) = config_of(tmp_path, text, "run.sh").servers.models
+    assert (model.slots, model.ctx, str(model.model)) == (4, 4096, str(Path.home() / "a.gguf"))
+
+
+def test_what_runs_elsewhere_or_for_an_instance_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ImportProblemError, match="runs on another machine"):
+        made_of(tmp_path, "ssh box llama-server -m /m/a.gguf", "run.sh")
+    unit = "[Service]\nExecStart=llama-server -m /m/%i.gguf"
+    with pytest.raises(ImportProblemError, match="stands for the instance"):
+        made_of(tmp_path, unit, "llama@.service")
+    (model,) = config_of(tmp_path, unit, "llama@qwen.service").servers.models
+    assert str(model.model) == "/m/qwen.gguf"
