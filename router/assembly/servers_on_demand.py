@@ -13,6 +13,7 @@ from router.base.errors import BackendError
 from router.base.tasks import Tasks
 from router.base.types import BackendId, KvDir, KvSettings
 from router.config.schema import BackendConfig, Config
+from router.config.servers import ModelConfig
 from router.core.model import events as ev
 from router.engine.engine import Engine
 from router.llama.attach.attached import Attached
@@ -95,8 +96,18 @@ class ServersOnDemand:
             log.warning("variables_ignored", names=", ".join(ignored), do=told)
         self._proofs = await read(partial(read_proofs, self._kv_dir), str(self._kv_dir))
         for model in self._models:  # a warning: the file may come before its first request
-            if model.model is not None and not await _is_file(model.model):
-                log.warning("model_file_missing", model=model.name, path=str(model.model))
+            await self._lacks(model)
+
+    async def lacks_file(self, model: str | None) -> bool:
+        """Return whether the file of a model is not there; None: that of each model."""
+        named = [one for one in self._models if model is None or model in one.names]
+        return bool(named) and all([await self._lacks(one) for one in named])
+
+    async def _lacks(self, model: ModelConfig) -> bool:
+        if model.model is None or await _is_file(model.model):
+            return False
+        log.warning("model_file_missing", model=model.name, path=str(model.model))
+        return True
 
     async def _make_kv_dir(self) -> None:
         """Make the KV directory, again if it was removed. Raises OSError."""
@@ -191,6 +202,6 @@ def _secrets_of(config: Config) -> set[str]:
 
 
 async def _is_file(path: Path) -> bool:
-    with suppress(StartError):  # its mount hangs; other models may be elsewhere
+    with suppress(StartError, OSError):  # its mount hangs; other models may be elsewhere
         return await read(path.is_file, str(path))
     return False

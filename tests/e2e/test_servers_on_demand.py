@@ -325,7 +325,6 @@ async def test_a_server_that_is_killed_while_it_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        ({"name": "x", "model": "/no/such.gguf"}, "it ended with code 1"),
         ({"name": "x", "model": __file__}, "it ended with code 1"),
         ({"name": "x", "command": ["/no/such", "${port}"]}, "it ended with code 1"),
         (
@@ -333,7 +332,7 @@ async def test_a_server_that_is_killed_while_it_loads(tmp_path: Path) -> None:
             "it was not ready, and wrote nothing for 0.2 s; look at `start_timeout`",
         ),
     ],
-    ids=["no file", "no GGUF", "no program", "never ready"],
+    ids=["no GGUF", "no program", "never ready"],
 )
 async def test_a_server_that_cannot_start(entry: Json, reason: str) -> None:
     await _is_refused(entry, reason)

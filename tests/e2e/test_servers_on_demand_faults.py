@@ -108,6 +108,26 @@ async def _hold_in_a_save(kvferry: RunningRouter) -> int:
     return guard
 
 
+async def test_a_model_without_its_file_makes_no_other_leave(tmp_path: Path) -> None:
+    gone = model("gone") | {"model": str(tmp_path / "gone.gguf")}
+    yaml = config([model("a"), gone], loaded=1)
+    async with running([], None, yaml=yaml, wait_for=()) as kvferry:
+        await ask(kvferry, "a", ids(1, 20))
+        before = (await servers(kvferry))["a"]["pid"]
+        answer = await kvferry.post(
+            "/v1/chat/completions",
+            {"model": "gone", "messages": [{"role": "user", "content": "Hi"}]},
+        )
+        assert answer.status == 503
+        assert b"its file is not there" in answer.body
+        assert str(tmp_path).encode() not in answer.body, "paths are for operators"
+        assert (await servers(kvferry))["a"]["pid"] == before
+
+        model_file = Path(str(model("b")["model"]))
+        (tmp_path / "gone.gguf").symlink_to(model_file)
+        await ask(kvferry, "gone", ids(1, 20))
+
+
 async def test_a_server_that_is_killed_while_it_saves() -> None:
     """The other model goes on; the conversation is computed again, and right."""
     prompt = ids(1, N)

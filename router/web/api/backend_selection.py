@@ -1,7 +1,7 @@
 """Select backends for a request: by model, by state, by load; and read its prompt."""
 
 import asyncio
-from collections.abc import Mapping, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
 from contextlib import suppress
 
 from msgspec.structs import replace
@@ -11,6 +11,7 @@ from router.base.errors import (
     ModelNotFoundError,
     NoBackendError,
     QueueFullError,
+    ServerFailedError,
 )
 from router.base.types import (
     BackendId,
@@ -43,12 +44,15 @@ class BackendSelection:
         engine: Engine,
         *,
         reads_prompts: bool,
+        lacks_file: Callable[[str | None], Awaitable[bool]],
     ) -> None:
+        """`lacks_file`: whether what a model on demand is loaded from is not there."""
         self.monitors = monitors
         self.waiting = 0  # requests that no backend can tokenize yet
         self._readers = readers
         self._engine = engine
         self._reads_prompts = reads_prompts
+        self._lacks_file = lacks_file
         self._stopping = False
         self._news = asyncio.Event()
         self._loading: set[RequestId] = set()  # requests that wait for a server, or have waited
@@ -260,6 +264,11 @@ class BackendSelection:
             await self._until_loaded(model, request)
 
     async def _until_loaded(self, model: str | None, request: RequestId) -> None:
+        if await self._lacks_file(model):  # no other model makes room in vain
+            raise ServerFailedError(
+                f"the model {model!r} cannot be loaded: its file is not there;"
+                " kvferry's log names it (`model_file_missing`)"
+            )
         self._loading.add(request)
         await self._engine.until_loaded(request, model)
 
