@@ -26,6 +26,7 @@ _LONGEST = timedelta(seconds=110)  # of one request: less than a thread may take
 # parts, and comes within _LONGEST at 50 kB/s, one after the other.
 _PART_BYTES = 5 << 20
 _URL = re.compile("https?://[^/]")
+_NESTED = re.compile(r"^\s*endpoint_url\s*=\s*(\S+)", re.MULTILINE)
 _ELSEWHERE = {"role_arn", "credential_process", "sso_session", "sso_start_url"}
 _METADATA = "169.254.169.254"
 _CONNECT = timedelta(seconds=5)
@@ -168,7 +169,12 @@ def _told(what: str, *, may_miss: bool = False) -> Iterator[None]:
 def _first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     if _METADATA in str(error):  # where a machine of Amazon's has the keys of its role
-        return "there are no keys: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        return (
+            "there are no keys: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE;"
+            " for gs:// GOOGLE_APPLICATION_CREDENTIALS"
+        )
+    if "NoSuchBucket" in str(error):
+        return "there is no such bucket: create it, or correct the URL"
     return lines[0] if lines and lines[0] else type(error).__name__
 
 
@@ -198,6 +204,9 @@ def _profile() -> Mapping[str, str]:
             raise KvError(f"{path} cannot be read: {_first_line(error)}") from error
         for section in filter(parser.has_section, sections):
             found |= dict(parser[section])
+        services = parser.get(f"services {found.get('services')}", "s3", fallback="")
+        if nested := _NESTED.search(services):  # it wins over that of the profile
+            found["endpoint_url"] = nested[1]
     if wanted and not found:
         raise KvError(f"AWS_PROFILE: there is no profile {name!r}")
     if wanted and (how := sorted(_ELSEWHERE & found.keys())):

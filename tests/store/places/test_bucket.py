@@ -17,6 +17,7 @@ from tests.support.servers.s3_server import BUCKET, S3_KEYS, S3Server
 
 pytestmark = pytest.mark.thorough
 
+UNUSED = "http://127.0.0.1:9"
 URL = f"s3://{BUCKET}/kv"
 
 
@@ -41,13 +42,16 @@ async def round_trip(url: str, endpoint: str | None = None) -> bytes:
     return await asyncio.to_thread(made.get, "states/x")
 
 
-@pytest.mark.parametrize("place", ["environment", "profile"])
+@pytest.mark.parametrize("place", ["environment", "profile", "services"])
 async def test_keys_and_endpoint_from_where_other_programs_take_them(
     s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
 ) -> None:
-    if place == "profile":
+    if place != "environment":
         (tmp_path / ".aws").mkdir()
         facts = f"region = eu-west-1\nendpoint_url = {s3.endpoint}\n"
+        if place == "services":
+            nested = f"ec2 =\n  endpoint_url = {UNUSED}\ns3 =\n  endpoint_url = {s3.endpoint}\n"
+            facts = f"endpoint_url = {UNUSED}\nservices = lab\n[services lab]\n{nested}"
         (tmp_path / ".aws/config").write_text(f"[profile kv]\n{facts}")
         keys = "aws_access_key_id = test\naws_secret_access_key = test\n"
         (tmp_path / ".aws/credentials").write_text(f"[kv]\n{keys}")

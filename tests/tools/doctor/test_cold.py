@@ -13,6 +13,7 @@ from router.config.schema import parse
 from router.store.blobs.split_snapshots import FOLDER
 from router.store.blobs.write_budget import WriteBudget
 from router.tools.doctor.cold import of_cold
+from router.tools.doctor.command import doctor
 from router.tools.doctor.disk import of_disks
 from router.tools.doctor.findings import Level
 from tests.support.servers.running_router import configuration
@@ -53,7 +54,7 @@ async def test_a_bucket_that_works_and_one_that_is_not_there(
     assert fine[0] is Level.OK
     assert (rules[0], "rules for" in rules[1]) == (Level.NOTE, True)
     assert gone[0] is Level.ERROR
-    assert "\n" not in gone[1]
+    assert gone[1].endswith("there is no such bucket: create it, or correct the URL")
 
 
 @pytest.mark.parametrize(
@@ -132,3 +133,12 @@ async def test_what_was_written_today_is_told(tmp_path: Path) -> None:
     budget.spend(200 << 30)
     budget.write(tmp_path / FOLDER)
     assert of_disks(config)[0].level is Level.WARNING
+
+
+async def test_a_tier_that_cannot_be_used_is_an_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that asks before a start sees nothing else."""
+    config = configuration([("x", "http://127.0.0.1:9")], None, yaml=f"cold: '{tmp_path}/none'")
+    assert await doctor(config) == 1
+    assert "Not ready: the cold tier cannot be used" in capsys.readouterr().out
