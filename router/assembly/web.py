@@ -100,6 +100,7 @@ async def app_of(made: Stages, live: Live) -> App:
         parts.memories.append(lambda tenant: fetching.stop(Tenant(tenant)))
         if hosts is not None:
             parts.tasks.supervise(purging.hear, name="purges of other hosts")
+            await purging.until_heard()
         if hosts is None:
             elsewhere = FromCold(engine, fetching, parts.decision_log)
         else:

@@ -6,7 +6,8 @@ Who could not is told when it is back: each host tells the purges that it knows.
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from secrets import token_hex
 
 import structlog
@@ -26,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 _LIMIT_S = 60.0  # for one host
 _LOOKS_S, _AGAIN_S = 1.0, 30.0  # between two looks for purges that peers know; after a failure
+_START_S = 3.0  # that a start waits for peers that may be down
 _NOTE, _TENANT = re.compile("[0-9a-f]{32}"), re.compile("[A-Za-z0-9._-]{1,64}")
 
 
@@ -70,6 +72,7 @@ class Purging:
     own: Here
     cold: ColdTier | None
     peers: Peers | None
+    _heard: asyncio.Event = field(default_factory=asyncio.Event)  # all peers, since the start
 
     @property
     def notes(self) -> dict[str, str]:
@@ -80,9 +83,20 @@ class Purging:
         """Delete what this host has of a tenant."""
         return await self.own.purge(tenant, note)
 
+    async def until_heard(self) -> None:
+        """Wait until the purges of the time when this host was down are obeyed, or for a moment.
+
+        Before, nothing may be served: a request could get a state that was purged.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_START_S):
+                await self._heard.wait()
+
     async def hear(self) -> None:
         """Obey the purges that peers know and this host does not, for ever."""
         heard: dict[str, str] = {}  # the digest of each peer whose notes are known
+        if self.peers is not None:
+            await self.peers.until_checked()
         while self.peers is not None:
             for peer in self.peers.all():
                 told = "" if peer.hello is None or peer.problem else peer.hello.purges
@@ -98,6 +112,7 @@ class Purging:
                     if is_note(note) and is_tenant(notes[note]):
                         log.info("purged_by_another_host", tenant=notes[note])
                         await self.here(Tenant(notes[note]), note)
+            self._heard.set()
             await asyncio.sleep(_LOOKS_S)
 
     async def elsewhere(self, tenant: Tenant, note: str) -> list[Reached]:
