@@ -53,7 +53,7 @@ def test_every_host_asks_the_same_peers_for_a_beginning() -> None:
     assert {favourite(peers, bytes([n])) for n in range(100)} > {favourite(peers, FIRST)}
 
 
-def test_every_host_ranks_all_hosts_alike_and_each_beginning_anew() -> None:
+def test_every_host_ranks_all_hosts_alike_for_a_beginning() -> None:
     """Who was second for some prompts must not be second for all whose first host refuses."""
     ranked = [ranked_for(HOSTS, bytes([n])) for n in range(100)]
     assert ranked == [ranked_for(HOSTS[::-1], bytes([n])) for n in range(100)]

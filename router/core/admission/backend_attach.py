@@ -66,14 +66,18 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
 def prove(state: State, backend: Backend, now: float) -> None:
     """Order a probe of a backend that is to end unprobed, once: it then has a job.
 
-    What its slots hold could not be saved so far, and would be lost with it.
+    What its slots hold could not be saved so far, and would be lost with it. The next process of a
+    server on demand goes on with what the probe finds; else each one begins it, and none ends it.
     """
     least = max(state.inventory.catalog.limits.min_tokens, 1)
     wanted = (
         backend.info.untried and state.inventory.policy.name.moves_kv and not backend.proof_asked
     )
+    comes_back = backend.id in state.inventory.servers.by_name and not state.stopping
     if not wanted or not any(
-        slot.is_idle and slot.content.savable and len(slot.content.resident) >= least
+        slot.is_idle
+        and slot.content.savable
+        and (comes_back or len(slot.content.resident) >= least)
         for slot in backend.slots
     ):
         return

@@ -9,7 +9,7 @@ import configparser
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,15 @@ from router.tools.serving.commands import (
     without_comments,
 )
 from router.tools.serving.containers import folders, mounted, published, short_port
-from router.tools.serving.variables import VARIABLE, calculated, expanded, pairs, read_file
+from router.tools.serving.variables import (
+    VARIABLE,
+    calculated,
+    expanded,
+    filled,
+    pairs,
+    read_file,
+)
 
-_MACRO = re.compile(r"\$\{([\w.-]+)\}")
 _ASSIGNMENT = re.compile(
     r"(?:(?:then|else|do|export|local|readonly|declare)\s+(?:-\w+\s+)*)*"
     r"'?([A-Za-z_]\w*)(\+?)=(\(.*\)|.*)",
@@ -241,9 +247,9 @@ class _Import:
             self._name, entry = str(name), given if isinstance(given, dict) else {}
             try:
                 own = macros | (entry.get("macros") or {}) | {"MODEL_ID": name, "PORT": "${port}"}
-                filled = {k: _filled(v, own, drop_comments=k in ("cmd", "cmdStop"))
-                          for k, v in entry.items() if k != "macros"}  # fmt: skip
-                self._llama_swap_model(str(name), filled, dict(more), ttl)
+                whole = {k: filled(v, own, drop_comments=k in ("cmd", "cmdStop"))
+                         for k, v in entry.items() if k != "macros"}  # fmt: skip
+                self._llama_swap_model(str(name), whole, dict(more), ttl)
             except (UntranslatableError, ValueError, TypeError, AttributeError) as error:
                 self.note(f"is left out: {error}")
         self._name = ""
@@ -260,7 +266,7 @@ class _Import:
             if names & {str(one) for one in wanted}:
                 model["preload"] = True
         for key in document.get("apiKeys") or ():
-            self._key(_filled(str(key), macros))
+            self._key(filled(str(key), macros))
 
     def _llama_swap_model(self, name: str, entry: Json, more: Json, ttl: float) -> None:
         if not entry.get("cmd"):
@@ -292,7 +298,7 @@ class _Import:
         stripped = str(given.get("stripParams") or given.get("strip_params") or "")
         strip = [word.strip() for word in stripped.split(",")]
         by_name = {name: given.get("setParams") or {}}
-        by_name |= {_filled(k, {"MODEL_ID": name}): v for k, v in
+        by_name |= {filled(k, {"MODEL_ID": name}): v for k, v in
                     (given.get("setParamsByID") or {}).items()}  # fmt: skip
         for one, its_own in by_name.items():
             fields = by_name[name] | its_own
@@ -569,46 +575,6 @@ def _settings(text: str) -> list[tuple[str, str]]:
 def _label(name: str) -> str:
     """Return a name of what kvferry allows in one, as near as possible."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
-
-
-def _filled(value: Any, macros: Mapping[str, Any], *, drop_comments: bool = False) -> Any:
-    """Return a value with its macros filled in; one that is a macro alone keeps its type.
-
-    Raises UntranslatableError.
-    """
-    if isinstance(value, list):
-        return [_filled(one, macros) for one in value]
-    if isinstance(value, dict):
-        return {key: _filled(one, macros) for key, one in value.items()}
-    if not isinstance(value, str):
-        return value
-    if drop_comments:
-        lines = (line for line in value.splitlines() if not line.lstrip().startswith("#"))
-        value = re.sub(r"\\\s*\n", " ", "\n".join(lines))
-    for _ in range(20):
-        alone = _MACRO.fullmatch(value)
-        if alone and not isinstance(macros.get(alone[1]), str | None):
-            return macros[alone[1]]
-        filled = _MACRO.sub(lambda found: _macro(found[1], macros), value)
-        if filled == value:
-            break
-        value = filled
-    return value
-
-
-def _macro(name: str, macros: Mapping[str, Any]) -> str:
-    if name in ("port", "PID"):
-        return f"${{{name}}}"
-    if name.startswith("env."):
-        if name[4:] not in os.environ:
-            raise UntranslatableError(f"the variable {name[4:]} is not set")
-        return os.environ[name[4:]]
-    if name not in macros:
-        raise UntranslatableError(f"${{{name}}} is no macro")
-    value = macros[name]
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _listed(value: Any) -> list[str]:

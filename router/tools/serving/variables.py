@@ -1,4 +1,4 @@
-"""Variables of the environment as shells, compose and systemd write them."""
+"""Variables as shells, compose and systemd write them, and macros of llama-swap."""
 
 import ast
 import operator
@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from router.tools.serving.commands import UntranslatableError
 
@@ -26,6 +27,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+_MACRO = re.compile(r"\$\{([\w.-]+)\}")
 _SUM = re.compile(r"\$\(\(([\w\s$*/%+()-]{1,200}?)\)\)")
 
 
@@ -97,3 +99,43 @@ def _value(found: re.Match[str], known: Mapping[str, str]) -> str:
             if fnmatchcase(parts[0], word):
                 return parts[1]
     return value if is_set or how[-1:] not in ("-", "=") else word
+
+
+def filled(value: Any, macros: Mapping[str, Any], *, drop_comments: bool = False) -> Any:
+    """Return a value with its macros filled in; one that is a macro alone keeps its type.
+
+    Raises UntranslatableError.
+    """
+    if isinstance(value, list):
+        return [filled(one, macros) for one in value]
+    if isinstance(value, dict):
+        return {key: filled(one, macros) for key, one in value.items()}
+    if not isinstance(value, str):
+        return value
+    if drop_comments:
+        lines = (line for line in value.splitlines() if not line.lstrip().startswith("#"))
+        value = re.sub(r"\\\s*\n", " ", "\n".join(lines))
+    for _ in range(20):
+        alone = _MACRO.fullmatch(value)
+        if alone and not isinstance(macros.get(alone[1]), str | None):
+            return macros[alone[1]]
+        once_more = _MACRO.sub(lambda found: _macro(found[1], macros), value)
+        if once_more == value:
+            break
+        value = once_more
+    return value
+
+
+def _macro(name: str, macros: Mapping[str, Any]) -> str:
+    if name in ("port", "PID"):
+        return f"${{{name}}}"
+    if name.startswith("env."):
+        if name[4:] not in os.environ:
+            raise UntranslatableError(f"the variable {name[4:]} is not set")
+        return os.environ[name[4:]]
+    if name not in macros:
+        raise UntranslatableError(f"${{{name}}} is no macro")
+    value = macros[name]
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,6 +10,7 @@ from router.core.model import events as ev
 from router.core.model.effects import Delete, Detach, Prove, Save, SaveReason
 from router.core.model.policy import Policy, PolicyName, SnapshotLimits
 from router.core.model.request_queue import QueueLimits
+from router.core.model.servers import Server
 from router.core.model.slots import Phase
 from router.core.planning.planner import plan
 from router.core.scheduler import Scheduler
@@ -28,6 +29,7 @@ from tests.support.scheduler.build import (
     snapshot,
 )
 from tests.support.scheduler.drive import NOW, arrive, finish, names, plan_of, restored, slot
+from tests.support.scheduler.servers import server
 
 LONG = run_of(1000)
 SAVE = RequestId("save-1")
@@ -115,6 +117,15 @@ def test_unprobed_backend_with_too_little_is_detached_at_once() -> None:
     s.state.inventory.catalog.limits = LARGE
 
     assert s.handle(DRAINING, NOW) == [Detach(A)]
+
+
+def test_unprobed_server_is_probed_for_its_next_process() -> None:
+    """Regression: a model for titles was never probed, and each load began a probe in vain."""
+    s, _ = unprobed(run_of(50))
+    s.state.inventory.catalog.limits = LARGE
+    s.state.inventory.servers.by_name[A] = Server(server("a"))
+
+    assert s.handle(DRAINING, NOW) == [Prove(A)]
 
 
 def test_unprobed_backend_is_probed_before_the_router_stops() -> None:

@@ -132,7 +132,7 @@ def test_a_slot_as_long_as_before_is_asked_whether_it_ran(ran: bool, cost: list[
         (1, (40, 35, 25, 27), True, 15 + 10 + 2),  # four prompts of 25 tokens
     ],
 )
-def test_several_answers_for_nobody_count_as_long_as_slots_show(
+def test_several_answers_for_nobody_count_as_slots_show(
     answers: int, held: tuple[int, ...], ran: bool, generated: int
 ) -> None:
     """Else a client that leaves early has as many tokens as it likes."""

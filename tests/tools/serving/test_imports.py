@@ -424,7 +424,7 @@ def test_keys_of_clients_are_kept_wherever_they_stand(tmp_path: Path, name: str,
     assert "one" not in made.text
 
 
-def test_without_its_keys_a_server_listens_for_this_machine_alone(tmp_path: Path) -> None:
+def test_without_its_keys_a_server_listens_here_alone(tmp_path: Path) -> None:
     text = "llama-server -m /m/a.gguf --host 0.0.0.0 --port 9000 --api-key-file /none/keys"
     made = made_of(tmp_path, text, "run.sh")
     assert str(parse(made.text, "imported").listen) == "127.0.0.1:9000"
