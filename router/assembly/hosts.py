@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -248,18 +248,6 @@ class _Kept:
         found = {tenant_of(one.namespace) for one, _, _ in view.snapshots()}
         return found | view.slot_tenants()
 
-    def knows(self, note: str) -> bool:
-        """Return whether a purge was obeyed, by this run or an earlier one."""
-        return note in self.store.purges
-
-    def untold(self) -> Mapping[str, str]:
-        """Return the purges of which the tier has not heard: tenants or folders by id."""
-        return self.store.purges.untold
-
-    async def tell(self, notes: Iterable[str]) -> None:
-        """Note that the tier has heard of purges."""
-        await self.store.note_told(notes)
-
     async def purge(self, tenant: Tenant, note: str) -> None:
         """Delete all that is here of a tenant, and note that the purge was obeyed."""
         own = Here(self.engine, self.store, self.memories)
@@ -310,7 +298,7 @@ async def cold_of(
     parts = await cold_parts(config)
     store.purges.folder_of = parts.names.tenant
     kept = _Kept(engine, store, memories)
-    return ColdTier(*parts, store.exchange, kept, settings, wall_now)
+    return ColdTier(*parts, store, kept, settings, wall_now)
 
 
 def _key(path: Path) -> bytes:

@@ -73,10 +73,8 @@ def to_ask(
     """
     if len(usable) <= n:
         return list(usable)
-    ranked = [(_lot(peer, first_hash), peer) for peer in ranked_for(usable, first_hash)]
-    asked = [peer for _, peer in ranked[: n - 1]]
-    _, _, idle = min((busy.get(peer, 0.0), lot, peer) for lot, peer in ranked if peer not in asked)
-    return [*asked, idle]
+    ranked = ranked_for(usable, first_hash)
+    return [*ranked[: n - 1], min(ranked[n - 1 :], key=lambda peer: busy.get(peer, 0.0))]
 
 
 def ranked_for(hosts: Collection[str], first_hash: bytes) -> list[str]:

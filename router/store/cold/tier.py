@@ -7,11 +7,11 @@ host has just written tells it.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import structlog
 from msgspec import Struct
@@ -23,7 +23,6 @@ from router.base.types import Blob, ColdStatus, Snapshot, SnapshotId, Tenant
 from router.store import manifests
 from router.store.blobs.blobs import BlobError, BlobReader
 from router.store.blobs.buffer import Buffer
-from router.store.blobs.exchange import Exchange
 from router.store.cold.index import ColdIndex, ColdMatch
 from router.store.cold.names import (
     BLOBS,
@@ -40,6 +39,9 @@ from router.store.places.directory import Directory
 from router.store.places.place import MissingError, Place, clock
 from router.store.places.seals import Sealed
 from router.store.purges import FOLDER
+
+if TYPE_CHECKING:
+    from router.store.store import KvStore
 
 T = TypeVar("T")
 
@@ -79,15 +81,6 @@ class KeptSnapshots(Protocol):
     def tenants(self) -> set[Tenant]:
         """Return the tenants of snapshots and slots."""
 
-    def knows(self, note: str) -> bool:
-        """Return whether a purge was obeyed, by this run or an earlier one."""
-
-    def untold(self) -> Mapping[str, str]:
-        """Return the purges of which the tier has not heard: tenants or folders by id."""
-
-    async def tell(self, notes: Iterable[str]) -> None:
-        """Note that the tier has heard of purges."""
-
     async def purge(self, tenant: Tenant, note: str) -> None:
         """Delete all that is here of a tenant, and note that the purge was obeyed."""
 
@@ -110,7 +103,7 @@ class ColdTier:
         place: Place,
         names: Names,
         seal: Sealed | None,
-        exchange: Exchange,
+        store: "KvStore",
         kept: KeptSnapshots,
         settings: ColdSettings,
         wall_now: Callable[[], float],
@@ -122,7 +115,7 @@ class ColdTier:
         self._place = place
         self._names = names
         self._seal = seal
-        self._exchange = exchange
+        self._store = store
         self._kept = kept
         self._settings = settings
         self._wall_now = wall_now
@@ -201,7 +194,7 @@ class ColdTier:
             sealed = await self._reads.bulk(partial(self._place.get, state.path))
             return await self._reads.bulk(partial(self._opened, state, owned, sealed))
         except KvFileError as error:
-            self.give_up(state, error)
+            await self.give_up(state, error)
             raise
 
     def _opened(self, state: StateName, owned: Owned, sealed: bytes) -> bytes:
@@ -228,7 +221,7 @@ class ColdTier:
         )
         return made
 
-    def give_up(self, state: StateName, error: KvFileError) -> None:
+    async def give_up(self, state: StateName, error: KvFileError) -> None:
         """Forget a state that cannot be read, and delete it with its blob that is at fault.
 
         So a host that has it writes both again. Where nothing can be deleted, it is not used.
@@ -243,11 +236,8 @@ class ColdTier:
         self._young.discard(state.key)
         self._seen.difference_update(bad)
         self._lost[state.path] = self._store_now
-        self._tasks.spawn(self._delete(bad), name="delete what is damaged")
-
-    async def _delete(self, names: Sequence[str]) -> None:
         with suppress(KvError):
-            await self._works.bulk(partial(self._place.delete, names))
+            await self._works.bulk(partial(self._place.delete, bad))
 
     def doubt(self) -> None:
         """Use the tier no more until it was listed again: a fetch has failed."""
@@ -430,14 +420,14 @@ class ColdTier:
         state = self._named[snapshot.id]
         before = self._purges[state.tenant]
         with _own_fault():
-            manifest = await self._exchange.manifest(snapshot.id, hurried=False)
+            manifest = await self._store.exchange.manifest(snapshot.id, hurried=False)
         for index, blob in enumerate(manifest.sized):
             path = self._names.blob(state.tenant, blob)
             if await self._is_there(path, blob):
                 self._counts["skipped"] += blob.size_bytes
                 continue
             with _own_fault():
-                raw = await self._exchange.part(snapshot.id, index, hurried=False)
+                raw = await self._store.exchange.part(snapshot.id, index, hurried=False)
             await self._put(state.tenant, path, raw, before)
             self._saw(path)
         raw = memoryview(manifests.encode(manifest))
@@ -516,7 +506,7 @@ class ColdTier:
                 name = self._names.purge(folder, now, note)
                 await self._works.bulk(partial(self._place.put, name, b"kvferry"))
             deleted = await self._clear(folder)
-            await self._kept.tell([note])
+            await self._store.note_told([note])
             return deleted
         finally:
             self._purging[folder] -= 1
@@ -560,13 +550,13 @@ class ColdTier:
             if self._store_now - before < self._settings.after_s + 2 * _LISTED_S:
                 await self._clear(folder, before + self._settings.after_s)
         for folder, _, note in purges:
-            if not self._kept.knows(note):
+            if note not in self._store.purges:
                 tenant = here.get(folder, Tenant(f"{FOLDER}{folder}"))
                 log.info("purged_by_another_host", tenant=tenant)
                 await self._kept.purge(tenant, note)
-        there, untold = {one.id for one in purges}, self._kept.untold()
+        there, untold = {one.id for one in purges}, self._store.purges.untold
         if heard := there & untold.keys():
-            await self._kept.tell(heard)
+            await self._store.note_told(heard)
         for note in untold.keys() - there if not self._unwritable else ():
             who = untold[note]
             is_folder = who.startswith(FOLDER)

@@ -142,7 +142,7 @@ def _show(options: argparse.Namespace) -> int:
     lines = {
         "id": row["id"],
         "namespace": row["namespace"],
-        "tokens": f"{row['tokens']:,}, beginning with {_ids(row['prefix_ids'])}",
+        "tokens": f"{row['tokens']:,}, beginning with {' '.join(map(str, row['prefix_ids']))}",
         "size": f"{size(row['size_bytes'])} ({row['size_bytes']:,} bytes)",
         "shape": _shape(row),
         "saved": f"{span(row['age_s'])} ago",
@@ -154,10 +154,6 @@ def _show(options: argparse.Namespace) -> int:
     for name, text in lines.items():
         console.print(Text.assemble((f"{name:<14}", "bold"), text), soft_wrap=True)
     return 0
-
-
-def _ids(ids: list[int]) -> str:
-    return " ".join(map(str, ids))
 
 
 def _shape(row: Json) -> str:

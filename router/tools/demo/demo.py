@@ -4,7 +4,6 @@ The demo starts all processes on this machine and removes them again. All number
 """
 
 import asyncio
-import shutil
 import signal
 import sys
 import tempfile
@@ -176,7 +175,8 @@ class _Setting:
 
 async def _compare(setting: _Setting) -> None:
     async with AsyncExitStack() as stack:
-        folder = await stack.enter_async_context(_folder())
+        made = tempfile.TemporaryDirectory(prefix="kvferry-demo-", ignore_cleanup_errors=True)
+        folder = Path(stack.enter_context(made))
         async with _servers(setting, folder, None) as servers:
             without = await _play(Side("without kvferry", servers), setting)
         kv_dir = folder / "kv"
@@ -191,15 +191,6 @@ async def _compare(setting: _Setting) -> None:
             _print_urls(ferry)
             await setting.stop.wait()
         setting.progress("stopping")
-
-
-@asynccontextmanager
-async def _folder() -> AsyncIterator[Path]:
-    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="kvferry-demo-"))
-    try:
-        yield folder
-    finally:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 @asynccontextmanager

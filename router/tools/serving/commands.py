@@ -32,13 +32,11 @@ _BARE = re.compile(
 _OF_A_MODEL = re.compile(r"--[\w.-]+-(?:default|spec)")  # --gpt-oss-20b-default
 _SLOTS = 4  # without -np: four slots that share their cells (server.cpp:168-173)
 # Replaced without a loss. Other flags that kvferry sets itself are told of.
-_SAME = ("--host", "--port", "--slot-save-path", "--cache-ram", "--no-slots")
+_SAME = {"--host", "--port", "--slot-save-path", "--cache-ram", "--no-slots", "--api-key-file"}
+_SAME |= {"--ssl-key-file", "--ssl-cert-file"}
 _WHY = {
     "--cache-reuse": "kvferry reuses more, and chunks that were moved could not be saved",
     "--api-key": "it lets clients into kvferry (`auth: keys`)",
-    "--api-key-file": "its keys let clients into kvferry (`auth: keys`)",
-    "--ssl-key-file": "kvferry has TLS of its own: `tls`",
-    "--ssl-cert-file": "kvferry has TLS of its own: `tls`",
     "--api-prefix": "a proxy in front of kvferry may add one",
 }
 

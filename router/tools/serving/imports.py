@@ -343,22 +343,17 @@ class _Import:
         base += ["-c", str(server.n_ctx)] if server.n_ctx else []
         base += ["-np", str(server.n_slots)] if server.n_slots else []
         folder = self._commands.folder
-        if (most := server.router.get("--models-max", "4")) != "0":
-            self.servers["loaded"] = int(most)
+        self._loaded(server)
         if named := server.router.get("--models-preset"):
             self.presets((folder / named).read_text("utf-8-sig"), base)
         if named := server.router.get("--models-dir"):
             self.files(folder / named, base)
 
-    def _limit(self, flag: str, value: str) -> None:
-        """Take over what presets say of the router that starts the models."""
-        if flag != "--models-max" or not value.isdecimal():
-            self._name = ""
-            self.note(f"{flag} is left out: kvferry starts the models itself")
-        elif value == "0":
-            self.servers.pop("loaded", None)
-        else:
-            self.servers["loaded"] = int(value)
+    def _loaded(self, server: ServerFlags) -> None:
+        """Take over how many models a router loads at a time."""
+        self.servers.pop("loaded", None)
+        if (most := server.router.get("--models-max", "4")) != "0":
+            self.servers["loaded"] = int(most)
 
     def files(self, folder: Path, base: list[str]) -> None:
         """Take over a directory of models, as `--models-dir` does."""
@@ -383,12 +378,13 @@ class _Import:
             parser.read_string(text if text.lstrip().startswith("[") else f"[default]\n{text}")
         except configparser.Error as error:
             raise ImportProblemError(f"it is no file of presets: {error}") from error
-        self.servers.setdefault("loaded", 4)  # as --models-max
-        common = parser.defaults()
+        common, server = parser.defaults(), ServerFlags()
         for key in [*common]:
             if (flag := USUAL.of_key(key)) and flag.name.startswith("--models-"):
-                self._limit(flag.name, common[key] or "")
+                server.router[flag.name] = common[key] or ""
                 parser.remove_option("*", key)
+        if server.router or "loaded" not in self.servers:
+            self._loaded(server)
         for name in parser.sections():
             given = {key: value or "" for key, value in parser[name].items() if key != "version"}
             own = {key for key, value in given.items() if (common.get(key) or "") != value}

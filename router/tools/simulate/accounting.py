@@ -103,8 +103,6 @@ class Result:
     generated_tokens: int
     ttft_s: dict[str, float]
     waited_s: dict[str, float]
-    stall_transfer_s: float
-    stall_prefill_s: float
     saves: dict[str, int]
     restores: int
     cuts: int

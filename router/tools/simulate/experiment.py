@@ -69,8 +69,6 @@ def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> R
         generated_tokens=meter.generated_tokens * scale,
         ttft_s=percentiles(meter.ttft_s),
         waited_s=percentiles(meter.waited_s),
-        stall_transfer_s=sum(server.stall_transfer_s for server in servers),
-        stall_prefill_s=sum(server.stall_prefill_s for server in servers),
         saves=_named(meter.saves),
         restores=meter.restores,
         cuts=meter.cuts,

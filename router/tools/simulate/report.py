@@ -1,4 +1,4 @@
-"""Results as tables, as a text chart of reuse against budget, and as JSON."""
+"""Results as tables, and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,7 +14,6 @@ from router.tools.simulate.accounting import Result
 
 GIB = 1024**3
 _WIDTH = 120  # columns of the tables in a file
-_BAR = 50  # characters for 100 %
 _UNBUDGETED = ("sticky", "round_robin", "least_busy")
 
 
@@ -28,13 +27,10 @@ def show(console: Console, results: Sequence[Result]) -> None:
     for result in results:
         if result.misses:
             console.print(_miss_table(result))
-    if len({result.budget_bytes for result in results if not _plain(result)}) > 1:
-        console.print(Text(bars(results)), soft_wrap=True)
     for result in results:
         if result.swaps:
             told = f"{result.swaps:,} swaps of models for {result.requests:,} requests"
             console.print(Text(f"{result.policy}, {_budget(result)}: {told}"))
-    for result in results:
         if result.rejected:
             why = ", ".join(f"{n:,} x {error}" for error, n in sorted(result.rejected.items()))
             console.print(Text(f"{result.policy}, {_budget(result)}: refused {why}"))
@@ -52,19 +48,6 @@ def as_json(settings: dict[str, Any], results: Sequence[Result]) -> bytes:
         for r in results
     ]
     return orjson.dumps({"settings": settings, "results": rows}, option=orjson.OPT_INDENT_2)
-
-
-def bars(results: Sequence[Result]) -> str:
-    """Return reuse against budget as a text chart."""
-    lines = ["reused, % of prompt tokens; | marks the limit of an unlimited cache"]
-    for result in results:
-        n, limit = round(result.reused_share * _BAR), round(result.oracle_share * _BAR)
-        bar = ("#" * n).ljust(_BAR)
-        bar = bar[:limit] + "|" + bar[limit:]
-        lines.append(
-            f"{result.policy:<12} {_budget(result):>9} {bar} {100 * result.reused_share:.1f} %"
-        )
-    return "\n".join(lines)
 
 
 def _plain(result: Result) -> bool:
@@ -111,7 +94,7 @@ def _tokens_table(results: Sequence[Result]) -> Table:
 def _seconds_table(results: Sequence[Result]) -> Table:
     table = _table(
         "Seconds",
-        *("policy", "budget", "TTFT p50", "p90", "p99", "wait p50", "p90", "p99", "stall"),
+        *("policy", "budget", "TTFT p50", "p90", "p99", "wait p50", "p90", "p99"),
         *("answered", "refused"),
     )
     for r in results:
@@ -121,7 +104,6 @@ def _seconds_table(results: Sequence[Result]) -> Table:
             r.policy,
             _budget(r),
             *(f"{t:.2f}" for t in times),
-            f"{r.stall_transfer_s + r.stall_prefill_s:,.0f}",
             f"{r.answered:,}",
             f"{sum(r.rejected.values()):,}",
         )
@@ -132,7 +114,7 @@ def _bytes_table(results: Sequence[Result]) -> Table:
     table = _table(
         "State files, GiB",
         *("policy", "budget", "saves", "restores", "cuts", "saved", "restored", "kept at most"),
-        *("evicted", "stall s"),
+        "evicted",
     )
     for r in results:
         table.add_row(
@@ -145,7 +127,6 @@ def _bytes_table(results: Sequence[Result]) -> Table:
             f"{r.restored_bytes / GIB:,.1f}",
             f"{r.peak_bytes / GIB:,.1f}",
             f"{r.evictions:,}",
-            f"{r.stall_transfer_s:,.1f}",
         )
     return table
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from router.base.errors import KvFileError
+from router.base.tasks import spawn
 from router.base.types import BackendInfo, Request, RequestId
 from router.core.model.memory_kinds import goes_back
 from router.core.model.plan import Offered
@@ -12,10 +12,8 @@ from router.core.model.tenancy import facts_of
 from router.engine.engine import Engine
 from router.hosts.choice import dear_above_s
 from router.hosts.link import Breaker, Link
-from router.store.blobs.blobs import BlobReader
 from router.store.cold.names import StateName
 from router.store.cold.tier import ColdTier, Owned
-from router.store.manifests import Manifest
 from router.telemetry.decision_log import DecisionLog, HostsAsked
 from router.web.api.elsewhere import Nowhere
 from router.web.fleet.fetching import Fetching, Held
@@ -61,17 +59,14 @@ class ColdHolder:
 
     def _held(self, state: StateName, owned: Owned) -> Held:
         tier = self._tier
-
-        async def manifest(_: float) -> bytes:
-            return await tier.manifest(state, owned)
-
-        def reading(_: Manifest, ends_at: float) -> BlobReader:
-            return tier.reading(state, ends_at, self._now)
-
-        def give_up(error: KvFileError) -> None:
-            tier.give_up(state, error)
-
-        return Held(NAME, state.path.encode(), self.link, manifest, reading, give_up)
+        return Held(
+            NAME,
+            state.path.encode(),
+            self.link,
+            lambda _: tier.manifest(state, owned),
+            lambda _, ends_at: tier.reading(state, ends_at, self._now),
+            lambda error: spawn(tier.give_up(state, error), name="give up a cold state"),
+        )
 
 
 class FromCold(Nowhere):

@@ -57,7 +57,7 @@ class Held:
     link: Link
     manifest: Callable[[float], Awaitable[bytes]]
     reading: Callable[[Manifest, float], BlobReader]
-    give_up: Callable[[KvFileError], None] | None = None
+    give_up: Callable[[KvFileError], object] | None = None
 
 
 class Way(Struct, frozen=True):
@@ -90,10 +90,7 @@ def held_by(
 
         return BlobReader(place, name_of, ends_at=ends_at, now=now, close=place.close)
 
-    async def manifest(limit_s: float) -> bytes:
-        return await peer.export(ask, limit_s)
-
-    return Held(peer.name, key, peer.link, manifest, reading)
+    return Held(peer.name, key, peer.link, lambda limit_s: peer.export(ask, limit_s), reading)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -47,8 +47,6 @@ class Host:
     now: float = field(default_factory=wall_now)
     owners: dict[SnapshotId, Tenant] = field(default_factory=dict)
     held: dict[SnapshotId, Snapshot] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
     tier: ColdTier = field(init=False)
 
     def snapshots(self) -> Iterator[Snapshot]:
@@ -60,21 +58,12 @@ class Host:
     def tenants(self) -> set[Tenant]:
         return set(self.owners.values())
 
-    def knows(self, note: str) -> bool:
-        return note in self.notes
-
-    def untold(self) -> Mapping[str, str]:
-        return {note: who for note, who in self.notes.items() if note not in self.told}
-
-    async def tell(self, notes: Iterable[str]) -> None:
-        self.told |= set(notes)
-
     async def purge_everywhere(self, tenant: str, note: str = "ab" * 16) -> int:
         await self.purge(Tenant(tenant), note)
         return await self.tier.purge(Tenant(tenant), note)
 
     async def purge(self, tenant: Tenant, note: str) -> None:
-        self.notes[note] = tenant
+        self.store.purges.add(note, tenant)
         for name in [name for name, owner in self.owners.items() if is_of(owner, tenant)]:
             self.held.pop(name, None)
 
@@ -110,7 +99,7 @@ class Host:
         try:
             made = await self.store.exchange.receive(manifest, HERE, kind, [], reading)
         except BlobError as error:
-            self.tier.give_up(name, error)
+            await self.tier.give_up(name, error)
             raise
         finally:
             reading.stop()
@@ -140,7 +129,7 @@ class Hosts:
             Directory(self.cold, is_shared=True, is_encrypted=key is not None),
             Names(key or b"none"),
             None if key is None else Sealed(key),
-            store.exchange,
+            store,
             host,
             ColdSettings(**({"after_s": 0.0} | settings)),
             lambda: host.now,
@@ -464,7 +453,7 @@ async def test_a_purge_does_not_ask_when_a_state_was_saved(hosts: Hosts, ahead_s
 async def test_a_purge_that_was_noted_is_not_obeyed_again(hosts: Hosts) -> None:
     here, late = await hosts.start(), await hosts.start()
     await here.purge_everywhere("alice")
-    late.notes |= here.notes  # an earlier run of this host has obeyed it
+    late.store.purges.add("ab" * 16, "alice")  # an earlier run of this host has obeyed it
     mine = await late.put(state(700), "alice")
     await late.tier.refresh()
     assert mine.id in late.held

@@ -1,4 +1,4 @@
-"""Results of a simulation as tables, plots and JSON."""
+"""Results of a simulation as tables and JSON."""
 
 import pytest
 from rich.console import Console
@@ -22,13 +22,6 @@ def results() -> list[Result]:
         explain=True,
     )
     return [made.run(setup) for setup in made.runs()]
-
-
-def test_bars(results: list[Result]) -> None:
-    title, *rows = report.bars(results).splitlines()
-    assert "limit" in title
-    assert len(rows) == 3
-    assert rows[1].count("#") > rows[0].count("#")
 
 
 def test_refusals_are_told(results: list[Result], capsys: pytest.CaptureFixture[str]) -> None:

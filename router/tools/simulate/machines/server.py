@@ -77,8 +77,6 @@ class SimulatedServer:
     runs: dict[int, Run] = field(default_factory=dict)  # by slot
     transfers: deque[TransferRun] = field(default_factory=deque)
     transfer_ends: float = 0.0  # of the first of `transfers`
-    stall_transfer_s: float = 0.0  # sum over runs, by saves and restores
-    stall_prefill_s: float = 0.0  # sum over runs, by prefill of others
     computed_tokens: int = 0  # prompt tokens, also of abandoned requests
 
     def __post_init__(self) -> None:
@@ -161,24 +159,17 @@ class SimulatedServer:
     def move_to(self, now: float) -> None:
         """Compute progress up to `now`, which is not after `next_change`."""
         passed_s, self.at = now - self.at, now
-        if passed_s <= 0 or not self.runs:
-            return
-        if self.transfers:
-            self.stall_transfer_s += passed_s * len(self.runs)
+        if passed_s <= 0 or not self.runs or self.transfers:
             return
         first = self._prefilling()
         streams = [run for run in self.runs.values() if run.first_at is not None]
-        step_s = self.hardware.step_of(len(streams))
         if first is None:
-            for run in streams:
-                run.to_decode -= passed_s / step_s
-            return
-        first.prefill_s -= passed_s
-        got = passed_s * self._pace(first, len(streams))
+            got = passed_s / self.hardware.step_of(len(streams))
+        else:
+            first.prefill_s -= passed_s
+            got = passed_s * self._pace(first, len(streams))
         for run in streams:
             run.to_decode -= got
-        self.stall_prefill_s += (passed_s - got * step_s) * len(streams)
-        self.stall_prefill_s += passed_s * (len(self.runs) - len(streams) - 1)
 
     def done(self) -> list[Run | TransferRun]:
         """Remove and return the work that ends now; set `first_at` of a computed prompt."""
