@@ -14,6 +14,7 @@ from router.core.model.slots import Fate, Kind
 
 _UNUSED_S = 1800.0  # a snapshot that nobody used for so long was saved in vain. Chosen
 _ENOUGH = 8  # snapshots in vain, until a kind of prompt is given up. Chosen
+_MANY = 128  # snapshots that wait, and none was ever used: more are in vain, too. Chosen
 _HOPELESS = 0.1  # a chance below this. Chosen
 _SAMPLED = 8  # of so many contents of a kind that is given up, one is saved
 _MEMORY = 64.0  # snapshots: with more, both counts are halved, so that old ones count less
@@ -27,6 +28,7 @@ class _Counts:
     used: float = 0.0
     vain: float = 0.0
     begun: int = 0
+    waiting: int = 0
 
 
 _NONE = _Counts()
@@ -58,6 +60,8 @@ class Returns:
         """Note a snapshot of a content."""
         self._lapse(now)
         if fate is not None and not fate.returned:
+            fate.waiting += 1
+            self._note(fate, waiting=1)
             self._saved[snapshot] = fate
             self._due.append((now + _UNUSED_S, snapshot))
             if len(self._saved) > _KNOWN:
@@ -71,7 +75,7 @@ class Returns:
         """Note that a request goes on from a content, wherever that is."""
         if fate is not None and not fate.returned:
             fate.returned = True
-            self._note(fate, used=1.0, vain=-1.0 if fate.was_vain else 0.0)
+            self._note(fate, 1.0, -1.0 if fate.was_vain else 0.0, -fate.waiting)
 
     def chance(self, fate: Fate | None, usual: float) -> float:
         """Return the chance that a content is asked for again; `usual`: without experience.
@@ -89,22 +93,25 @@ class Returns:
     def _learned(self, kind: Kind, usual: float) -> float:
         counts = self._counts.get(kind, _NONE)
         n = counts.used + counts.vain
-        if counts.vain >= _ENOUGH and counts.used < _HOPELESS * n:
+        many = not counts.used and counts.waiting >= _MANY
+        if many or (counts.vain >= _ENOUGH and counts.used < _HOPELESS * n):
             return 0.0
         return (counts.used + 2 * usual) / (n + 2)
 
     def _lapse(self, now: float) -> None:
         while self._due and self._due[0][0] <= now:
             fate = self._saved.get(self._due.popleft()[1])
-            if fate is not None and not (fate.returned or fate.was_vain):
+            if fate is not None and not fate.returned:
+                fate.waiting -= 1
+                self._note(fate, 0.0, 0.0 if fate.was_vain else 1.0, -1)
                 fate.was_vain = True
-                self._note(fate, vain=1.0)
 
-    def _note(self, fate: Fate, used: float = 0.0, vain: float = 0.0) -> None:
+    def _note(self, fate: Fate, used: float = 0.0, vain: float = 0.0, waiting: int = 0) -> None:
         for kind in (fate.kind, fate.session):
             if kind is not None:
                 counts = self._of(kind)
                 counts.used += used
+                counts.waiting += waiting
                 counts.vain = max(counts.vain + vain, 0.0)
                 if counts.used + counts.vain > _MEMORY:
                     counts.used, counts.vain = counts.used / 2, counts.vain / 2

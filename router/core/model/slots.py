@@ -154,6 +154,7 @@ class Fate:
     is_sample: bool
     returned: bool = False
     was_vain: bool = False  # it was counted as one that nobody came back for
+    waiting: int = 0  # snapshots that may still be used in time
 
 
 class Content(Struct, frozen=True):

@@ -302,10 +302,8 @@ class ColdTier:
         """
         begun = asyncio.get_running_loop().time()
         try:
-            self._store_now, self._unwritable = (
-                await self._works.bulk(partial(clock, self._place)),
-                "",
-            )
+            self._store_now = await self._works.bulk(partial(clock, self._place))
+            self._unwritable = ""
         except KvError as error:
             if not self._unwritable:
                 log.warning("cold_tier_not_written", url=self.url, reason=str(error))

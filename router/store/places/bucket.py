@@ -89,12 +89,10 @@ class Bucket:
 
     def head(self, name: str) -> Entry | None:
         """Return what is known of an object. None: it is not there."""
-        try:
-            with _told(name, may_miss=True):
-                found = self._obstore.head(self._store, name)
-        except MissingError:
-            return None
-        return Entry(found["path"], found["size"], found["last_modified"].timestamp())
+        with suppress(MissingError), _told(name, may_miss=True):
+            found = self._obstore.head(self._store, name)
+            return Entry(found["path"], found["size"], found["last_modified"].timestamp())
+        return None
 
     def get(self, name: str) -> bytes:
         """Return the content of a small object. Raises MissingError."""

@@ -74,12 +74,10 @@ class Directory:
 
     def head(self, name: str) -> Entry | None:
         """Return what is known of a file. None: it is not there."""
-        with os_errors(self.url):
-            try:
-                status = (self.root / name).lstat()
-            except FileNotFoundError:
-                return None
-        return Entry(name, status.st_size, status.st_mtime)
+        with os_errors(self.url), suppress(FileNotFoundError):
+            status = (self.root / name).lstat()
+            return Entry(name, status.st_size, status.st_mtime)
+        return None
 
     def get(self, name: str) -> bytes:
         """Return the content of a small file. Raises MissingError."""

@@ -56,6 +56,16 @@ def test_half_an_hour_has_to_pass() -> None:
     assert min(chances(returns)) == USUAL
 
 
+def test_so_many_that_wait_are_enough_if_none_ever_came_back() -> None:
+    """A clock before a prompt of 1,000 tokens wrote 1 MB with each request for half an hour."""
+    returns = Returns()
+    for number in range(128):
+        save(returns, number, float(number))
+    assert min(chances(returns, 20)) == 0.0
+    returns.restored(SnapshotId("100"))
+    assert min(chances(returns, 20)) >= USUAL, "one is, and others may be"
+
+
 def test_each_client_and_length_counts_for_itself() -> None:
     returns = Returns()
     vain(returns)
