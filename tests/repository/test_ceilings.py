@@ -23,7 +23,7 @@ CEILINGS: dict[str, int] = {
     "router/telemetry": 1_846,
     "router/tools": 7_935,
     "router/web": 7_858,
-    "tests": 66_407,
+    "tests": 66_406,
     "bench": 8_948,
 }
 # A part may shrink so far before its ceiling has to follow.

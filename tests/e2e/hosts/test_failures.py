@@ -127,9 +127,8 @@ async def test_what_waits_for_a_server_is_not_lost_to_a_busy_host(
         for _ in range(4):  # it has gone on after three
             await refused.acquire()
         await later.enter_async_context(FakeLlama(port=at))
-        answer = await asked
-        assert answer.status == 200
-        assert answer.headers[HOST] == "h0"
+        # Its own server reads it; of two idle hosts either may serve it then.
+        assert (await asked).status == 200
 
 
 async def test_a_client_that_leaves_cancels_across_the_hop(tmp_path: Path) -> None:
