@@ -101,11 +101,15 @@ class ServersOnDemand:
     async def lacks_file(self, model: str | None) -> bool:
         """Return whether the file of a model is not there; None: that of each model."""
         named = [one for one in self._models if model is None or model in one.names]
-        return bool(named) and all([await self._lacks(one) for one in named])
+        for one in named:
+            if not await self._lacks(one):
+                return False
+        return bool(named)
 
     async def _lacks(self, model: ModelConfig) -> bool:
-        if model.model is None or await _is_file(model.model):
-            return False
+        with suppress(StartError, OSError):  # its mount hangs; other models may be elsewhere
+            if model.model is None or await read(model.model.is_file, str(model.model)):
+                return False
         log.warning("model_file_missing", model=model.name, path=str(model.model))
         return True
 
@@ -199,9 +203,3 @@ def _secrets_of(config: Config) -> set[str]:
     """Return the environment variables that hold secrets that servers have no use for."""
     variables = [config.admin.token_env, *(backend.api_key_env for backend in config.backends)]
     return {variable for variable in variables if variable is not None}
-
-
-async def _is_file(path: Path) -> bool:
-    with suppress(StartError, OSError):  # its mount hangs; other models may be elsewhere
-        return await read(path.is_file, str(path))
-    return False

@@ -83,7 +83,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def part(self, index: int) -> Part:
         """Return one of the parts."""
-        return Part(self.sized[index], self._sum(index), self.split.spans_of(index))
+        spans = self.split.spans_of(index)
+        blob = Blob(self.blobs[index], sum(span.size for span in spans))
+        return Part(blob, self._sum(index), spans)
 
     def _sum(self, index: int) -> bytes:
         return self.sums[index * _SUM_BYTES : (index + 1) * _SUM_BYTES]

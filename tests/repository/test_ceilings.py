@@ -9,8 +9,8 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_443,
-    "router/assembly": 2_381,
+    "router": 53_440,
+    "router/assembly": 2_379,
     "router/base": 1_740,
     "router/config": 1_958,
     "router/core": 10_130,
@@ -19,10 +19,10 @@ CEILINGS: dict[str, int] = {
     "router/llama": 5_977,
     "router/prompts": 2_348,
     "router/servers": 1_166,
-    "router/store": 6_590,
+    "router/store": 6_592,
     "router/telemetry": 1_846,
-    "router/tools": 7_935,
-    "router/web": 7_858,
+    "router/tools": 7_937,
+    "router/web": 7_853,
     "tests": 66_406,
     "bench": 8_948,
 }

@@ -345,10 +345,6 @@ def explain_admitted(state: State) -> None:
             inventory.note_displaced(inventory.slots[job.slot], kept)
 
 
-# Share of a content that a request has to go on from, or it has not come back.
-_RETURNED = 0.5
-
-
 def turn_away(state: State) -> None:
     """Reject requests over the queue's limit: the last one of the client with the most.
 
@@ -358,6 +354,10 @@ def turn_away(state: State) -> None:
         last = state.queue.last()
         state.queue.remove(last)
         state.reject(last, QueueFullError("too many requests are waiting; try again later"))
+
+
+# Share of a content that a request has to go on from, or it has not come back.
+_RETURNED = 0.5
 
 
 def _note_return(inventory: Inventory, request: Request, chosen: Candidate, now: float) -> None:

@@ -169,8 +169,8 @@ class BlobTier:
 
         Raises KvError: the next start would find the snapshot.
         """
-        names = [files.manifest_name(snapshot)]
-        await self._threads.unhurried(partial(self._place.delete, names))
+        manifest = files.manifest_name(snapshot)
+        await self._threads.unhurried(partial(self._place.delete, [manifest]))
 
     async def remove(self, snapshot: SnapshotId) -> None:
         """Remove a snapshot, if it is there: its manifest, then the blobs that no other has.
@@ -180,8 +180,8 @@ class BlobTier:
         async with self._changing:
             if snapshot not in self.shared:
                 return
-            await self.forget(snapshot)
-            names = list(map(local_name, self.shared.remove(snapshot)))
+            unused = self.shared.remove(snapshot)
+            names = [files.manifest_name(snapshot), *map(local_name, unused)]
             await self._threads.unhurried(partial(self._place.delete, names))
 
     async def damaged(self, blob: Blob) -> list[SnapshotId]:

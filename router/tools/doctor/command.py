@@ -26,7 +26,6 @@ from router.tools.terminal import Progress, no_log_lines, output
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "red"}
 
 _INDENT = 10  # columns for the level
-_COLD_FAILS = "Not ready: the cold tier cannot be used; see above."
 
 
 async def doctor(config: Config) -> int:
@@ -45,8 +44,7 @@ async def doctor(config: Config) -> int:
         _print(console, "cold tier", cold)
     if others := await of_hosts(config, all_facts):
         _print(console, "other hosts", others)
-    fails = any(one.level is Level.ERROR for one in cold)
-    code, text = (1, _COLD_FAILS) if fails else verdict(all_facts, config)
+    code, text = verdict(all_facts, config, cold)
     console.print(Text(text, style="bold green" if code == 0 else "bold red"))
     return code
 

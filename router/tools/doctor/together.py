@@ -38,12 +38,16 @@ def of_several(all_facts: Sequence[Facts], config: Config) -> list[Finding]:
     ]
 
 
-def verdict(all_facts: Sequence[Facts], config: Config) -> tuple[int, str]:
-    """Return the exit code and the last line of output.
+def verdict(
+    all_facts: Sequence[Facts], config: Config, cold: Sequence[Finding] = ()
+) -> tuple[int, str]:
+    """Return the exit code and the last line of output. `cold`: the findings about the cold tier.
 
-    The code is 1 in three cases: a backend cannot be used; `kvferry serve` would not start; the
-    policy moves KV and no backend can restore, although that was tried.
+    The code is 1 in four cases: the cold tier or a backend cannot be used; `kvferry serve` would
+    not start; the policy moves KV and no backend can restore, although that was tried.
     """
+    if any(one.level is Level.ERROR for one in cold):
+        return 1, "Not ready: the cold tier cannot be used; see above."
     unusable = [facts.name for facts in all_facts if facts.attached is None]
     refused = [path_text(lack.path) for lack in _lacks(config)]
     refused += [f"kv_dir of {facts.name}" for facts in all_facts if _shut_out(facts, config)]

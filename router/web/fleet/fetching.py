@@ -16,7 +16,7 @@ from router.base.errors import BackendError, BackendRefusedError, KvError, KvFil
 from router.base.prefix_hash import STEP
 from router.base.tasks import spawn
 from router.base.tokens import common_prefix, count
-from router.base.types import BackendInfo, Blob, KvDir, Request, Snapshot, Tenant
+from router.base.types import BackendInfo, KvDir, Request, Snapshot, Tenant
 from router.core.model import events as ev
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Offered, Quote
@@ -82,13 +82,9 @@ def held_by(
     """Return what a peer hands out for one question."""
 
     def reading(manifest: Manifest, ends_at: float) -> BlobReader:
-        place, snapshot = PeerPlace(peer.url, tls), manifest.id
-        index = {blob: number for number, blob in enumerate(manifest.sized)}
-
-        def name_of(blob: Blob) -> str:
-            return f"{PART}?snapshot={snapshot}&index={index[blob]}"
-
-        return BlobReader(place, name_of, ends_at=ends_at, now=now, close=place.close)
+        place, named = PeerPlace(peer.url, tls), f"{PART}?snapshot={manifest.id}&index="
+        names = {blob: f"{named}{number}" for number, blob in enumerate(manifest.sized)}
+        return BlobReader(place, names.__getitem__, ends_at=ends_at, now=now, close=place.close)
 
     return Held(peer.name, key, peer.link, lambda limit_s: peer.export(ask, limit_s), reading)
 

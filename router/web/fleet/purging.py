@@ -89,8 +89,7 @@ class Purging:
         Before, nothing may be served: a request could get a state that was purged.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(_START_S):
-                await self._heard.wait()
+            await asyncio.wait_for(self._heard.wait(), _START_S)
 
     async def hear(self) -> None:
         """Obey the purges that peers know and this host does not, for ever."""
