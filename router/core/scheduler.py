@@ -21,8 +21,9 @@ from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.effects import Effect
 
-# After these, no idle slot is to be saved that was not to be saved before.
-_FREES_NO_SLOT = ev.AnswerRead | ev.Begun | ev.Launched
+# After these, no idle slot is to be saved that was not to be saved before. What a request that
+# arrives frees at once is noted where its job ends.
+_FREES_NO_SLOT = ev.Arrived | ev.AnswerRead | ev.Begun | ev.Launched
 
 
 class Scheduler:
@@ -58,7 +59,6 @@ class Scheduler:
             server_swaps.settle(state, now)
         if now >= state.idle_saves_at:
             idle_saves.save_idle(state, now)
-            state.idle_saves_at = idle_saves.wakeup(state)
         if state.inventory.draining:
             backend_drain.detach(state, now)
         if state.stopping and state.saves_on_stop:
@@ -73,15 +73,26 @@ class Scheduler:
         state = self.state
         if state.unexplained:
             admission.explain_admitted(state)
-        if not state.inventory.jobs:  # else each step of a job would repeat it
-            state.inventory.holdings.catch_up(state.inventory.slots)
+
+    def is_due_before(self, at: float) -> bool:
+        """Return whether there is work to do, or a `Tick` may be needed, before then."""
+        state = self.state
+        return (
+            min(state.idle_saves_at, state.backoffs_end_at) < at
+            or bool(state.unexplained or state.queue.waiting or state.inventory.servers.by_name)
+            or state.has_waiting_jobs()
+            or state.inventory.catalog.is_over
+        )
 
     def next_wakeup(self, now: float) -> float | None:
         """Return when a `Tick` would change something, in clock seconds. None: never by itself."""
         state = self.state
         if state.inventory.catalog.is_over:
             return now
-        at = min(state.idle_saves_at, state.backoffs_end_at)
+        at = state.backoffs_end_at
+        if state.idle_saves_at < inf:
+            state.idle_saves_at = idle_saves.wakeup(state)
+            at = min(at, state.idle_saves_at)
         if state.has_waiting_jobs():
             at = min(at, prefill_queue.wakeup(state), deadline.wakeup(state))
         if state.queue.waiting:

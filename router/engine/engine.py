@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
+from math import inf
 from typing import Protocol
 
 import structlog
@@ -152,6 +153,7 @@ class Engine:
         self._events: deque[tuple[ev.Event, Callable[[], None]]] = deque()
         self._carries_out = False
         self._wakeup: asyncio.TimerHandle | None = None
+        self._wakes_at = inf  # in clock seconds, or a little later
         self._alarm_due = False
         self._closed = False
         self._pollers = watch.SlotPollers(backends)
@@ -379,7 +381,7 @@ class Engine:
             self._launches.hurry()
         if self._calm is not None and not any(job.is_ours for job in jobs.values()):
             self._calm.set()
-        if not self._alarm_due:
+        if not self._alarm_due and self._scheduler.is_due_before(self._wakes_at):
             # Two iterations later: first the granted requests, then the ids that follow an answer.
             self._alarm_due = True
             loop = asyncio.get_running_loop()
@@ -395,10 +397,19 @@ class Engine:
         self._scheduler.explain_admitted()
         now = self._clock.now()
         at = None if self._closed else self._scheduler.next_wakeup(now)
+        self._wakes_at = inf if at is None else at
         if at is not None:
             # 1 ms late rather than early: an early tick would find nothing to do.
             delay_s = max(at - now, 0.0) + 0.001
-            self._wakeup = asyncio.get_running_loop().call_later(delay_s, self._feed, ev.Tick())
+            self._wakeup = asyncio.get_running_loop().call_later(delay_s, self._wake)
+
+    def _wake(self) -> None:
+        """Tell the scheduler that time has passed, unless nothing is due any more."""
+        self._wakes_at, now = inf, self._clock.now()
+        if (at := self._scheduler.next_wakeup(now)) is not None and at <= now:
+            self._feed(ev.Tick())
+        else:
+            self._set_alarm()
 
     def _carry_out(self, effect: ef.Effect) -> None:  # noqa: C901 - an arm for each effect
         match effect:

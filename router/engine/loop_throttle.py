@@ -55,6 +55,9 @@ class LoopThrottle:
 
         `work` does not run if the caller was cancelled before.
         """
+        if not self._waiting and self._has_room():
+            self._passed += 1
+            return work()
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def for_caller() -> None:
@@ -65,7 +68,7 @@ class LoopThrottle:
             except Exception as error:  # noqa: BLE001 - the caller's
                 done.set_exception(error)
 
-        self.call(for_caller)
+        self._waiting.append(for_caller)
         return await done
 
     async def pass_by(self) -> None:

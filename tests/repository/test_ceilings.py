@@ -9,12 +9,12 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_440,
+    "router": 53_397,
     "router/assembly": 2_379,
     "router/base": 1_740,
     "router/config": 1_958,
-    "router/core": 10_130,
-    "router/engine": 2_087,
+    "router/core": 10_073,
+    "router/engine": 2_101,
     "router/hosts": 1_411,
     "router/llama": 5_977,
     "router/prompts": 2_348,
@@ -23,7 +23,7 @@ CEILINGS: dict[str, int] = {
     "router/telemetry": 1_846,
     "router/tools": 7_937,
     "router/web": 7_853,
-    "tests": 66_406,
+    "tests": 66_361,
     "bench": 8_948,
 }
 # A part may shrink so far before its ceiling has to follow.

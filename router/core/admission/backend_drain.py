@@ -1,5 +1,7 @@
 """Detach backends, one at a time or because the configuration was read again."""
 
+from math import inf
+
 from msgspec.structs import replace
 
 from router.base.types import BackendId
@@ -18,6 +20,7 @@ def begin(state: State, backend: BackendId) -> None:
     Its slots are considered for a save once more: now or never.
     """
     state.inventory.draining.add(backend)
+    state.idle_saves_at = -inf
     for slot in state.inventory.slots.of(backend):
         slot.hold(replace(slot.content, save_decided=False))
 

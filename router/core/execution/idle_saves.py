@@ -1,6 +1,7 @@
 """Idle saves: save the content of idle slots while no request is delayed by it."""
 
 from math import inf
+from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -27,17 +28,18 @@ def save_idle(state: State, now: float) -> None:
     1. Idle for long enough on a backend where nothing runs: the save delays no request.
     2. The router is stopping, or the backend is draining: all slots that are worth it.
     """
+    state.idle_saves_at = inf
     unsaved = state.inventory.slots.unsaved()
     if not unsaved or state.gives_up_content:
         return
-    for name in state.inventory.up:
-        if name not in unsaved or name in state.inventory.gated:
+    for name, backend in state.inventory.up.items():
+        if name not in unsaved or backend.gate.is_closed:
             continue
         leaves = state.stopping or name in state.inventory.draining
-        backend = state.inventory.backends[name]
         while True:
             due, slot = _first_due(state.inventory, backend)
             if slot is None or (due > now and not leaves):
+                state.idle_saves_at = min(state.idle_saves_at, due)
                 break
             if saving_pays(state.inventory, slot, last=leaves)[2]:
                 _save(state, slot, now)  # the next slot follows when that save is over
@@ -57,7 +59,7 @@ def _first_due(inventory: Inventory, backend: Backend) -> tuple[float, Slot | No
     if policy.idle_save_after_s is None or not unsaved:
         return inf, unsaved[0] if unsaved else None
     if not (policy.saves_late and backend.info.on_disk):
-        first = min(unsaved, key=lambda slot: slot.last_used)
+        first = unsaved[0] if len(unsaved) == 1 else min(unsaved, key=attrgetter("last_used"))
         return first.last_used + policy.idle_save_after_s, first
     n_spare = sum(slot.is_idle and not slot.is_unsaved for slot in slots)
     least_s = _LATE_S if 2 * n_spare >= backend.info.n_slots else policy.idle_save_after_s
@@ -137,8 +139,9 @@ def wakeup(state: State) -> float:
     inventory, at = state.inventory, inf
     if not state.stopping and inventory.policy.name.moves_kv:
         for name in inventory.slots.unsaved():
-            if name not in inventory.gated:
-                at = min(at, _first_due(inventory, inventory.backends[name])[0])
+            backend = inventory.backends[name]
+            if not backend.gate.is_closed:
+                at = min(at, _first_due(inventory, backend)[0])
     return at
 
 

@@ -490,6 +490,7 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
     """
     _let_go(state, job)
     state.dirty = state.dirty or bool(state.scanned)  # a slot comes free, perhaps on a Tick
+    state.idle_saves_at = min(state.idle_saves_at, now)
     request = job.request if isinstance(job, RequestJob | SlotWatch) else None
     in_background = isinstance(job, SaveJob | ProbeLoan)
     was_left = isinstance(job, SlotWatch) or (isinstance(job, RequestJob) and job.cancelled)

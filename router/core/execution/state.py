@@ -41,7 +41,7 @@ class State:
     plan_servers_at: float = inf  # clock seconds: see server_swaps.settle
     stopping: bool = False
     saves_on_stop: bool = True
-    idle_saves_at: float = inf  # clock seconds: look at the idle slots then
+    idle_saves_at: float = inf  # clock seconds: look at the idle slots then, or later
     backoffs_end_at: float = inf  # clock seconds: the next write backoff ends
     saves: int = 0  # idle saves so far; numbers their jobs
     out: list[Effect] = field(default_factory=list)

@@ -98,7 +98,7 @@ def _is_divisible(backend: Backend, snapshot: Snapshot) -> bool:
 def _slots(asked: _Asked) -> Iterator[Handout]:
     """Yield what idle slots hold, and busy ones save or compute for others. It is saved first."""
     inventory = asked.inventory
-    shared = inventory.holdings.shared(inventory.slots, asked.tokens, asked.tenant)
+    shared = inventory.slots.shared(asked.tokens, asked.tenant)
     for backend in inventory.up.values():
         if backend.info.namespace in asked.models:
             for slot in backend.slots:

@@ -55,9 +55,7 @@ def _once_free(request: Request, inventory: Inventory, queue: Queue, now: float)
     """
     ends_s: list[float] = []
     best: Quote | None = None
-    shared = inventory.holdings.shared(
-        inventory.slots, request.prompt.tokens, request.tenant or None
-    )
+    shared = inventory.slots.shared(request.prompt.tokens, request.tenant or None)
     for backend in inventory.serving(request):
         info, rates, n_prompt = backend.info, backend.rates, request.prompt.n_tokens
         reused = 0

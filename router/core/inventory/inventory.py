@@ -15,7 +15,7 @@ from router.base.types import (
 )
 from router.core.inventory.backend import Backend
 from router.core.inventory.catalog import Catalog
-from router.core.inventory.prefix_index import GhostList, Holdings
+from router.core.inventory.prefix_index import GhostList
 from router.core.inventory.returns import Returns
 from router.core.model.jobs import Job, RequestJob, SlotWatch
 from router.core.model.memory_kinds import reusable_tokens
@@ -48,7 +48,6 @@ class Inventory:
     uses: dict[Namespace, int] = field(default_factory=dict)
     sizes: dict[Namespace, int] = field(default_factory=dict)
     has_tenants: bool = False  # a slot may hold tokens of a tenant
-    holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
     displaced: GhostList = field(default_factory=GhostList, repr=False, compare=False)
     returns: Returns = field(default_factory=Returns, repr=False, compare=False)
     servers: Servers = field(default_factory=Servers)  # that the router starts and stops
@@ -338,7 +337,6 @@ class Inventory:
 
     def forget(self, name: BackendId) -> None:
         """Drop all data of a backend that has left for good."""
-        self.holdings.forget(name)
         self.slots.remove(name)
         self.backends.pop(name, None)
         self.up.pop(name, None)

@@ -1,8 +1,8 @@
 """A radix tree over token sequences: which items share how many tokens with a prompt.
 
 A lookup walks the prompt once, so its cost depends on the prompt and not on the number of items.
-Shared prefixes are stored once. Items are opaque and hashable. `Holdings` and `GhostList` are such
-trees over what slots hold, and over what was held.
+Shared prefixes are stored once. Items are opaque and hashable. `GhostList` is such a tree over what
+was held. What slots hold is compared with a prompt one by one: there are few (`SlotTable.shared`).
 """
 
 from collections import OrderedDict
@@ -14,9 +14,8 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
-from router.base.tokens import EMPTY, WIDTH, Tokens, common_prefix, count
-from router.base.types import BackendId, Namespace, SlotId, Tenant
-from router.core.model.slots import BackendSlots, Phase, SlotTable
+from router.base.tokens import WIDTH, Tokens, common_prefix, count
+from router.base.types import Namespace
 from router.core.model.tuning import TUNING
 
 Item = TypeVar("Item", bound=Hashable)
@@ -107,20 +106,6 @@ class PrefixIndex(Generic[Item]):
             below = node
             depth = end - len(node.edge)
         return found
-
-    def shares(self, tokens: Tokens) -> Iterator[tuple[Item, int]]:
-        """Yield every item that shares a prefix with `tokens`, and its length, in any order."""
-        path, common = self._walk(tokens)
-        covered: _Node[Item] | None = None  # by a deeper step
-        for node, end in reversed(path):
-            shared = min(common, end) // WIDTH
-            below = [node]
-            while below:
-                here = below.pop()
-                for item in here.items:
-                    yield item, shared
-                below += [child for child in here.children.values() if child is not covered]
-            covered = node
 
     def longest(self, tokens: Tokens) -> int:
         """Return the most leading tokens that an item shares with `tokens`."""
@@ -218,74 +203,6 @@ def _common_bytes(edge: bytes, tokens: bytes, at: int) -> int:
     if part == edge:
         return len(edge)
     return common_prefix(Tokens(edge), Tokens(part)) * WIDTH
-
-
-class Holdings:
-    """An index over the slots of a table, to compare a prompt with all of them at once.
-
-    A query first takes in the changes since the last query. Changes are few, and finding none
-    takes one comparison per backend.
-    """
-
-    def __init__(self) -> None:
-        self._index: PrefixIndex[SlotId] = PrefixIndex()
-        self._known: dict[BackendId, _Known] = {}
-
-    def shared(
-        self, slots: SlotTable, tokens: Tokens, tenant: Tenant | None = None
-    ) -> dict[SlotId, int]:
-        """Return the number of leading tokens that each slot of `tenant` shares; None: any tenant.
-
-        Slots that share none are left out. A leased slot counts with what its lease computes.
-        """
-        self.catch_up(slots)
-        found = self._index.shares(tokens)
-        if tenant is None:
-            return dict(found)
-        return {name: common for name, common in found if slots[name].offered_tenant == tenant}
-
-    def catch_up(self, slots: SlotTable) -> None:
-        """Take in the changes of the table, so that the next query need not wait for it."""
-        idle = Phase.IDLE
-        for backend, bench in slots.benches():
-            known = self._known.get(backend)
-            if known is None or known.bench is not bench:
-                known = self._anew(backend, bench)
-            elif known.changes == bench.changes:
-                continue
-            known.changes, tokens_of = bench.changes, known.tokens
-            for at, slot in enumerate(bench):
-                held = slot.content.resident.tokens if slot.phase is idle else slot.work.pending
-                if held is not tokens_of[at]:
-                    self._change(slot.id, tokens_of[at], held)
-                    tokens_of[at] = held
-
-    def forget(self, backend: BackendId) -> None:
-        """Drop the slots of a backend."""
-        known = self._known.pop(backend, None)
-        for index, before in enumerate(known.tokens if known else ()):
-            self._change(SlotId(backend, index), before, EMPTY)
-
-    def _anew(self, backend: BackendId, bench: BackendSlots) -> "_Known":
-        """Start the entry of a backend that is new or came back."""
-        self.forget(backend)
-        known = self._known[backend] = _Known(bench, -1, [EMPTY] * len(bench.slots))
-        return known
-
-    def _change(self, slot: SlotId, before: Tokens, held: Tokens) -> None:
-        if before:
-            self._index.remove(before, slot)
-        if held:
-            self._index.insert(held, slot)
-
-
-@dataclass(slots=True)
-class _Known:
-    """The indexed tokens of each slot of a backend, and `BackendSlots.changes` at that time."""
-
-    bench: BackendSlots
-    changes: int
-    tokens: list[Tokens]
 
 
 _ITEM_TOKENS = 64  # overhead of a sequence, in tokens

@@ -96,8 +96,8 @@ def no_slots() -> Phases:
 class BackendSlots:
     """The slots of one backend, by index, and what they share.
 
-    `changes` rises when the phase, the content or `pending` of one of them changes. Results
-    computed from these are computed again only if they may be stale.
+    `changes` rises when the phase or the content of one of them changes. Results computed from
+    these are computed again only if they may be stale.
     """
 
     slots: "list[Slot]" = field(default_factory=list, repr=False)
@@ -300,7 +300,6 @@ class Slot:
 
     def do(self, work: Work) -> None:
         """Change the work under the lease."""
-        self.bench.changes += work.pending is not self.work.pending
         self.work = work
 
     def follow(self, fate: Fate | None) -> None:
@@ -364,6 +363,19 @@ class SlotTable:
                 if times:
                     self._unsaved[backend] = min(times)
         return self._unsaved
+
+    def shared(self, tokens: Tokens, tenant: Tenant | None = None) -> dict[SlotId, int]:
+        """Return the number of leading tokens that each slot of `tenant` shares; None: any tenant.
+
+        Slots that share none are left out. A leased slot counts with what its lease computes.
+        """
+        found: dict[SlotId, int] = {}
+        first = tokens[:WIDTH]
+        for slot in self:
+            held = slot.content.resident.tokens if slot.phase is Phase.IDLE else slot.work.pending
+            if held[:WIDTH] == first and (tenant is None or slot.offered_tenant == tenant):
+                found[slot.id] = common_prefix(held, tokens)
+        return found if first else {}
 
     def any_idle(self) -> bool:
         """Return whether any slot is idle."""

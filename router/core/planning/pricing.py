@@ -181,7 +181,7 @@ class PricingContext:
             # Without tenants, no slot's tenant has to be compared.
             matters = request.tenant or inventory.has_tenants
             tenant = request.tenant if matters else None
-            self._shared = inventory.holdings.shared(inventory.slots, request.prompt.tokens, tenant)
+            self._shared = inventory.slots.shared(request.prompt.tokens, tenant)
         return self._shared
 
     def running(self, backend: Backend) -> int:

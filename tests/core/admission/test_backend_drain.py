@@ -245,7 +245,6 @@ def test_of_one_that_is_removed_nothing_is_kept() -> None:
     finish(s, "r2", prompt_tokens=9, generated_tokens=1)
     s.state.inventory.reach(slot(s, A0))
     generation = slot(s, A0).generation
-    s.state.inventory.holdings.shared(s.state.inventory.slots, LONG)
     s.handle(DRAINING, NOW)
     assert s.handle(ev.Removed(A), NOW) == []
 
@@ -253,7 +252,7 @@ def test_of_one_that_is_removed_nothing_is_kept() -> None:
     assert [one.id for one in inventory.slots] == [B0]
     assert A not in inventory.backends
     assert set(inventory.sticky.values()) <= {B0}
-    assert inventory.holdings.shared(inventory.slots, LONG) == {}
+    assert inventory.slots.shared(LONG) == {}
 
     # Late events of the old backend do not match slots of the new one.
     s.handle(ev.BackendUp(backend("a", 1)), NOW)

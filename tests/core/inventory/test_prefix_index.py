@@ -59,16 +59,6 @@ def test_longest_is_the_longest_share(held: list[Ids], prompt: Ids) -> None:
 
 
 @given(sequences, ids)
-def test_shares_are_all_that_share_anything(held: list[Ids], prompt: Ids) -> None:
-    shared = {item: naive_common_prefix(one, prompt) for item, one in enumerate(held)}
-
-    found = list(filled(held).shares(pack(prompt)))
-
-    assert dict(found) == {item: n for item, n in shared.items() if n}
-    assert len(found) == len(dict(found))
-
-
-@given(sequences, ids)
 def test_prefixes_are_all_strict_prefixes_shortest_first(held: list[Ids], prompt: Ids) -> None:
     found = list(filled(held).prefixes(pack(prompt)))
 

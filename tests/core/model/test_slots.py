@@ -4,7 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from router.base.errors import StaleLeaseError
-from router.base.types import Lease
+from router.base.tokens import EMPTY
+from router.base.types import Lease, Tenant
 from router.core.model.slots import (
     EMPTY_SLOT,
     NO_WORK,
@@ -193,3 +194,16 @@ def test_what_could_be_saved_follows_the_slots() -> None:
 
     table.remove(A)
     assert table.unsaved() == {}
+
+
+def test_leased_slot_shares_what_its_lease_computes() -> None:
+    table = SlotTable()
+    table.add(A, 3)
+    for where in (A0, A1):
+        table[where].hold(Content(Resident(tokens(1, 2, 3)), Tenant("x")))
+    table[A1].lease(R, NO_WORK)
+    table[A1].do(Work(Tenant("y"), pending=tokens(1, 5)))
+
+    assert table.shared(tokens(1, 2, 4)) == {A0: 2, A1: 1}
+    assert table.shared(tokens(1, 2, 4), Tenant("x")) == {A0: 2}
+    assert table.shared(EMPTY) == table.shared(tokens(9)) == {}
