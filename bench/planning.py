@@ -35,6 +35,7 @@ from router.base.types import (
 )
 from router.core.inventory.catalog import Catalog
 from router.core.inventory.inventory import Inventory
+from router.core.model.backend import Backend
 from router.core.model.policy import SnapshotLimits
 from router.core.model.rates import Rates
 from router.core.model.slots import Content, Resident
@@ -182,9 +183,9 @@ def slot_bytes(tokens: int) -> float:
     held = [make_tokens(random_, tokens) for _ in range(_SLOTS)]
     gc.collect()
     tracemalloc.start()
-    inventory = Inventory()
-    inventory.slots.add(BackendId("a"), _SLOTS)
-    for slot, ids in zip(inventory.slots.of(BackendId("a")), held, strict=True):
+    backend = Backend(BackendInfo(BackendId("a"), _SLOTS, 1, SPACE))
+    backend.attach(_SLOTS)
+    for slot, ids in zip(backend.slots, held, strict=True):
         slot.hold(Content(Resident(ids)))
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

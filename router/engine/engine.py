@@ -46,9 +46,9 @@ from router.core.hosts.quote import quote as make_quote
 from router.core.inventory.inventory import Inventory
 from router.core.model import effects as ef
 from router.core.model import events as ev
+from router.core.model.backend import Slot
 from router.core.model.jobs import RequestJob
 from router.core.model.plan import Plan, Quote
-from router.core.model.slots import Slot
 from router.core.planning.planner import plan as make_plan
 from router.core.planning.pricing import keeps_snapshots
 from router.core.reporting.miss_reasons import record_of

@@ -26,14 +26,13 @@ from router.base.types import (
 )
 from router.core.execution.state import State
 from router.core.hosts.handout import once_fetched
-from router.core.inventory.prefix_index import Match
+from router.core.model.backend import LeaseHolder, Slot
 from router.core.model.jobs import (
     AtGate,
     CutStep,
     DispatchStep,
     EraseStep,
     InPrefillQueue,
-    Job,
     PrefillStep,
     RequestJob,
     RestoreStep,
@@ -45,9 +44,10 @@ from router.core.model.jobs import (
 from router.core.model.memory_kinds import goes_back
 from router.core.model.plan import Offered, Quote
 from router.core.model.policy import PolicyName
+from router.core.model.prefix_index import Match
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerPhase
-from router.core.model.slots import Phase, Slot
+from router.core.model.slots import Phase
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.stats import waiting_for
@@ -146,11 +146,9 @@ class RatesView:
     bytes_per_token: float
 
 
-def slot_view(
-    slot: Slot, jobs: Mapping[RequestId, Job], done: Mapping[RequestId, int] = NOT_BEGUN
-) -> SlotView:
+def slot_view(slot: Slot, done: Mapping[RequestId, int] = NOT_BEGUN) -> SlotView:
     """Return the view of a slot. `done`: tokens of prompts that are being computed."""
-    job = jobs.get(slot.holder) if slot.holder is not None else None
+    job = slot.job
     plan = job.plan if isinstance(job, RequestJob | SlotWatch) else None
     chosen = plan.chosen if plan is not None else None
     return SlotView(
@@ -170,13 +168,13 @@ def slot_view(
     )
 
 
-def _prefilled(job: Job | None, done: Mapping[RequestId, int]) -> float | None:
+def _prefilled(job: LeaseHolder | None, done: Mapping[RequestId, int]) -> float | None:
     if not isinstance(job, RequestJob) or job.id not in done:
         return None
     return min(done[job.id] / max(job.request.prompt.n_tokens, 1), 1.0)
 
 
-def _doing(slot: Slot, job: Job | None) -> str | None:
+def _doing(slot: Slot, job: LeaseHolder | None) -> str | None:
     if isinstance(job, SaveJob):
         return _DOING[SaveStep]
     if not isinstance(job, RequestJob) or job.doing is None:
@@ -245,8 +243,7 @@ class SchedulerView:
 
     def slots(self) -> list[SlotView]:
         """Return all slots, in the order of their ids."""
-        jobs = self._state.inventory.jobs
-        return [slot_view(slot, jobs, self._done) for slot in self._state.inventory.slots]
+        return [slot_view(slot, self._done) for slot in self._state.inventory.slots]
 
     def slot_of(self, request: RequestId) -> SlotId:
         """Return the slot that a request holds. Raises KeyError if it holds none."""

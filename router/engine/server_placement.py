@@ -164,5 +164,5 @@ class LaunchWatch:
             return False
         slots = state.inventory.slots.of(lease.slot.backend)
         return any(
-            len(slot.content.resident) > 0 for slot in slots if slot.is_idle or slot.holds(lease)
+            len(slot.content.resident) > 0 for slot in slots if slot.is_idle or slot.job is job
         )

@@ -324,10 +324,8 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @invariant()
     def leases_are_what_is_held(self) -> None:
         state = self.scheduler.state
-        leases = [
-            lease for job in state.inventory.jobs.values() for lease in (job.lease, *job.others)
-        ]
-        held = [lease.slot for lease in leases if state.inventory.slots.holds(lease)]
+        jobs = state.inventory.jobs.values()
+        held = [slot.id for job in jobs for slot in job.held if slot.job is job]
         used = [s.id for s in state.inventory.slots if s.phase not in (Phase.IDLE, Phase.LOST)]
         assert sorted(held) == sorted(used)
 
@@ -415,11 +413,12 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         inventory = self.scheduler.state.inventory
         since: dict[BackendId, float] = {}
         for slot in inventory.slots:
-            phases = slot.bench.phases
+            phases = slot.backend.phases
             if slot.is_unsaved and not (phases[Phase.RUNNING] or phases[Phase.PREPARING]):
                 first = since.get(slot.id.backend, slot.last_used)
                 since[slot.id.backend] = min(first, slot.last_used)
-        assert inventory.slots.unsaved() == since
+        known = {name: one.unsaved_since for name, one in inventory.backends.items()}
+        assert {name: at for name, at in known.items() if at < inf} == since
         for slot in inventory.slots:
             info = inventory.info(slot.id.backend)
             if info is not None:

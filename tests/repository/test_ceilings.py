@@ -9,12 +9,12 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_397,
+    "router": 53_353,
     "router/assembly": 2_379,
     "router/base": 1_740,
     "router/config": 1_958,
-    "router/core": 10_073,
-    "router/engine": 2_101,
+    "router/core": 10_032,
+    "router/engine": 2_098,
     "router/hosts": 1_411,
     "router/llama": 5_977,
     "router/prompts": 2_348,
@@ -23,8 +23,8 @@ CEILINGS: dict[str, int] = {
     "router/telemetry": 1_846,
     "router/tools": 7_937,
     "router/web": 7_853,
-    "tests": 66_361,
-    "bench": 8_948,
+    "tests": 66_401,
+    "bench": 8_949,
 }
 # A part may shrink so far before its ceiling has to follow.
 SLACK = 100

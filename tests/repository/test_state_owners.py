@@ -9,16 +9,27 @@ from typing import Any
 
 import pytest
 
-from router.core.model.jobs import LeaseHolder, ProbeLoan, RequestJob, SaveJob, SlotWatch
-from router.core.model.slots import Slot
+from router.core.model.backend import LeaseHolder, Slot
+from router.core.model.jobs import ProbeLoan, RequestJob, SaveJob, SlotWatch
 from tests.support.paths import ROOT
 
 JOBS: tuple[Any, ...] = (LeaseHolder, RequestJob, SaveJob, ProbeLoan, SlotWatch)
-OWNERS: dict[Any, str] = {Slot: "router/core/model/slots.py"} | dict.fromkeys(
-    JOBS, "router/core/model/jobs.py"
+OWNERS: dict[Any, str] = dict.fromkeys(JOBS, "router/core/model/jobs.py") | dict.fromkeys(
+    (Slot, LeaseHolder), "router/core/model/backend.py"
 )
 # Fields with names that others have as well are left to the review.
-COMMON = {"id", "bench", "request", "plan", "phase", "tenant", "since", "waited_s", "prefilled"}
+COMMON = {
+    "id",
+    "backend",
+    "own",
+    "request",
+    "plan",
+    "phase",
+    "tenant",
+    "since",
+    "waited_s",
+    "prefilled",
+}
 FIELDS = {name for kind in OWNERS for name in kind.__dataclass_fields__} - COMMON
 OTHERS = ("self",)
 CONTAINERS = {
@@ -29,14 +40,14 @@ QUESTIONS = ("is_", "has_", "can_", "may_", "must_", "needs_", "wants", "fits", 
 
 
 def changers(kind: type) -> set[str]:
-    """Return the methods of a class that change it: those that return None or a lease."""
+    """Return the methods of a class that change it: those that return None or a slot."""
     tree = ast.parse(inspect.getsource(kind))
     return {
         node.name
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
         and isinstance(node.returns, ast.Constant | ast.Name)
-        and ast.unparse(node.returns) in {"None", "Lease"}
+        and ast.unparse(node.returns) in {"None", "'Slot'"}
         and not node.name.startswith("__")
     }
 
@@ -119,12 +130,12 @@ def test_questions_change_nothing() -> None:
 
 def test_the_tests_above_can_fail() -> None:
     bad = ast.parse(
-        "def is_x(job):\n    job.steps.clear()\n    job.lease, a = 1, 2\n    return True"
+        "def is_x(job):\n    job.steps.clear()\n    job.claim, a = 1, 2\n    return True"
     )
-    assert {name for _, name in field_changes(bad)} == {"steps", "lease"}
+    assert {name for _, name in field_changes(bad)} == {"steps", "claim"}
     function = bad.body[0]
     assert isinstance(function, ast.FunctionDef)
-    assert set(side_effects(function)) == {"job.steps.clear", "job.lease"}
+    assert set(side_effects(function)) == {"job.steps.clear", "job.claim"}
     assert {"hold", "do", "note_use", "lease"} <= CHANGERS
 
 

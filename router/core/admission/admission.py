@@ -19,6 +19,7 @@ from router.core.execution.job_steps import is_wanted, next_step
 from router.core.execution.spending import Budgets
 from router.core.execution.state import State
 from router.core.inventory.inventory import Inventory
+from router.core.model.backend import Slot
 from router.core.model.effects import SaveReason, StopWork
 from router.core.model.jobs import (
     AtGate,
@@ -37,7 +38,7 @@ from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import Waiting
 from router.core.model.server_placement import SlotClaim
-from router.core.model.slots import Slot, Work
+from router.core.model.slots import Work
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import sticky_key
@@ -107,7 +108,7 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
         return
     # A slot action cannot be cancelled; the job ends with the step that is under way.
     job.cancel()
-    step, slot = job.doing, state.slot_of(job)
+    step, slot = job.doing, job.own
     if isinstance(step, PrefillStep) and slot.work.sharing and is_wanted(state, job, step.tokens):
         # Other requests wait for this very prefill: it goes on.
         job.append(SaveStep(job.slot, SaveReason.SHARED))
@@ -120,7 +121,7 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
 
 def _break_off(state: State, job: RequestJob) -> None:
     """Break off what the job does; a prefill's result so far stays in the slot."""
-    slot = state.slot_of(job)
+    slot = job.own
     abandoned = isinstance(job.doing, PrefillStep)
     slot.do(replace(slot.work, sharing=False, prefill_abandoned=abandoned))
     if abandoned:
@@ -135,7 +136,7 @@ def stop_for_nobody(state: State) -> None:
             continue
         if not isinstance(step := job.doing, PrefillStep):
             continue
-        if state.slot_of(job).work.sharing and not is_wanted(state, job, step.tokens):
+        if job.own.work.sharing and not is_wanted(state, job, step.tokens):
             job.drop_steps()
             _break_off(state, job)
 
@@ -326,7 +327,7 @@ def _to_reserve(state: State, request: Request) -> list[BackendId]:
         and inventory.claim(backend, request) is not SlotClaim.STEERED  # it takes one slot of any
         and all(job.is_ours or job.slot.backend != backend.id for job in inventory.jobs.values())
     ]
-    return [backend.id for backend in sorted(shut, key=lambda one: one.slots.running)[:1]]
+    return [backend.id for backend in sorted(shut, key=lambda one: one.running)[:1]]
 
 
 def explain_admitted(state: State) -> None:
@@ -342,7 +343,7 @@ def explain_admitted(state: State) -> None:
         job.explain(replace(job.plan, coverage=coverage, shared=None))
         kept = chosen.reused_tokens if chosen.source is Source.RESIDENT else 0
         if job.claim is not SlotClaim.SEVERAL:  # else its slots are seen later
-            inventory.note_displaced(inventory.slots[job.slot], kept)
+            inventory.note_displaced(job.own, kept)
 
 
 def turn_away(state: State) -> None:
@@ -394,7 +395,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     _note_return(inventory, request, chosen, now)
     job = RequestJob(
         id=request.id,
-        lease=slot.lease(request.id, work),
+        own=slot,
         request=request,
         plan=decision,
         since=now,
@@ -402,13 +403,13 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         claim=claim,
         fate=inventory.returns.begin(request),
     )
+    slot.lease(job, work)
     inventory.jobs[job.id] = job
     state.unexplained.append(job)
     state.queue.serve(request.id, needs_s - chosen.price.wait_s)  # the wait is other clients' time
     crowding = _lease_others(inventory, job, slot)
     if not backend.info.is_managed:  # the router keeps no tokens there
-        for lease in (job.lease, *job.others):
-            used = inventory.slots[lease.slot]
+        for used in job.held:
             used.hold(replace(used.content, tenant=request.tenant))
     inventory.has_tenants = inventory.has_tenants or bool(request.tenant)
     if claim in (SlotClaim.SERVER_PLACED, SlotClaim.SEVERAL) and backend.info.is_managed:
@@ -431,24 +432,24 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
 
 def _lease_others(inventory: Inventory, job: RequestJob, slot: Slot) -> list[Slot]:
     """Lease what the job needs beside its slot; return the slots that are emptied for room."""
-    request, chosen, backend = job.request, job.plan.chosen, inventory.backends[slot.id.backend]
+    request, chosen, backend = job.request, job.plan.chosen, slot.backend
     work = Work(request.tenant, busy_until=slot.work.busy_until)
     if job.claim is SlotClaim.SEVERAL:  # which of them it takes is seen when it runs
-        job.hold_also([other.lease(job.id, work) for other in backend.slots if other.is_idle])
+        job.hold_also([other.lease(job, work) for other in backend.slots if other.is_idle])
     if job.claim is SlotClaim.UNMANAGED and (backend.info.generates or request.whole_backend):
         idle = [other for other in backend.slots if other.is_idle]
         n_more = request.n_slots(backend.info.n_slots) - 1
-        job.hold_also([other.lease(job.id, work) for other in idle[:n_more]])
+        job.hold_also([other.lease(job, work) for other in idle[:n_more]])
     if chosen.copy_from is not None:
-        job.hold_also([inventory.slots[chosen.copy_from].lease(job.id, work)])
+        job.hold_also([inventory.slots[chosen.copy_from].lease(job, work)])
     if job.claim in (SlotClaim.STEERED, SlotClaim.SERVER_PLACED):
         others = inventory.attracting(backend, request)
-        job.hold_also([other.lease(job.id, work) for other in others])
+        job.hold_also([other.lease(job, work) for other in others])
     crowding: list[Slot] = []
     if backend.info.unified and backend.info.is_managed:
         held = len(inventory.catalog[chosen.snapshot]) if chosen.snapshot is not None else 0
         crowding = inventory.in_the_way(slot, request, held)
-        job.hold_also([other.lease(job.id, work) for other in crowding])
+        job.hold_also([other.lease(job, work) for other in crowding])
     return crowding
 
 
@@ -458,7 +459,7 @@ def _must_be_emptied(state: State, slot: Slot, chosen: Candidate) -> bool:
     Of an opaque state it is not known how far back it is right (a window with `--swa-full`), and
     the server goes back as far as it likes.
     """
-    opaque = state.inventory.backends[slot.id.backend].info.memory_kind is MemoryKind.OPAQUE
+    opaque = slot.backend.info.memory_kind is MemoryKind.OPAQUE
     return opaque and chosen.source is Source.COLD and len(slot.content.resident) > 0
 
 
@@ -467,7 +468,7 @@ def _steps_of(
 ) -> deque[Step]:
     """Return the plan as steps. The `crowding` slots are emptied for room."""
     chosen = decision.chosen
-    held = [state.inventory.slots[lease.slot] for lease in (job.lease, *job.others)]
+    held = job.held
     foreign = [slot for slot in held if slot.content.tenant != request.tenant or slot in crowding]
     whole = job.claim is SlotClaim.SEVERAL
     displaced = held if whole else [s for s in foreign if s.id != chosen.slot]

@@ -13,8 +13,8 @@ from router.base.types import (
 )
 from router.core.execution.job_ends import end, watch
 from router.core.execution.state import State
-from router.core.inventory.backend import Backend
 from router.core.model import events as ev
+from router.core.model.backend import Backend
 from router.core.model.effects import Prove
 from router.core.model.jobs import ProbeLoan
 from router.core.model.rates import LinearFit, Mean, Rates
@@ -98,9 +98,10 @@ def _lend(state: State, backend: BackendId, now: float) -> None:
     chosen = sorted(idle, key=lambda slot: len(slot.content.resident))[: TUNING.probe_slots]
     if chosen:
         work = Work(busy_until=now + TUNING.probe_s)
-        lease, *others = [slot.lease(name, work) for slot in chosen]
         before = {slot.id.index: slot.content for slot in chosen}
-        loan = ProbeLoan(id=name, lease=lease, others=others, before=before)
+        loan = ProbeLoan(id=name, own=chosen[0], others=chosen[1:], before=before)
+        for slot in chosen:
+            slot.lease(loan, work)
         state.inventory.jobs[name] = loan
     for slot in chosen:
         slot.hold(replace(slot.content, tenant=NO_TENANT, keep=NO_KEEP))
@@ -136,7 +137,7 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
 
 def _take_back(state: State, job: ProbeLoan, kept: Collection[int], now: float) -> None:
     """Take back the slots of a probe. What was put back there has no checkpoints any more."""
-    backend = state.backend_of(job)
+    backend = job.own.backend
     end(state, job, now, UNKNOWN if backend.info.is_managed else NOTHING)
     for slot in backend.slots:
         before = job.before.get(slot.id.index)

@@ -32,8 +32,7 @@ def detach(state: State, now: float) -> None:
     scheduler a detached backend is like one that is down.
     """
     ours = (job for job in state.inventory.jobs.values() if job.is_ours)  # others may never end
-    leases = (x for job in ours for x in (job.lease, *job.others))
-    held = {lease.slot.backend for lease in leases}
+    held = {slot.id.backend for job in ours for slot in job.held}
     for backend in sorted(state.inventory.draining - held):
         if (there := state.inventory.up.get(backend)) is not None:
             prove(state, there, now)
@@ -51,8 +50,8 @@ def detach(state: State, now: float) -> None:
 def prove_all(state: State, now: float) -> None:
     """Order probes of what was not probed before the router stops, where nothing runs any more."""
     for backend in state.inventory.up.values():
-        phases = backend.slots.phases
-        if phases[Phase.IDLE] == len(backend.slots.slots):
+        phases = backend.phases
+        if phases[Phase.IDLE] == len(backend.slots):
             prove(state, backend, now)
 
 

@@ -1,7 +1,6 @@
 """Idle saves: save the content of idle slots while no request is delayed by it."""
 
 from math import inf
-from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -9,11 +8,11 @@ from router.base.types import Namespace, RequestId, RequestProgress, SlotId, Ten
 from router.core.execution.job_ends import watch
 from router.core.execution.job_steps import save
 from router.core.execution.state import State
-from router.core.inventory.backend import Backend
 from router.core.inventory.inventory import Inventory
+from router.core.model.backend import Backend, Slot
 from router.core.model.effects import SaveReason
 from router.core.model.jobs import SaveJob
-from router.core.model.slots import Phase, Slot, Work
+from router.core.model.slots import Phase, Work
 from router.core.model.tenancy import is_of, tenant_of
 from router.core.planning.pricing import can_save, saving_pays
 
@@ -29,11 +28,10 @@ def save_idle(state: State, now: float) -> None:
     2. The router is stopping, or the backend is draining: all slots that are worth it.
     """
     state.idle_saves_at = inf
-    unsaved = state.inventory.slots.unsaved()
-    if not unsaved or state.gives_up_content:
+    if state.gives_up_content:
         return
     for name, backend in state.inventory.up.items():
-        if name not in unsaved or backend.gate.is_closed:
+        if backend.unsaved_since == inf or backend.gate.is_closed:
             continue
         leaves = state.stopping or name in state.inventory.draining
         while True:
@@ -59,7 +57,7 @@ def _first_due(inventory: Inventory, backend: Backend) -> tuple[float, Slot | No
     if policy.idle_save_after_s is None or not unsaved:
         return inf, unsaved[0] if unsaved else None
     if not (policy.saves_late and backend.info.on_disk):
-        first = unsaved[0] if len(unsaved) == 1 else min(unsaved, key=attrgetter("last_used"))
+        first = unsaved[0] if len(unsaved) == 1 else min(unsaved, key=lambda slot: slot.last_used)
         return first.last_used + policy.idle_save_after_s, first
     n_spare = sum(slot.is_idle and not slot.is_unsaved for slot in slots)
     least_s = _LATE_S if 2 * n_spare >= backend.info.n_slots else policy.idle_save_after_s
@@ -105,7 +103,6 @@ def forget_tenant(state: State, tenant: Tenant) -> None:
     inventory.displaced.forget(is_owned)
     for backend in inventory.backends.values():
         backend.sent.forget(is_owned)
-        backend.slots.reaches.clear()
         for slot in backend.slots:
             at_rest = slot.phase is Phase.IDLE or bool(slot.work.saving)
             if at_rest and is_of(slot.content.tenant, tenant):
@@ -136,19 +133,18 @@ def end_backoffs(state: State, now: float) -> None:
 
 def wakeup(state: State) -> float:
     """Return when a slot has been idle for long enough, in clock seconds; inf: never."""
-    inventory, at = state.inventory, inf
-    if not state.stopping and inventory.policy.name.moves_kv:
-        for name in inventory.slots.unsaved():
-            backend = inventory.backends[name]
-            if not backend.gate.is_closed:
-                at = min(at, _first_due(inventory, backend)[0])
-    return at
+    inventory = state.inventory
+    if state.stopping or not inventory.policy.name.moves_kv:
+        return inf
+    quiet = (one for one in inventory.up.values() if one.unsaved_since < inf)
+    ends = (_first_due(inventory, one)[0] for one in quiet if not one.gate.is_closed)
+    return min(ends, default=inf)
 
 
 def _save(state: State, slot: Slot, now: float, reason: SaveReason = SaveReason.IDLE) -> None:
     state.saves += 1
     name = RequestId(f"save-{state.saves}")
-    save_s = state.inventory.backends[slot.id.backend].rates.save_s(len(slot.content.resident))
-    lease = slot.lease(name, Work(slot.content.tenant, busy_until=now + save_s))
-    state.inventory.jobs[name] = SaveJob(id=name, lease=lease)
+    save_s = slot.backend.rates.save_s(len(slot.content.resident))
+    job = state.inventory.jobs[name] = SaveJob(id=name, own=slot)
+    slot.lease(job, Work(slot.content.tenant, busy_until=now + save_s))
     save(state, name, slot, reason)

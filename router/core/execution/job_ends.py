@@ -39,6 +39,7 @@ from router.core.execution.spending import (
 )
 from router.core.execution.state import State
 from router.core.model import events as ev
+from router.core.model.backend import Slot
 from router.core.model.effects import Account, StopWork, WatchSlot
 from router.core.model.jobs import (
     Job,
@@ -50,7 +51,7 @@ from router.core.model.jobs import (
     SlotWatch,
 )
 from router.core.model.server_placement import SlotClaim
-from router.core.model.slots import NOTHING, UNKNOWN, Resident, Slot, Work
+from router.core.model.slots import NOTHING, UNKNOWN, Resident, Work
 from router.core.model.tuning import TUNING
 from router.core.reporting.miss_reasons import avoided_s
 
@@ -80,7 +81,7 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
             case SlotWatch(request=Request() as request):
                 _forbid_saves_of(state, request, None if job.is_elsewhere else job.slot, job)
                 if job.counted is not None and job.plan is not None:
-                    charge_unseen(state, request, job.plan, state.backend_of(job), job.counted)
+                    charge_unseen(state, request, job.plan, job.own.backend, job.counted)
                 end(state, job, now)
             case _:
                 end(state, job, now)
@@ -88,7 +89,7 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
 
 def _forbid_saves_of(state: State, request: Request, only: SlotId | None, job: Job) -> None:
     """Keep what the request may have left, in that slot or any, from being saved."""
-    for slot in state.backend_of(job).slots:
+    for slot in job.own.backend.slots:
         if only is None or slot.id == only:
             slot.hold(slot.content.touched_by(request))
 
@@ -99,12 +100,13 @@ def _leave_to_itself(state: State, job: RequestJob, backend: BackendId, now: flo
     if isinstance(step, PrefillStep):
         state.out.append(StopWork(job.id))  # a hanging prefill would go on in vain
     if isinstance(step, SaveStep) and step.slot.backend != backend:
-        saving = job.lease_of(step.slot)
+        saving = job.slot_at(step.slot)
     if saving is not None:
         job.give_back([saving])
     end(state, job, now)
     if saving is not None:
-        state.inventory.jobs[job.id] = SaveJob(id=job.id, lease=saving)
+        state.inventory.jobs[job.id] = save = SaveJob(id=job.id, own=saving)
+        saving.hand_over(job, save)
 
 
 def _lose_source(job: RequestJob, backend: BackendId) -> None:
@@ -112,7 +114,7 @@ def _lose_source(job: RequestJob, backend: BackendId) -> None:
 
     A save under way reports its own failure.
     """
-    lost = [lease for lease in job.others if lease.slot.backend == backend]
+    lost = [slot for slot in job.others if slot.id.backend == backend]
     if not lost:
         return
     job.give_back(lost)
@@ -129,13 +131,13 @@ def launched(
 ) -> None:
     """Open the gate of a server-placed request that runs, and note its slot, or its slots."""
     job = state.request_job(request)
-    if job is None or not job.is_sent or not state.inventory.slots.holds(job.lease):
+    if job is None or not job.is_sent or job.own.job is not job:
         return
     if job.claim is SlotClaim.SEVERAL:
         _release_unused(state, job, {index, *others})
         return
-    state.backend_of(job).gate.leave(job.id)
-    slots = state.backend_of(job).slots
+    job.own.backend.gate.leave(job.id)
+    slots = job.own.backend.slots
     actual = next((slot for slot in slots if slot.id.index == index), None)
     waits = placement_gate.waits_in(state, actual) if actual is not None else None
     known = index == job.slot.index or bool(job.others)
@@ -155,21 +157,20 @@ def _release_unused(state: State, job: RequestJob, used: Collection[int]) -> Non
     It may have taken one whose request ended meanwhile. If that is in use again, the gate stays
     closed until the end.
     """
-    slots, work = state.backend_of(job).slots, state.slot_of(job).work
-    more = [s for s in slots if s.id.index in used and job.lease_of(s.id) is None]
+    slots, work = job.own.backend.slots, job.own.work
+    more = [s for s in slots if s.id.index in used and s not in job.held]
     if not all(slot.is_idle for slot in more):
         return
-    state.backend_of(job).gate.leave(job.id)
+    job.own.backend.gate.leave(job.id)
     for slot in more:
-        job.hold_also([slot.lease(job.id, work)])
-        slot.start(job.others[-1])
-    taken = [lease for lease in (job.lease, *job.others) if lease.slot.index in used]
-    for lease in (job.lease, *job.others):
-        slot = state.inventory.slots[lease.slot]
-        if lease in taken:
+        job.hold_also([slot.lease(job, work)])
+        slot.start(job)
+    taken = [slot for slot in job.held if slot.id.index in used]
+    for slot in job.held:
+        if slot in taken:
             state.inventory.note_displaced(slot)
-        elif state.inventory.slots.holds(lease):
-            slot.release(lease, slot.content, slot.last_used)
+        elif slot.job is job:
+            slot.release(job, slot.content, slot.last_used)
     job.move(taken[0])
     job.give_back(job.others)
     job.hold_also(taken[1:])
@@ -178,13 +179,13 @@ def _release_unused(state: State, job: RequestJob, used: Collection[int]) -> Non
 
 def _follow(state: State, job: RequestJob, actual: Slot) -> None:
     """Move the job's lease to the idle slot where the server put its request."""
-    leased = state.slot_of(job)
+    leased = job.own
     work = leased.work
-    leased.release(job.lease, replace(leased.content, save_decided=False), leased.last_used)
+    leased.release(job, replace(leased.content, save_decided=False), leased.last_used)
     leased.invalidate_lease()  # the answer is read under this lease, and is elsewhere
-    job.move(actual.lease(job.id, work))
+    job.move(actual.lease(job, work))
     job.runs_on(actual.content.resident)
-    actual.start(job.lease)
+    actual.start(job)
     actual.hold(replace(actual.content, tenant=work.tenant, keep=leased.content.keep))
 
 
@@ -195,7 +196,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
         return
     if event.index is not None:
         launched(state, event.request, event.index, now)
-    state.backend_of(job).gate.leave(job.id)
+    job.own.backend.gate.leave(job.id)
     cost = cost_of(job, event)
     charge(state, job.request, cost)
     state.out.append(
@@ -210,7 +211,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
             prefill_queue_s=job.past_queue_s,
             prefilled=job.prefilled,
             cost=cost,
-            avoided_s=avoided_s(state.backend_of(job).rates, event.reported, job.prefilled),
+            avoided_s=avoided_s(job.own.backend.rates, event.reported, job.prefilled),
         )
     )
     _learn(state, job, event)
@@ -224,7 +225,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
     if event.outcome is Outcome.OK and job.request.prompt.is_exact:
         tokens = job.request.prompt.tokens
         compare(state, job, job.resident_at_dispatch, tokens, event.reported, now)
-    if not state.inventory.slots.holds(job.lease):
+    if job.own.job is not job:
         end(state, job, now)  # the backend went down meanwhile
     elif event.outcome is Outcome.OK and not _is_to_be_wiped(state, job, event, now):
         end(state, job, now, _content_after(state, job, event))
@@ -240,23 +241,23 @@ def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Residen
     3. Server-placed, and over before its slot was seen: any idle slot may have been used.
     4. Prompt and answer.
     """
-    if not state.backend_of(job).info.is_managed:
+    if not job.own.backend.info.is_managed:
         return NOTHING
     if job.claim is SlotClaim.SEVERAL:
         if not job.slot_confirmed:
-            for lease in (job.lease, *job.others):
-                state.inventory.note_displaced(state.inventory.slots[lease.slot])
+            for slot in job.held:
+                state.inventory.note_displaced(slot)
         return UNKNOWN
     if job.knows_slot:
-        slot = state.slot_of(job)
+        slot = job.own
         slot.hold(replace(slot.content, savable=True))  # what it held before is gone
-        info, before = state.backend_of(job).info, job.resident_at_dispatch
+        info, before = job.own.backend.info, job.resident_at_dispatch
         limit, by_length = info.checkpoints, info.unified
         prompt = job.request.prompt
         return after_finish(prompt, event.reported, before, limit, by_length=by_length)
     _doubt_watched(state, job)
     placement_gate.mix(state, job)
-    for slot in state.backend_of(job).slots:
+    for slot in job.own.backend.slots:
         if slot.is_idle:
             either = after_either(slot.content.resident, job.request.prompt)
             slot.hold(replace(slot.content.mixed_with(job.request), resident=either))
@@ -280,9 +281,9 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished, cost
     On a backend that is not managed there is nothing to destroy, and the slot is not known: the
     server makes other requests wait by itself.
     """
-    if not state.backend_of(job).info.is_managed:
+    if not job.own.backend.info.is_managed:
         if event.outcome not in _OVER:
-            charge_unseen(state, job.request, job.plan, state.backend_of(job), cost)
+            charge_unseen(state, job.request, job.plan, job.own.backend, cost)
         end(state, job, now, NOTHING)
         return
     refused = event.outcome is Outcome.REFUSED
@@ -298,9 +299,9 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished, cost
         else RequestProgress.SENT
     )
     _let_go(state, job)
-    state.inventory.jobs[job.id] = SlotWatch(
+    state.inventory.jobs[job.id] = left = SlotWatch(
         id=job.id,
-        lease=job.lease,
+        own=job.own,
         request=job.request,
         before=job.resident_at_dispatch,
         plan=job.plan,
@@ -310,20 +311,21 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished, cost
         is_elsewhere=unseen,
         is_doubtful=unseen or bool(job.others),
     )
-    own = state.slot_of(job)
-    own.abandon(job.lease)
+    own = job.own
+    own.abandon(job)
+    own.hand_over(job, left)
     busy_until = inf if wipe else now + TUNING.abandoned_s(progress)
     own.do(replace(own.work, busy_until=busy_until))
     state.out.append(WatchSlot(job.id, job.slot, progress, wipe, flush))
-    watched = [state.inventory.slots[lease.slot] for lease in job.others]
-    before = {slot.id: slot.content.resident for slot in state.backend_of(job).slots}
-    for lease, slot in zip(job.others, watched, strict=True):
+    watched = list(job.others)
+    before = {slot.id: slot.content.resident for slot in job.own.backend.slots}
+    for slot in watched:
         held = slot.content.resident if refused else UNKNOWN
-        slot.release(lease, replace(slot.content, resident=held, save_decided=False), now)
+        slot.release(job, replace(slot.content, resident=held, save_decided=False), now)
     if unseen:
         _doubt_watched(state, job)
         placement_gate.mix(state, job)
-        watched = [slot for slot in state.backend_of(job).slots if slot.is_idle]
+        watched = [slot for slot in job.own.backend.slots if slot.is_idle]
         progress = RequestProgress.ANSWERED if answered else RequestProgress.UNSEEN
     for slot in watched:
         if unseen and not refused:
@@ -346,7 +348,7 @@ def _is_to_be_wiped(state: State, job: RequestJob, event: ev.Finished, now: floa
     """Return True if what the request left is not exactly what its tokens say."""
     if event.outcome not in _OVER and _may_have_outgrown(state, job, event, now):
         return True
-    n_ctx = state.backend_of(job).info.n_ctx
+    n_ctx = job.own.backend.info.n_ctx
     pinned = job.claim is SlotClaim.PINNED
     # The counts of several tasks are sums: they say nothing of one slot.
     told = Reported() if job.request.takes_several else event.reported
@@ -360,7 +362,7 @@ def _may_have_outgrown(state: State, job: RequestJob, event: ev.Finished, now: f
     With `--context-shift` the server then dropped tokens in the middle and moved the others
     (llama-server.md section 2.3). Of an abandoned answer only its time is known.
     """
-    request, backend = job.request, state.backend_of(job)
+    request, backend = job.request, job.own.backend
     room = backend.info.n_ctx - request.prompt.n_tokens
     if request.max_new_tokens is not None and request.max_new_tokens <= room:
         return False
@@ -380,7 +382,7 @@ def _shares_state(state: State, job: RequestJob, reported: Reported) -> bool:
     before: into whatever is restored there meanwhile (llama-server.md section 2.1). One answer of
     two tokens shows that there was such a batch.
     """
-    request, info = job.request, state.backend_of(job).info
+    request, info = job.request, job.own.backend.info
     if request.answers == 1:
         return False
     is_copied = request.tasks == request.answers < (reported.generated_tokens or 0)
@@ -397,7 +399,7 @@ def _doubt_watched(state: State, job: RequestJob) -> None:
     for other in state.inventory.jobs.values():
         if isinstance(other, SlotWatch) and other.slot.backend == job.slot.backend:
             other.doubt()
-            slot = state.slot_of(other)
+            slot = other.own
             slot.do(replace(slot.work, busy_until=inf))
             slot.hold(slot.content.touched_by(job.request))
 
@@ -423,16 +425,16 @@ def watch(
     which `counted` is paid; `before`: what the slot held until then.
     """
     name = RequestId(f"stranger-{slot.id}-{slot.generation}")
-    lease = slot.lease(name, Work(tenant, busy_until=inf))
-    slot.abandon(lease)
-    state.inventory.jobs[name] = SlotWatch(
+    state.inventory.jobs[name] = job = SlotWatch(
         id=name,
-        lease=lease,
+        own=slot,
         likely_unchanged=likely_unchanged,
         payer=payer,
         counted=counted,
         before=before,
     )
+    slot.lease(job, Work(tenant, busy_until=inf))
+    slot.abandon(job)
     state.out.append(WatchSlot(name, slot.id, progress, wipe, flush))
 
 
@@ -459,7 +461,7 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
     if not isinstance(watch, SlotWatch):
         return
     charge_rest(state, watch, event)
-    slot, n_tokens = state.slot_of(watch), None if event.wiped else event.n_tokens
+    slot, n_tokens = watch.own, None if event.wiped else event.n_tokens
     if watch.likely_unchanged and not watch.is_doubtful and n_tokens == len(slot.content.resident):
         end(state, watch, now)
     elif watch.request is None or watch.is_doubtful:
@@ -499,11 +501,10 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
     if isinstance(job, RequestJob) and not was_sent:
         charge_unsent(state, job)
     if isinstance(job, RequestJob) and not job.request.background:
-        state.backend_of(job).person_at = now
-    for lease in (job.lease, *job.others):
-        if not state.inventory.slots.holds(lease):
+        job.own.backend.person_at = now
+    for slot in job.held:
+        if slot.job is not job:
             continue  # lost with its backend
-        slot = state.inventory.slots[lease.slot]
         held = slot.content.resident if resident is None else resident
         if job.others and was_sent and held is not NOTHING:
             held = UNKNOWN  # the server chose the slots
@@ -512,8 +513,8 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
         # Before it has touched the slot, the content is somebody else's.
         ruled_out = in_background or (is_left_fill and _has_used_slot(job))
         left = replace(slot.content, resident=held, savable=savable, save_decided=ruled_out)
-        slot.release(lease, left, slot.last_used if in_background else now)
-        if lease == job.lease and len(held) > 0 and _has_used_slot(job):
+        slot.release(job, left, slot.last_used if in_background else now)
+        if slot is job.own and len(held) > 0 and _has_used_slot(job):
             state.inventory.note_use(slot)
 
 
@@ -532,7 +533,7 @@ def _let_go(state: State, job: Job) -> None:
     """Take a job out of all that it waits for or keeps, but for its leases."""
     state.inventory.jobs.pop(job.id, None)
     if isinstance(job, RequestJob):
-        backend = state.backend_of(job)
+        backend = job.own.backend
         backend.prefills.leave(job.id)
         backend.gate.leave(job.id)
         state.release_snapshot(job)
@@ -542,7 +543,7 @@ def _learn(state: State, job: RequestJob, event: ev.Finished) -> None:
     """Learn the backend's rates from what was measured of one task."""
     if job.request.takes_several:
         return
-    rates = state.backend_of(job).rates
+    rates = job.own.backend.rates
     reported = event.reported
     rates.observe_prompt(reported)
     if reported.generated_tokens and reported.generated_s:

@@ -13,7 +13,6 @@ from router.base.errors import NoBackendError
 from router.base.tokens import EMPTY, Tokens, common_prefix, count, head, media_of
 from router.base.types import (
     NO_KEEP,
-    Lease,
     MemoryKind,
     Reported,
     RequestId,
@@ -26,6 +25,7 @@ from router.core.execution.resident_updates import after_prefill, after_quiet, c
 from router.core.execution.spending import computed_since
 from router.core.execution.state import State
 from router.core.model import events as ev
+from router.core.model.backend import Slot
 from router.core.model.effects import (
     Cut,
     Dispatch,
@@ -48,7 +48,7 @@ from router.core.model.jobs import (
 )
 from router.core.model.memory_kinds import goes_back
 from router.core.model.server_placement import SlotClaim
-from router.core.model.slots import EMPTY_SLOT, NOTHING, UNKNOWN, Content, Resident, Slot
+from router.core.model.slots import EMPTY_SLOT, NOTHING, UNKNOWN, Content, Resident
 from router.core.model.tenancy import model_of, namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.early_saves import branch_save_pays
@@ -94,7 +94,7 @@ def next_step(state: State, job: RequestJob, now: float) -> None:  # noqa: C901 
                 job.went_cold("the snapshot turned out to be unusable")
                 next_step(state, job, now)
                 return
-            held = state.slot_of(job).content.resident
+            held = job.own.content.resident
             erase = len(held) > 0 or held.may_hold_more
             state.out.append(Restore(job.id, job.slot, state.inventory.catalog[snapshot], erase))
         case PrefillStep():
@@ -122,7 +122,7 @@ def _may_save_branch(state: State, job: RequestJob) -> bool:
     """
     if job.doing is not None and not isinstance(job.doing, PrefillStep | RestoreStep | EraseStep):
         return False
-    if goes_back(state.backend_of(job).info.memory_kind):
+    if goes_back(job.own.backend.info.memory_kind):
         return isinstance(job.steps[0], DispatchStep)
     return not isinstance(job.doing, PrefillStep) and isinstance(
         job.steps[0], PrefillStep | DispatchStep
@@ -131,7 +131,7 @@ def _may_save_branch(state: State, job: RequestJob) -> bool:
 
 def save(state: State, job: RequestId, slot: Slot, reason: SaveReason) -> None:
     """Begin to save a slot that the job holds."""
-    namespace = namespace_of(state.inventory.backends[slot.id.backend].info, slot.content.tenant)
+    namespace = namespace_of(slot.backend.info, slot.content.tenant)
     slot.do(replace(slot.work, saving=slot.content.resident.tokens))
     media = media_of(slot.content.resident.tokens)
     state.out.append(Save(job, slot.id, namespace, reason, media))
@@ -139,7 +139,7 @@ def save(state: State, job: RequestId, slot: Slot, reason: SaveReason) -> None:
 
 def _prefill(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
     """Begin to compute tokens in the job's slot, or a chunk of them."""
-    slot = state.slot_of(job)
+    slot = job.own
     step = PrefillStep(tokens, piece(state.inventory, job.slot, tokens))
     job.do(step)
     # Other requests may as well wait for the last of several prefills.
@@ -177,11 +177,10 @@ def pass_gate(state: State, now: float) -> int:
 
 
 def _dispatch(state: State, job: RequestJob, now: float) -> None:
-    slot, backend = state.slot_of(job), state.backend_of(job)
+    slot, backend = job.own, job.own.backend
     ends_at = now + backend.rates.generation_s(job.request.max_new_tokens)
-    for lease in (job.lease, *job.others):
-        used = state.inventory.slots[lease.slot]
-        used.start(lease)
+    for used in job.held:
+        used.start(job)
         used.do(replace(used.work, busy_until=ends_at))
     slot.do(replace(slot.work, pending=job.request.prompt.tokens, sharing=False))
     if slot.content.keep != job.request.keep:
@@ -194,7 +193,9 @@ def _dispatch(state: State, job: RequestJob, now: float) -> None:
         backend.note_sent(job.request)
     pin = job.claim is SlotClaim.PINNED
     gated = backend.gate.holder == job.id
-    state.out.append(Dispatch(job.id, job.lease, job.plan, pin, gated, job.waited_s, job.prefilled))
+    state.out.append(
+        Dispatch(job.id, job.own.as_lease(), job.plan, pin, gated, job.waited_s, job.prefilled)
+    )
 
 
 def saved(state: State, event: ev.Saved, now: float) -> None:
@@ -202,9 +203,9 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
     snapshot = event.snapshot
     info = state.inventory.info(event.slot.backend)
     job = state.inventory.jobs.get(event.request)
-    held = job is not None and job.lease_of(event.slot) is not None
+    slot = None if job is None else job.slot_at(event.slot)
     # Without a lease the slot may be gone, or another one by now.
-    content = state.inventory.slots[event.slot].content if held else EMPTY_SLOT
+    content = EMPTY_SLOT if slot is None else slot.content
     if info is None or info.namespace != model_of(snapshot.namespace) or not content.savable:
         # The backend went away during the save, so nothing vouches for the file, or its tenant was
         # purged.
@@ -219,14 +220,13 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
             event.seconds,
             event.handling_s,
         )
-        state.inventory.returns.saved(snapshot.id, state.inventory.slots[event.slot].fate, now)
+        state.inventory.returns.saved(snapshot.id, slot.fate if slot else None, now)
         state.keep(snapshot, info.memory_kind, now=now, keep=content.keep)
         if not snapshot.shape.useful:
             # Shorter than the window, which the probe has not seen to its end: save none so short.
             window = max(info.window, len(snapshot))
             backend.info = replace(info, window=window)
-    if held:
-        slot = state.inventory.slots[event.slot]
+    if slot is not None:
         read = Resident(snapshot.tokens, 0, slot.content.resident.checkpoints)
         slot.hold(replace(slot.content, resident=read))
     _save_over(state, event, snapshot, now)
@@ -247,7 +247,7 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
     state.keep(trunk, MemoryKind.FULL, now=now, keep=keep)
     if job is None:
         return
-    state.backend_of(job).rates.rewrite.observe(1.0, trunk.size_bytes, event.seconds)
+    job.own.backend.rates.rewrite.observe(1.0, trunk.size_bytes, event.seconds)
     if job.steps:
         usable = state.inventory.catalog.equal(trunk.namespace, trunk.tokens)
         if usable is None:
@@ -272,7 +272,7 @@ def cut_failed(state: State, event: ev.CutFailed, now: float) -> None:
 def _restore_the_whole(state: State, job: RequestJob, reason: str) -> None:
     """Go on to the restore as it is, or cold if the slot is too short for it."""
     assert job.using is not None
-    if len(state.inventory.catalog[job.using]) > state.backend_of(job).info.n_ctx:
+    if len(state.inventory.catalog[job.using]) > job.own.backend.info.n_ctx:
         state.restore_over(job.id)
         job.went_cold(reason)
         job.drop_next()
@@ -285,26 +285,24 @@ def _save_over(
     job = state.inventory.jobs.get(event.request)
     if job is None:
         return
-    lease = job.lease_of(event.slot)  # None: lost with its backend
-    if lease is not None:
-        slot = state.inventory.slots[event.slot]
+    slot = job.slot_at(event.slot)  # None: lost with its backend
+    if slot is not None:
         slot.do(replace(slot.work, saving=EMPTY))
     if not isinstance(job, RequestJob):
         end(state, job, now)
         return
     if isinstance(job.doing, SaveStep) and job.doing.reason is SaveReason.COPY:
-        _copy_over(state, job, lease, snapshot, now)
+        _copy_over(state, job, slot, snapshot, now)
     next_step(state, job, now)
 
 
 def _copy_over(
-    state: State, job: RequestJob, lease: Lease | None, snapshot: Snapshot | None, now: float
+    state: State, job: RequestJob, source: Slot | None, snapshot: Snapshot | None, now: float
 ) -> None:
     """Release the source of a copy, and restore its snapshot next; cold without one."""
-    if lease in job.others:
-        source = state.inventory.slots[lease.slot]
-        job.give_back([lease])
-        source.release(lease, replace(source.content, save_decided=True), source.last_used)
+    if source in job.others:
+        job.give_back([source])
+        source.release(job, replace(source.content, save_decided=True), source.last_used)
     if job.steps and isinstance(job.steps[0], RestoreStep):
         catalog = state.inventory.catalog
         usable = catalog.equal(snapshot.namespace, snapshot.tokens) if snapshot else None
@@ -325,11 +323,11 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
         return
     snapshot = state.inventory.catalog[event.snapshot]
     state.stalled(job.slot.backend, Stall.RESTORE, event.seconds)
-    rates = state.backend_of(job).rates
+    rates = job.own.backend.rates
     rates.restore.observe(1.0, snapshot.size_bytes, event.seconds)
     if event.rewrite_s:
         rates.rewrite.observe(1.0, snapshot.size_bytes, event.rewrite_s)
-    slot = state.slot_of(job)
+    slot = job.own
     whole = Resident(snapshot.tokens, 0, snapshot.shape.checkpoints)
     # A medium takes up many positions of the slot, and is one id here.
     as_saved = event.n_tokens == len(snapshot) or snapshot.shape.media
@@ -359,7 +357,7 @@ def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
             state.out.append(Quarantine(forgotten, event.reason))
     state.restore_over(event.request)
     if job is not None:
-        slot = state.slot_of(job)
+        slot = job.own
         slot.hold(replace(slot.content, resident=NOTHING))
         job.went_cold(f"restore failed: {event.reason}")
         next_step(state, job, now)
@@ -374,11 +372,10 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
     job = state.request_job(event.request)
     if job is None:
         return
-    failed, lease = isinstance(event, ev.EraseFailed), job.lease_of(event.slot)
+    failed, slot = isinstance(event, ev.EraseFailed), job.slot_at(event.slot)
     refuse = failed
-    if lease is not None:
-        slot = state.inventory.slots[event.slot]
-        own = event.slot == job.slot
+    if slot is not None:
+        own = slot is job.own
         # A slot of the same tenant was only to make room.
         refuse = refuse and (own or slot.content.tenant != job.request.tenant)
         if not own:  # noted already for the job's own slot
@@ -388,8 +385,8 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
         else:
             slot.hold(Content(tenant=job.request.tenant))
         if not own and job.claim is not SlotClaim.SEVERAL:
-            job.give_back([lease])
-            slot.release(lease, replace(slot.content, save_decided=False), slot.last_used)
+            job.give_back([slot])
+            slot.release(job, replace(slot.content, save_decided=False), slot.last_used)
     if refuse:
         _refuse(state, job)
     next_step(state, job, now)
@@ -409,7 +406,7 @@ def prefill_broke(state: State, request: RequestId, now: float) -> None:
     """
     job = state.request_job(request)
     if job is not None and isinstance(job.doing, PrefillStep):
-        slot = state.slot_of(job)
+        slot = job.own
         slot.do(replace(slot.work, sharing=False))
         prefill_queue.broke_off(state, job)
         if not slot.work.prefill_abandoned:
@@ -423,7 +420,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     job = state.request_job(event.request)
     if job is None or not isinstance(job.doing, PrefillStep):
         return
-    slot = state.slot_of(job)
+    slot = job.own
     if isinstance(event, ev.PrefillFailed):
         slot.do(replace(slot.work, prefill_abandoned=False))
         if event.began:
@@ -438,12 +435,12 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     else:
         state.stalled(job.slot.backend, Stall.PREFILL, event.reported.prompt_s or 0.0)
         compare(state, job, slot.content.resident, job.doing.now, event.reported, now)
-        limit = state.backend_of(job).info.checkpoints
+        limit = job.own.backend.info.checkpoints
         held = after_prefill(slot.content.resident, job.doing.now, event.reported, limit)
         slot.hold(slot.content.replaced_by(held, job.request.keep))
         slot.follow(job.fate)
         job.note_prefill(event.reported)
-        state.backend_of(job).rates.observe_prompt(event.reported)
+        job.own.backend.rates.observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
         if job.doing.upto is not None:
             if not job.cancelled or (job.steps and is_wanted(state, job, job.doing.tokens)):
@@ -452,7 +449,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
                 job.drop_steps()  # no request waits for it any more
         elif not job.cancelled and not saved_anyway and is_wanted(state, job, job.doing.tokens):
             job.insert(SaveStep(job.slot, SaveReason.SHARED))
-            slot = state.slot_of(job)
+            slot = job.own
             slot.do(replace(slot.work, for_host=False))
     next_step(state, job, now)
 
@@ -462,10 +459,10 @@ def is_wanted(state: State, job: RequestJob, held: Tokens) -> bool:
 
     The shared prefix has to be long enough for a snapshot. So does what another host waits for.
     """
-    backend = state.backend_of(job)
+    backend = job.own.backend
     if not can_save(state.inventory, backend, count(held)):
         return False
-    if state.slot_of(job).work.for_host:
+    if job.own.work.for_host:
         return True
     namespace, catalog = namespace_of(backend.info, job.request.tenant), state.inventory.catalog
     # A request that shares no more than a snapshot holds needs no other: few are compared.

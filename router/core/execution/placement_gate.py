@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from router.base.tokens import Tokens
 from router.core.execution.resident_updates import after_either
 from router.core.execution.state import State
+from router.core.model.backend import Slot
 from router.core.model.jobs import (
     AtGate,
     DispatchStep,
@@ -21,7 +22,7 @@ from router.core.model.server_placement import (
     SlotClaim,
     may_hold,
 )
-from router.core.model.slots import Phase, Resident, Slot
+from router.core.model.slots import Phase, Resident
 from router.core.model.tenancy import attracts
 
 
@@ -32,25 +33,26 @@ def needs_gate_now(job: RequestJob) -> bool:
 
 def is_free(state: State, job: RequestJob) -> bool:
     """Return whether no other job has the gate and the server will take the job's slot."""
-    inventory, backend = state.inventory, state.backend_of(job)
+    inventory, backend = state.inventory, job.own.backend
     if backend.gate.holder not in (None, job.id):
         return False
     computed = inventory.is_computed(job)
-    others = (s for s in backend.slots if job.lease_of(s.id) is None)
+    held = job.held
+    others = (s for s in backend.slots if s not in held)
     return not any(_is_in_the_way(state, job, slot, computed) for slot in others)
 
 
 def take(state: State, job: RequestJob) -> None:
     """Give the gate to the job: nothing else is sent until its request is known to run."""
-    state.backend_of(job).gate.take(job.id)
+    job.own.backend.gate.take(job.id)
 
 
 def wait(state: State, job: RequestJob, now: float) -> None:
     """Let the job wait at the gate. Its prefill is over: no request waits for its end."""
-    slot = state.slot_of(job)
+    slot = job.own
     slot.do(replace(slot.work, sharing=False, busy_until=now))
-    state.backend_of(job).prefills.leave(job.id)
-    state.backend_of(job).gate.wait(job.id)
+    job.own.backend.prefills.leave(job.id)
+    job.own.backend.gate.wait(job.id)
     job.do(AtGate(now))
 
 
@@ -69,13 +71,13 @@ def reuses_nothing_foreign(state: State, job: RequestJob) -> bool:
     when their answers end, which may be before the request is there.
     """
     request = job.request
-    leased = [state.inventory.slots[lease.slot] for lease in (job.lease, *job.others)]
+    leased = job.held
     if any(slot.content.tenant != request.tenant for slot in leased):
         return False
     if job.claim not in (SlotClaim.STEERED, SlotClaim.SERVER_PLACED):
         return True
     computed = leased[0].content.resident.covers(request.prompt)
-    slots = state.backend_of(job).slots
+    slots = job.own.backend.slots
     return not any(attracts(slot, request, computed_first=computed) for slot in slots)
 
 
@@ -84,15 +86,15 @@ def swap_leases(state: State, job: RequestJob, other: RequestJob) -> None:
 
     Nothing is under way in that slot. From now on each job has the other's slot.
     """
-    actual, meant, request = state.slot_of(other), state.slot_of(job), job.request
+    actual, meant, request = other.own, job.own, job.request
     ours, theirs = meant.work, actual.work
     job.runs_on(actual.content.resident)
-    meant.release(job.lease, replace(meant.content, save_decided=False), meant.last_used)
+    meant.release(job, replace(meant.content, save_decided=False), meant.last_used)
     content = replace(actual.content, tenant=request.tenant, save_decided=False)
-    actual.release(other.lease, content, actual.last_used)
-    job.move(actual.lease(job.id, ours))
-    actual.start(job.lease)
-    other.move(meant.lease(other.id, theirs))
+    actual.release(other, content, actual.last_used)
+    job.move(actual.lease(job, ours))
+    actual.start(job)
+    other.move(meant.lease(other, theirs))
 
 
 def mix(state: State, job: RequestJob) -> None:
@@ -102,7 +104,7 @@ def mix(state: State, job: RequestJob) -> None:
     """
     request = job.request
     computed = job.resident_at_dispatch.covers(request.prompt)
-    for slot in state.backend_of(job).slots:
+    for slot in job.own.backend.slots:
         if waits_in(state, slot) is None:
             continue
         if computed and not may_hold(slot.content.resident, request.prompt):
@@ -124,14 +126,14 @@ def _is_in_the_way(state: State, job: RequestJob, slot: Slot, computed: bool) ->
     request = job.request
     if slot.phase in (Phase.IDLE, Phase.LOST, Phase.RUNNING):  # (1), (2)
         return False
-    holder = state.inventory.job_in(slot)
+    holder = slot.job
     if holder is None or not holder.is_ours:  # (3)
         return not computed
     other = waits_in(state, slot)
     if not computed:  # (4)
         return other is None
     if other is not None:  # (5)
-        own = state.slot_of(job).content.resident
+        own = job.own.content.resident
         theirs = other.request.prompt
         loses = slot.content.resident.covers(theirs) and not may_hold(own, theirs)
         return may_hold(slot.content.resident, request.prompt) and loses
@@ -151,13 +153,13 @@ def _restored(state: State, job: RequestJob) -> list[Tokens]:
     """Return the tokens that are restored into the job's slot, now or in a later step."""
     inventory = state.inventory
     # The source of a copy is a slot that the job holds, until it is a snapshot.
-    tokens = [inventory.slots[lease.slot].content.resident.tokens for lease in job.others]
+    tokens = [slot.content.resident.tokens for slot in job.others]
     return tokens if job.using is None else [*tokens, inventory.catalog[job.using].tokens]
 
 
 def waits_in(state: State, slot: Slot) -> RequestJob | None:
     """Return the job that waits at the gate with this slot. None: there is none."""
-    job = state.inventory.job_in(slot)
+    job = slot.job
     if not (isinstance(job, RequestJob) and isinstance(job.doing, AtGate)):
         return None
     return job if job.slot == slot.id else None

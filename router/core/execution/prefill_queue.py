@@ -22,8 +22,8 @@ from msgspec.structs import replace
 from router.base.tokens import Tokens
 from router.base.types import RequestId
 from router.core.execution.state import State
-from router.core.inventory.backend import PrefillQueue
 from router.core.inventory.inventory import Inventory
+from router.core.model.backend import PrefillQueue
 from router.core.model.jobs import InPrefillQueue, RequestJob
 from router.core.model.tuning import TUNING
 from router.core.planning.prefill import (
@@ -129,13 +129,11 @@ def wakeup(state: State) -> float:
 
 
 def _queue(inventory: Inventory, job: RequestJob) -> PrefillQueue:
-    return inventory.backends[job.slot.backend].prefills
+    return job.own.backend.prefills
 
 
 def _is_long(inventory: Inventory, job: RequestJob, tokens: Tokens) -> bool:
-    return inventory.policy.is_long(
-        remaining_prefill_s(inventory, inventory.slots[job.slot], tokens)
-    )
+    return inventory.policy.is_long(remaining_prefill_s(inventory, job.own, tokens))
 
 
 def _predict_order(state: State, queue: PrefillQueue, now: float) -> RequestJob:
@@ -145,17 +143,17 @@ def _predict_order(state: State, queue: PrefillQueue, now: float) -> RequestJob:
     """
     inventory = state.inventory
     jobs = [state.job_of(name) for name in queue.waiting]
-    entries = [(prefill_ahead(inventory, inventory.slots[job.slot], now), job) for job in jobs]
+    entries = [(prefill_ahead(inventory, job.own, now), job) for job in jobs]
     entries.sort(key=lambda entry: entry[0].rank_s)
     others = [
         part
-        for slot in state.backend_of(jobs[0]).slots.prefilling
+        for slot in jobs[0].own.backend.prefilling
         if slot.holder not in queue.waiting
         for part in slot_ahead(inventory, slot, now)
     ]
     total_s = 0.0
     for (rank_s, remaining_s), job in entries:
         total_s += remaining_s
-        slot = inventory.slots[job.slot]
+        slot = job.own
         slot.do(replace(slot.work, busy_until=now + before_s(others, rank_s) + total_s))
     return entries[0][1]

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from router.base.tokens import Tokens, before_media, common_prefix, count, head, join
 from router.base.types import MAX_CHECKPOINTS, BackendInfo, Prompt, Reported, Request, Source
 from router.core.execution.state import State
-from router.core.inventory.backend import Backend
 from router.core.model import events as ev
+from router.core.model.backend import Backend
 from router.core.model.effects import Limited
 from router.core.model.jobs import RequestJob
 from router.core.model.memory_kinds import CHECKPOINT_BEFORE_END, CHECKPOINTS_OF_A_PROMPT, goes_back

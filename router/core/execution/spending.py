@@ -3,8 +3,8 @@
 from router.base.tokens import common_prefix
 from router.base.types import BackendId, Cost, Outcome, Prompt, Request
 from router.core.execution.state import State
-from router.core.inventory.backend import Backend
 from router.core.model import events as ev
+from router.core.model.backend import Backend
 from router.core.model.budget import Limits
 from router.core.model.effects import Spent
 from router.core.model.jobs import RequestJob, SlotWatch
@@ -128,7 +128,7 @@ def charge_rest(state: State, watch: SlotWatch, event: ev.Quiet) -> None:
     if request is None or plan is None:
         return
     prompt, reused = request.prompt, plan.chosen.reused_tokens
-    n_ctx = state.backend_of(watch).info.n_ctx
+    n_ctx = watch.own.backend.info.n_ctx
     rest, generated = max(_unread(request, n_ctx) - reused, 0), 0
     if event.n_tokens is not None and not watch.is_doubtful and prompt.unknown:
         rest = event.n_tokens if event.ran else 0
@@ -152,7 +152,7 @@ def _answers_in(state: State, watch: SlotWatch, request: Request, event: ev.Quie
     """
     if event.n_tokens is None or not event.ran or event.n_tokens == len(watch.before):
         return 0
-    prompts = _unread(request, state.backend_of(watch).info.n_ctx)
+    prompts = _unread(request, watch.own.backend.info.n_ctx)
     return max(event.n_tokens - prompts * request.answers // request.tasks, 0) * request.answers
 
 

@@ -14,13 +14,11 @@ from router.base.types import (
     SnapshotId,
     Stall,
 )
-from router.core.inventory.backend import Backend
 from router.core.inventory.inventory import Inventory
 from router.core.model.budget import Budget
 from router.core.model.effects import Delete, Effect, Reject
-from router.core.model.jobs import Job, RequestJob, RestoreStep
+from router.core.model.jobs import RequestJob, RestoreStep
 from router.core.model.request_queue import Queue
-from router.core.model.slots import Slot
 from router.core.planning.pricing import worth_of
 
 
@@ -56,7 +54,7 @@ class State:
     def stalled(self, backend: BackendId, stall: Stall, seconds: float) -> None:
         """Add `seconds` of stall for each stream that runs on the backend."""
         there = self.inventory.backends[backend]
-        stalled_s = seconds * there.slots.running
+        stalled_s = seconds * there.running
         there.stalled_s[stall] = there.stalled_s.get(stall, 0.0) + stalled_s
 
     def reject(self, request: RequestId, error: RouterError) -> None:
@@ -87,14 +85,6 @@ class State:
         self.delete(
             self.inventory.catalog.add(snapshot, kind, *worth, until=until, owner=keep.owner)
         )
-
-    def backend_of(self, job: Job) -> Backend:
-        """Return the backend of the job's slot."""
-        return self.inventory.backends[job.lease.slot.backend]
-
-    def slot_of(self, job: Job) -> Slot:
-        """Return the job's slot."""
-        return self.inventory.slots[job.lease.slot]
 
     def request_job(self, request: RequestId) -> RequestJob | None:
         """Return the job of a request. None: it has none, or has abandoned its slot."""

@@ -15,11 +15,11 @@ from router.base.types import (
     Source,
     Tenant,
 )
-from router.core.inventory.backend import Backend
 from router.core.inventory.inventory import Inventory
+from router.core.model.backend import Backend, Slot
 from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
 from router.core.model.plan import Handout, Offered, Quote
-from router.core.model.slots import Phase, Slot
+from router.core.model.slots import Phase
 from router.core.model.tenancy import namespace_of, tenanted
 from router.core.model.tuning import TUNING
 from router.core.planning.pricing import can_save
@@ -108,7 +108,7 @@ def _slots(asked: _Asked) -> Iterator[Handout]:
 
 def _of_slot(asked: _Asked, slot: Slot, common: int) -> Iterator[Handout]:
     inventory, n_prompt = asked.inventory, asked.n_prompt
-    backend, work = inventory.backends[slot.id.backend], slot.work
+    backend, work = slot.backend, slot.work
     wait_s = 0.0
     if slot.phase is Phase.IDLE and slot.content.savable and not backend.gate.is_closed:
         held = slot.content.resident.tokens
@@ -124,7 +124,7 @@ def _of_slot(asked: _Asked, slot: Slot, common: int) -> Iterator[Handout]:
     n_tokens = count(held)
     if reused and can_save(inventory, backend, n_tokens):
         size_bytes = round(n_tokens * backend.rates.bytes_per_token.value)
-        stalled = 1 + backend.slots.held_up
+        stalled = 1 + backend.held_up
         ready_s = backend.rates.save_s(n_tokens) * stalled + size_bytes / _HASHED_PER_S
         computing = work.sharing and not work.saving
         only_whole = not goes_back(backend.info.memory_kind)
@@ -173,7 +173,7 @@ def once_fetched(
         missing = missing_bytes(request, inventory, info, offered)
         arrives_s = offered.ready_s + seconds(missing) * (1 + offered.sharers)
         rest_s = rates.restore_s(offered.size_bytes) + rates.prefill_s(n_prompt - reused, reused)
-        rest_s *= 1 + backend.slots.held_up  # streams there stop meanwhile
+        rest_s *= 1 + backend.held_up  # streams there stop meanwhile
         price_s = max(own.wait_s, arrives_s) + rest_s + own.aside_s
         if best is None or price_s < best.price_s:
             best = Quote(price_s, own.wait_s, reused, Source.SNAPSHOT, own.aside_s, fetched=True)

@@ -8,11 +8,12 @@ from math import inf
 
 from router.base.types import BackendId, Request, Source
 from router.core.inventory.inventory import Inventory
+from router.core.model.backend import Slot
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Quote
 from router.core.model.request_queue import Queue
 from router.core.model.servers import Server
-from router.core.model.slots import Phase, Slot
+from router.core.model.slots import Phase
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.planner import plan
@@ -42,7 +43,7 @@ def is_surely_cheap(
         return False
     n_prompt = request.prompt.n_tokens
     return any(
-        backend.rates.prefill_s(n_prompt) * (1 + backend.slots.held_up) < limit_s
+        backend.rates.prefill_s(n_prompt) * (1 + backend.held_up) < limit_s
         for backend in inventory.room(request, now)
     )
 
@@ -133,5 +134,5 @@ def _until_free_s(inventory: Inventory, slot: Slot, now: float) -> float:
     An answer that is longer than predicted is taken to need as long again as it is late.
     """
     left_s = slot.work.busy_until - now
-    late_s = TUNING.late_share * inventory.backends[slot.id.backend].rates.generation_s(None)
+    late_s = TUNING.late_share * slot.backend.rates.generation_s(None)
     return min(max(left_s, -left_s, late_s), TUNING.unknown_end_s)

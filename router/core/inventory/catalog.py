@@ -13,9 +13,9 @@ from router.base.shared_bytes import SharedBytes
 from router.base.tokens import Tokens, count
 from router.base.types import Blob, MemoryKind, Namespace, Snapshot, SnapshotId, Tenant
 from router.core.inventory.eviction import EvictionOrder, Protection
-from router.core.inventory.prefix_index import GhostList, Match, PrefixIndex
 from router.core.model.memory_kinds import goes_back, reusable_tokens, subsumes
 from router.core.model.policy import UNLIMITED, SnapshotLimits
+from router.core.model.prefix_index import GhostList, Match, PrefixIndex
 from router.core.model.tenancy import is_of, tenant_of
 from router.core.model.tuning import TUNING
 

@@ -13,17 +13,17 @@ from router.base.types import (
     RequestId,
     SlotId,
 )
-from router.core.inventory.backend import Backend
 from router.core.inventory.catalog import Catalog
-from router.core.inventory.prefix_index import GhostList
 from router.core.inventory.returns import Returns
+from router.core.model.backend import Backend, Slot, SlotTable
 from router.core.model.jobs import Job, RequestJob, SlotWatch
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.policy import Policy
+from router.core.model.prefix_index import GhostList
 from router.core.model.rates import Rates
 from router.core.model.server_placement import Expected, SlotClaim, holds_up, slot_claim
 from router.core.model.servers import Servers
-from router.core.model.slots import Fate, Phase, Slot, SlotTable
+from router.core.model.slots import Fate, Phase
 from router.core.model.tenancy import attracts, may_attract, model_of, namespace_of
 from router.core.model.tuning import TUNING
 
@@ -36,7 +36,8 @@ class Inventory:
     catalog: Catalog = field(default_factory=Catalog)
     backends: dict[BackendId, Backend] = field(default_factory=dict)  # up, or to come back
     up: dict[BackendId, Backend] = field(default_factory=dict)
-    slots: SlotTable = field(default_factory=SlotTable)
+    slots: SlotTable = field(init=False, repr=False, compare=False)
+    _first: int = 0  # generation of the slots of a backend that was never seen
     jobs: dict[RequestId, Job] = field(default_factory=dict)  # the holders of leases
     # Backends that get no new requests: their jobs end, and their slots are saved.
     draining: set[BackendId] = field(default_factory=set)
@@ -51,6 +52,9 @@ class Inventory:
     displaced: GhostList = field(default_factory=GhostList, repr=False, compare=False)
     returns: Returns = field(default_factory=Returns, repr=False, compare=False)
     servers: Servers = field(default_factory=Servers)  # that the router starts and stops
+
+    def __post_init__(self) -> None:
+        self.slots = SlotTable(self.backends)
 
     def serves(self, backend: Backend, request: Request) -> bool:
         """Return whether a backend that is up fits the request and is not draining."""
@@ -82,7 +86,7 @@ class Inventory:
         wanted = request.n_slots(backend.info.n_slots)
         if any(holds_up(request, first) for first in self._at_gate(backend)):
             return False
-        phases = backend.slots.phases
+        phases = backend.phases
         match self.claim(backend, request):
             case SlotClaim.UNMANAGED:  # what it has no slot for waits inside of the server
                 return not request.whole_backend or phases[Phase.IDLE] == wanted
@@ -111,7 +115,7 @@ class Inventory:
         found = [
             backend
             for backend in self.serving(request)
-            if backend.slots.has_idle
+            if backend.has_idle
             and self.is_open(backend, request)
             and not (hinted and not backend.free(request))
             and not (request.background and now < backend.kept_free_until(request))
@@ -136,9 +140,7 @@ class Inventory:
         return [
             backend.id
             for backend in self.serving(request)
-            if backend.info.unified
-            and backend.slots.has_idle
-            and not self.has_cells(backend, request)
+            if backend.info.unified and backend.has_idle and not self.has_cells(backend, request)
         ]
 
     def in_the_way(self, own: Slot, request: Request, held: int) -> list[Slot]:
@@ -147,7 +149,7 @@ class Inventory:
         `held`: tokens of the state that it begins with. The server would empty slots by itself, in
         their order; before a restore it does not, and the restore fails.
         """
-        backend = self.backends[own.id.backend]
+        backend = own.backend
         others = [slot for slot in backend.slots if slot.id != own.id]
         needed = max(request.prompt.n_tokens, held) + self._answer_cells(backend, request)
         needed += sum(self._cells_of(slot) for slot in others if not slot.is_idle)
@@ -163,9 +165,9 @@ class Inventory:
         return found
 
     def _cells_of(self, slot: Slot) -> int:
-        job = self.job_in(slot)
+        job = slot.job
         request = job.request if isinstance(job, RequestJob | SlotWatch) else None
-        answer = self._answer_cells(self.backends[slot.id.backend], request)
+        answer = self._answer_cells(slot.backend, request)
         return max(count(slot.work.pending), len(slot.content.resident)) + answer
 
     def _answer_cells(self, backend: Backend, request: Request | None) -> int:
@@ -180,7 +182,7 @@ class Inventory:
     def has_idle(self, model: str | None) -> bool:
         """Return whether a backend with the model has an idle slot and is not draining."""
         return any(
-            backend.slots.has_idle
+            backend.has_idle
             for backend in self.up.values()
             if backend.info.answers_to(model) and backend.id not in self.draining
         )
@@ -215,13 +217,9 @@ class Inventory:
         """Return how a request takes slots of the backend."""
         return slot_claim(request, backend.info, computes_first=self.policy.name.moves_kv)
 
-    def job_in(self, slot: Slot) -> Job | None:
-        """Return the job that holds the slot. None: no job does."""
-        return None if slot.holder is None else self.jobs.get(slot.holder)
-
     def is_computed(self, job: RequestJob) -> bool:
         """Return whether the job's slot has most of its prompt, and steers the server."""
-        resident = self.slots[job.slot].content.resident
+        resident = job.own.content.resident
         return job.claim is SlotClaim.STEERED and resident.covers(job.request.prompt)
 
     def _at_gate(self, backend: Backend) -> list[Expected]:
@@ -262,7 +260,7 @@ class Inventory:
 
         Before a probe the most is hoped for: the server itself finds out what a live slot can do.
         """
-        held, info = slot.content.resident, self.backends[slot.id.backend].info
+        held, info = slot.content.resident, slot.backend.info
         return reusable_tokens(
             MemoryKind.FULL if info.untried else info.memory_kind,
             n_prompt,
@@ -276,13 +274,13 @@ class Inventory:
 
         The price of displacing any slot depends on this number, which seldom changes.
         """
-        resident, info = slot.content.resident, self.backends[slot.id.backend].info
+        resident, info = slot.content.resident, slot.backend.info
         tenant, changes = slot.content.tenant, self.catalog.changes
-        known = slot.bench.reaches.get(slot.id.index)
+        known = slot.reached
         if known and known[0] is resident and known[1] is info and known[2:4] == (tenant, changes):
             return known[4]
         reach = self.catalog.reach(info.memory_kind, namespace_of(info, tenant), resident.tokens)
-        slot.bench.reaches[slot.id.index] = resident, info, tenant, changes, reach
+        slot.note_reach((resident, info, tenant, changes, reach))
         return reach
 
     def reuse_chance(self, keep_s: float, fate: Fate | None) -> float:
@@ -291,13 +289,13 @@ class Inventory:
 
     def note_use(self, slot: Slot) -> None:
         """Note that the content of a slot was used just now."""
-        model = self.backends[slot.id.backend].info.namespace
+        model = slot.backend.info.namespace
         self.uses[model] = self.uses.get(model, 0) + 1
         slot.note_use(self.uses[model])
 
     def neglect(self, slot: Slot) -> float:
         """Return the uses of its model's slots since this slot's last use, per slot."""
-        model = self.backends[slot.id.backend].info.namespace
+        model = slot.backend.info.namespace
         used, n = self.uses.get(model, 0), self.sizes.get(model, 1)
         return max(used - slot.used_no, 0) / max(n, 1)
 
@@ -311,7 +309,7 @@ class Inventory:
         backend = self.backends.setdefault(info.id, Backend(info, rates))
         self.up[info.id] = backend
         self.learn(backend, info)
-        backend.slots = self.slots.add(info.id, info.n_slots)
+        backend.attach(info.n_slots, self._first)
         return backend
 
     def learn(self, backend: Backend, info: BackendInfo) -> None:
@@ -329,16 +327,16 @@ class Inventory:
         """Note that a backend is down: nothing that belongs to its process is left."""
         backend = self.up.pop(name, None)
         if backend is not None:
-            for slot in self.slots.of(name):
+            for slot in backend.slots:
                 self.note_displaced(slot)
             backend.lose()
             self._count_slots()
-        self.slots.lose(name)
 
     def forget(self, name: BackendId) -> None:
         """Drop all data of a backend that has left for good."""
-        self.slots.remove(name)
-        self.backends.pop(name, None)
+        gone = self.backends.pop(name, None)
+        used = [] if gone is None else [slot.generation for slot in gone.slots]
+        self._first = max([self._first, *used])
         self.up.pop(name, None)
         self._count_slots()
         self.sticky = {key: home for key, home in self.sticky.items() if home.backend != name}
@@ -359,6 +357,4 @@ class Inventory:
         """
         tokens = slot.content.resident.tokens
         if count(tokens) > kept and count(tokens) > self.reach(slot):
-            self.displaced.add(
-                namespace_of(self.backends[slot.id.backend].info, slot.content.tenant), tokens
-            )
+            self.displaced.add(namespace_of(slot.backend.info, slot.content.tenant), tokens)

@@ -10,15 +10,14 @@ from msgspec.structs import replace
 from router.base.tokens import Tokens, head
 from router.base.types import (
     Cost,
-    Lease,
     OwnPrefill,
     Reported,
     Request,
-    RequestId,
     SlotId,
     SnapshotId,
     Source,
 )
+from router.core.model.backend import LeaseHolder, Slot
 from router.core.model.effects import SaveReason
 from router.core.model.plan import Plan
 from router.core.model.server_placement import SlotClaim
@@ -83,46 +82,12 @@ class DispatchStep(Struct, frozen=True):
 Step = SaveStep | CutStep | EraseStep | RestoreStep | PrefillStep | DispatchStep
 
 
-@dataclass(slots=True, kw_only=True)
-class LeaseHolder:
-    """The name of a job, and the slots that it holds.
-
-    Only its own methods change a job; `tests/repository/test_state_owners.py` checks that.
-    """
-
-    id: RequestId
-    lease: Lease
-    others: list[Lease] = field(default_factory=list)
-
-    @property
-    def is_ours(self) -> bool:
-        """Return whether the slot is held for work of the router, not of an unknown client."""
-        return True
-
-    @property
-    def slot(self) -> SlotId:
-        return self.lease.slot
-
-    def lease_of(self, slot: SlotId) -> Lease | None:
-        """Return the job's lease on a slot. None: it has none, or no longer."""
-        return next((x for x in (self.lease, *self.others) if x.slot == slot), None)
-
-    def hold_also(self, leases: Iterable[Lease]) -> None:
-        """Hold more slots."""
-        self.others += leases
-
-    def give_back(self, leases: Iterable[Lease]) -> None:
-        """Hold these slots no longer; the caller releases them, or they are lost."""
-        gone = set(leases)
-        self.others = [lease for lease in self.others if lease not in gone]
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class SaveJob(LeaseHolder):
     """The save of an idle slot."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class ProbeLoan(LeaseHolder):
     """Slots lent to the probe of their backend, which may write anything there.
 
@@ -132,7 +97,7 @@ class ProbeLoan(LeaseHolder):
     before: dict[int, Content] = field(default_factory=dict)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class SlotWatch(LeaseHolder):
     """The watch of a slot until its backend is known to be done with it.
 
@@ -160,7 +125,7 @@ class SlotWatch(LeaseHolder):
         self.is_doubtful = True
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RequestJob(LeaseHolder):
     """A request from its admission to the end of its answer, and the steps until it is sent."""
 
@@ -239,9 +204,9 @@ class RequestJob(LeaseHolder):
         """Note when the prefill in progress is predicted to end; 0: there is none."""
         self.chunk_until = until
 
-    def move(self, lease: Lease) -> None:
+    def move(self, slot: Slot) -> None:
         """Hold another slot for the request."""
-        self.lease = lease
+        self.own = slot
 
     def use(self, snapshot: SnapshotId | None) -> None:
         """Note the snapshot that the job has a reference to."""

@@ -6,7 +6,7 @@ the tenant `NO_TENANT`, too; where tenants are kept apart, no request owns such 
 
 from router.base.tokens import common_prefix, count
 from router.base.types import TENANT_SALT, BackendInfo, Namespace, Request, Tenant
-from router.core.model.slots import Slot
+from router.core.model.backend import Slot
 
 # Occurs in no digest of a model and in no name of a tenant.
 _MARK = "@"

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from router.base.tokens import common_prefix
 from router.base.types import Request, SlotId
-from router.core.inventory.backend import Backend
 from router.core.inventory.inventory import Inventory
+from router.core.model.backend import Backend
 from router.core.model.plan import Plan
 from router.core.model.policy import PolicyName
 from router.core.planning.pricing import PricingContext
@@ -41,7 +41,7 @@ def baseline(context: PricingContext, room: list[Backend]) -> Plan | None:
     else:
         slot = min(
             free,
-            key=lambda s: (context.running(inventory.backends[s.id.backend]), s.last_used, s.id),
+            key=lambda s: (context.running(s.backend), s.last_used, s.id),
         )
     held, wanted = slot.content.resident.tokens, context.request.prompt.tokens
     foreign = slot.content.tenant != context.request.tenant
@@ -61,7 +61,7 @@ def _home(inventory: Inventory, request: Request) -> SlotId | None:
     backend = inventory.up.get(home.backend) if home is not None else None
     if home is None or backend is None or not inventory.serves(backend, request):
         return None
-    slots = backend.slots.slots
+    slots = backend.slots
     if home.index >= len(slots) or not backend.wants(slots[home.index], request):
         return None
     return home

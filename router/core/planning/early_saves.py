@@ -10,12 +10,11 @@ so a second agent that forks from the same history would find only what was save
 
 from router.base.tokens import before_media, common_prefix, count, head
 from router.base.types import Request
-from router.core.inventory.backend import Backend
 from router.core.inventory.inventory import Inventory
+from router.core.model.backend import Backend, Slot
 from router.core.model.jobs import RequestJob
 from router.core.model.memory_kinds import can_restore, goes_back
 from router.core.model.plan import Candidate
-from router.core.model.slots import Slot
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.pricing import can_save
@@ -40,7 +39,7 @@ def boundary_saves(
     if not backend.reuses(request):
         return (), 0.0
     rates, catalog = backend.rates, inventory.catalog
-    fate, running = inventory.returns.next(request), backend.slots.running
+    fate, running = inventory.returns.next(request), backend.running
     chance = inventory.reuse_chance(request.keep_s, fate)
     # Besides the save: one more request before it, and one more check of a file after it.
     handling_s = 2 * rates.handling_s.value
@@ -84,10 +83,10 @@ def branch_save_pays(inventory: Inventory, job: RequestJob) -> bool:
     The request and all running streams wait for the save. The other prompt would compute the
     beginning, or wait for the answer, whichever is shorter.
     """
-    backend, slot = inventory.backends[job.slot.backend], inventory.slots[job.slot]
+    backend, slot = job.own.backend, job.own
     prompt, rates = job.request.prompt, backend.rates
     held = slot.content.resident.tokens
-    cost_s = rates.save_s(count(held)) * (1 + backend.slots.running) + 2 * rates.handling_s.value
+    cost_s = rates.save_s(count(held)) * (1 + backend.running) + 2 * rates.handling_s.value
     generation_s = rates.generation_s(job.request.max_new_tokens)
     if cost_s >= generation_s:
         return False

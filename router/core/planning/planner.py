@@ -12,13 +12,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from router.base.types import Request, Source
-from router.core.inventory.backend import Backend
 from router.core.inventory.inventory import Inventory
+from router.core.model.backend import Backend, Slot
 from router.core.model.jobs import RequestJob
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
 from router.core.model.server_placement import SlotClaim
-from router.core.model.slots import Phase, Slot
+from router.core.model.slots import Phase
 from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import baseline
 from router.core.planning.early_saves import boundary_saves
@@ -186,13 +186,14 @@ def _would_hold_last_slot_idle(
 
     As in the prefill queue, a longer wait counts as a shorter prefill, so no request starves.
     """
-    slots, own_s = inventory.backends[made.chosen.slot.backend].slots, made.chosen.price.prefill_s
+    backend, own_s = inventory.backends[made.chosen.slot.backend], made.chosen.price.prefill_s
     if not (made.prefill_first and inventory.policy.is_long(own_s)):
         return False
-    if slots.phases[Phase.IDLE] > 1:
+    if backend.phases[Phase.IDLE] > 1:
         return False
     others = [
-        (slot, remaining_prefill_s(inventory, slot, slot.work.pending)) for slot in slots.prefilling
+        (slot, remaining_prefill_s(inventory, slot, slot.work.pending))
+        for slot in backend.prefilling
     ]
     others = [
         (slot, remaining_s) for slot, remaining_s in others if inventory.policy.is_long(remaining_s)
@@ -204,7 +205,7 @@ def _would_hold_last_slot_idle(
 
 
 def _rank_of(inventory: Inventory, slot: Slot, remaining_s: float, now: float) -> float:
-    job = inventory.job_in(slot)
+    job = slot.job
     if not isinstance(job, RequestJob):
         return rank(remaining_s, 0.0)
     return rank_of(job, remaining_s, job.waited_s + now - job.since)

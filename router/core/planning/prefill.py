@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from router.base.tokens import Tokens, common_prefix, count
 from router.base.types import SlotId
-from router.core.inventory.backend import Backend
 from router.core.inventory.inventory import Inventory
+from router.core.model.backend import Backend, Slot
 from router.core.model.jobs import InPrefillQueue, RequestJob
 from router.core.model.memory_kinds import goes_back
-from router.core.model.slots import Slot
 from router.core.model.tuning import TUNING
 
 
@@ -26,7 +25,7 @@ class Ahead(NamedTuple):
 
 def ahead(inventory: Inventory, backend: Backend, now: float) -> list[Ahead]:
     """Return all prefills of the backend, running or waiting."""
-    return [part for slot in backend.slots.prefilling for part in slot_ahead(inventory, slot, now)]
+    return [part for slot in backend.prefilling for part in slot_ahead(inventory, slot, now)]
 
 
 def rank(needs_s: float, waited_s: float, *, background: bool = False) -> float:
@@ -49,12 +48,12 @@ def remaining_prefill_s(inventory: Inventory, slot: Slot, tokens: Tokens) -> flo
     """Return the seconds that computing `tokens` adds to what the slot holds."""
     n, common = count(tokens), common_prefix(slot.content.resident.tokens, tokens)
     there = inventory.reusable(slot, n, common)
-    return inventory.backends[slot.id.backend].rates.prefill_s(n - there, there)
+    return slot.backend.rates.prefill_s(n - there, there)
 
 
 def slot_ahead(inventory: Inventory, slot: Slot, now: float) -> list[Ahead]:
     """Return the work of a slot: the chunk under way, ahead of all; the rest."""
-    job = inventory.job_in(slot)
+    job = slot.job
     if not (isinstance(job, RequestJob) and job.chunk_until):
         return [prefill_ahead(inventory, slot, now)]
     piece_s, remaining_s = job.chunk_until - now, max(slot.work.busy_until - job.chunk_until, 0.0)
@@ -68,7 +67,7 @@ def prefill_ahead(inventory: Inventory, slot: Slot, now: float) -> Ahead:
     """Return the entry of a prompt of which nothing is being computed now."""
     remaining_s, job = (
         remaining_prefill_s(inventory, slot, slot.work.pending),
-        inventory.job_in(slot),
+        slot.job,
     )
     if not isinstance(job, RequestJob):
         return Ahead(rank(remaining_s, 0.0), remaining_s)
@@ -109,5 +108,4 @@ def piece(inventory: Inventory, slot: SlotId, wanted: Tokens) -> int | None:
 
 def _beside_others(backend: Backend, own: SlotId) -> bool:
     """Return True if others on the backend wait for their next token, or their first."""
-    slots = backend.slots
-    return slots.running > 0 or any(slot.id != own for slot in slots.prefilling)
+    return backend.running > 0 or any(slot.id != own for slot in backend.prefilling)

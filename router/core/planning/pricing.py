@@ -19,13 +19,12 @@ from router.base.types import (
     Snapshot,
     Source,
 )
-from router.core.inventory.backend import Backend
 from router.core.inventory.catalog import Basis
 from router.core.inventory.inventory import Inventory
+from router.core.model.backend import Backend, Slot
 from router.core.model.memory_kinds import can_restore
 from router.core.model.plan import Candidate, Price
 from router.core.model.rates import Rates
-from router.core.model.slots import Slot
 from router.core.model.tenancy import model_of
 from router.core.model.tuning import TUNING
 from router.core.planning.prefill import Ahead, ahead, before_s, rank
@@ -70,7 +69,7 @@ class Displacing:
         """`last`: the backend is to end, so that what comes back is not asked."""
         self._inventory, self._backend, self._last = inventory, backend, last
         self._apart = inventory.policy.keeps_apart
-        self._stopped = 1 + backend.slots.running
+        self._stopped = 1 + backend.running
 
     def price(self, slot: Slot, kept: int = 0) -> Displaced:
         """Price the displacement of a slot's content: `(save seconds, expected loss, save it)`.
@@ -125,7 +124,7 @@ def saving_pays(
     inventory: Inventory, slot: Slot, kept: int = 0, *, last: bool = False
 ) -> Displaced:
     """Return `Displacing.price` of one slot."""
-    return Displacing(inventory, inventory.backends[slot.id.backend], last=last).price(slot, kept)
+    return Displacing(inventory, slot.backend, last=last).price(slot, kept)
 
 
 class RestoreOption(NamedTuple):
@@ -188,7 +187,7 @@ class PricingContext:
         """Return how many requests a transfer or a prefill would hold up on a backend."""
         n = self._running.get(backend.id)
         if n is None:
-            n = self._running[backend.id] = backend.slots.held_up
+            n = self._running[backend.id] = backend.held_up
         return n
 
     def prefill_queue_s(self, backend: Backend, prefill_s: float) -> float:

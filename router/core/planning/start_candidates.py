@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 from router.base.types import BackendId, BackendInfo, SlotId, Source, StateShape
-from router.core.inventory.backend import Backend
+from router.core.model.backend import Backend, Slot
 from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
 from router.core.model.plan import Candidate
-from router.core.model.slots import Phase, Resident, Slot
+from router.core.model.slots import Phase, Resident
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.pricing import (

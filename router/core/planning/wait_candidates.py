@@ -6,10 +6,11 @@ from math import inf
 from router.base.tokens import common_prefix, count
 from router.base.types import Source
 from router.core.inventory.inventory import Inventory
+from router.core.model.backend import Slot
 from router.core.model.jobs import SaveJob
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Candidate, Price
-from router.core.model.slots import Phase, Slot
+from router.core.model.slots import Phase
 from router.core.model.tuning import TUNING
 from router.core.planning.pricing import Cheapest, PricingContext, can_save
 
@@ -60,7 +61,7 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
         common = shared.get(slot.id, 0)
         if common < at_least:
             continue  # so little is not saved for others
-        backend = inventory.backends[slot.id.backend]
+        backend = slot.backend
         info, rates = backend.info, backend.rates
         held = count(slot.work.pending)
         reused = reusable_tokens(info.memory_kind, context.n_prompt, common, held)
@@ -88,7 +89,7 @@ def _homes(context: PricingContext, at_least: int) -> Iterator[Candidate]:
     """Yield ways that wait for any slot of a backend that may have the prefix in its own cache."""
     inventory, request = context.inventory, context.request
     for backend in inventory.serving(request):
-        if not backend.sent or backend.slots.has_idle:
+        if not backend.sent or backend.has_idle:
             continue
         reused = backend.sent_before(request)
         if reused < at_least:
@@ -108,9 +109,9 @@ def trust_ends(inventory: Inventory, now: float) -> float:
     ends = (
         slot.work.busy_until
         + (TUNING.abandoned_trusted_s if slot.is_abandoned else TUNING.shared_prefill_late_s)
-        for _, bench in inventory.slots.benches()
-        if bench.phases[Phase.ABANDONED] or bench.phases[Phase.PREPARING]
-        for slot in bench
+        for backend in inventory.backends.values()
+        if backend.phases[Phase.ABANDONED] or backend.phases[Phase.PREPARING]
+        for slot in backend.slots
         if slot.is_abandoned or slot.work.sharing or slot.work.saving
     )
     return min((end for end in ends if now < end), default=inf)
@@ -121,7 +122,7 @@ def _busy(context: PricingContext) -> Iterator[Slot]:
     inventory = context.inventory
     wanted = _MAY_WAIT if inventory.policy.name.may_wait else _SOON
     for backend in inventory.up.values():
-        phases = backend.slots.phases
+        phases = backend.phases
         if not any(phases[phase] for phase in wanted):
             continue
         fits = backend.fits(context.request) and backend.info.is_managed
@@ -134,7 +135,7 @@ def _busy(context: PricingContext) -> Iterator[Slot]:
 def _will_be_available(context: PricingContext, slot: Slot) -> bool:
     """Return True if the request may have the slot itself when it is idle."""
     inventory, request = context.inventory, context.request
-    backend = inventory.backends[slot.id.backend]
+    backend = slot.backend
     return inventory.serves(backend, request) and backend.wants(slot, request)
 
 
@@ -144,7 +145,7 @@ def _once_saved(context: PricingContext, slot: Slot, at_least: int) -> Candidate
     Until the save is over no request can have that content. If the slot is another request's
     already, the content is nowhere else.
     """
-    backend, held = context.inventory.backends[slot.id.backend], len(slot.content.resident)
+    backend, held = slot.backend, len(slot.content.resident)
     common = common_prefix(slot.work.saving, context.request.prompt.tokens)
     reused = reusable_tokens(backend.info.memory_kind, context.n_prompt, common, held)
     if reused < at_least or not can_save(context.inventory, backend, held):
@@ -157,14 +158,14 @@ def _soon_free(context: PricingContext, slot: Slot, at_least: int) -> Candidate 
     """Return the way that waits for the end of an idle save, and goes on there. None: of no use."""
     inventory, work = context.inventory, slot.work
     late = context.now >= work.busy_until + TUNING.shared_prefill_late_s
-    if late or not isinstance(inventory.job_in(slot), SaveJob):
+    if late or not isinstance(slot.job, SaveJob):
         return None
     common = common_prefix(work.saving, context.request.prompt.tokens)
     reused = inventory.reusable(slot, context.n_prompt, common)
     same = slot.content.tenant == context.request.tenant
     if not same or reused < at_least or not _will_be_available(context, slot):
         return None
-    backend = inventory.backends[slot.id.backend]
+    backend = slot.backend
     price = Price(
         wait_s=max(work.busy_until - context.now, 0.0),
         prefill_s=backend.rates.prefill_s(context.n_prompt - reused, reused),
@@ -177,7 +178,7 @@ def _from_file(
     context: PricingContext, slot: Slot, held: int, reused: int, wait_s: float
 ) -> Candidate:
     """Return the way that waits until the slot's content is saved, and restores it."""
-    backend = context.inventory.backends[slot.id.backend]
+    backend = slot.backend
     rates = backend.rates
     back_s = rates.save_s(held) + rates.restore_s(round(held * rates.bytes_per_token.value))
     remaining_s = rates.prefill_s(context.n_prompt - reused, reused)

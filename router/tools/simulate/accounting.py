@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from router.base.tokens import Tokens, count
 from router.base.types import RequestRecord, Source
-from router.core.inventory.prefix_index import PrefixIndex
+from router.core.model.prefix_index import PrefixIndex
 
 
 class Oracle:

@@ -54,6 +54,7 @@ from tests.support.scheduler.build import (
     B,
     R,
     backend,
+    leased,
     request,
     run_of,
     scheduler,
@@ -382,7 +383,7 @@ def test_others_pass_who_waits_for_a_busy_slot() -> None:
 def test_whole_backend_request_is_not_starved() -> None:
     s = scheduler(backend("a", 2), backend("b", 2))
     arrive(s, "x", [1])
-    s.state.inventory.slots[B0].lease(RequestId("y"), NO_WORK)
+    leased(s.state.inventory.slots[B0], RequestId("y"), NO_WORK)
     assert arrive(s, "r", whole_backend=True) == []
 
     (dispatch,) = arrive(s, "r2", [2])
@@ -413,7 +414,7 @@ def test_a_whole_backend_is_leased_whole() -> None:
     s = scheduler(backend("a", 3))
     arrive(s, whole_backend=True)
 
-    assert [lease.slot for lease in s.state.job_of(R).others] == [A1, A2]
+    assert [one.id for one in s.state.job_of(R).others] == [A1, A2]
     assert s.state.inventory.gated == {A}
 
 
@@ -446,7 +447,7 @@ def test_a_request_that_failed_elsewhere_avoids_that_backend() -> None:
     (restore,) = arrive(s, ids=LONG, avoid=frozenset({A}))
 
     assert restore == Restore(R, B0, snapshot("s", run_of(900)))
-    assert replace(s.state.job_of(R).lease, generation=0) == Lease(B0, 0, R)
+    assert s.state.job_of(R).slot == B0
     assert B in s.state.inventory.up
 
 

@@ -8,9 +8,10 @@ import pytest
 from router.base.types import Outcome, Reported, RequestId, SlotId, Tenant
 from router.core.execution.idle_saves import wakeup
 from router.core.model import events as ev
+from router.core.model.backend import Backend
 from router.core.model.effects import Save, SaveReason
 from router.core.model.jobs import SlotWatch
-from router.core.model.slots import Content, SlotTable
+from router.core.model.slots import Content
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
     A0,
@@ -217,12 +218,12 @@ def test_a_connection_that_was_lost_leaves_it_where_it_was(pinnable: bool) -> No
 
 
 def test_slots_that_come_back_are_still_declined() -> None:
-    table = SlotTable()
-    table.add(A, 2)
-    table[A1].hold(Content(savable=False))
+    there = Backend(backend("a", 2))
+    there.attach(2)
+    there.slots[1].hold(Content(savable=False))
 
-    table.add(A, 3)
-    assert [one.content.savable for one in table] == [True, False, True]
+    there.attach(3)
+    assert [one.content.savable for one in there.slots] == [True, False, True]
 
 
 def test_a_doubted_watch_keeps_no_other_slot_from_being_saved() -> None:

@@ -309,14 +309,14 @@ def test_the_gate_opens_when_a_request_is_known_to_run() -> None:
 
     assert names(launched(s, 0)) == ["Dispatch"]
     assert s.state.inventory.gated == set()
-    assert s.state.job_of(R).lease.slot == A0
+    assert s.state.job_of(R).slot == A0
 
 
 def test_a_lease_follows_the_request() -> None:
     s = astray(holding={A0: tokens(1, 1), A1: tokens(2)})
     launched(s, 1)
 
-    assert s.state.job_of(R).lease.slot == A1
+    assert s.state.job_of(R).slot == A1
     assert slot(s, A0).phase is Phase.IDLE
     assert held(s, A0) == tokens(1, 1)
     finish(s, prompt_tokens=1, generated=tokens(9, 9))
@@ -326,7 +326,7 @@ def test_a_lease_follows_the_request() -> None:
 def test_answer_of_a_moved_request_is_not_read_in_the_old_slot() -> None:
     """Both slots hold the same prompt and equally many answer tokens."""
     s = astray()
-    lease = s.state.job_of(R).lease
+    lease = s.state.job_of(R).own.as_lease()
     slot(s, A0).hold(Content(Resident(tokens(1), 2)))
     launched(s, 1)
     finish(s, prompt_tokens=1, generated_tokens=3)
@@ -342,7 +342,7 @@ def test_a_slot_that_is_taken_or_unknown_cannot_be_followed_to(index: int) -> No
     arrive(s, "r", [1], pinnable=False)
     launched(s, 0 if index == 1 else index)
 
-    assert s.state.job_of(R).lease.slot == A1
+    assert s.state.job_of(R).slot == A1
 
 
 @pytest.mark.parametrize("last", ["r", "r2"])
@@ -519,7 +519,7 @@ def test_tasks_that_were_left_are_watched_where_they_run() -> None:
 
 def answered() -> tuple[Scheduler, int]:
     s = running()
-    generation = s.state.job_of(R).lease.generation
+    generation = s.state.job_of(R).own.generation
     finish(s, prompt_tokens=3, generated_tokens=3)
     return s, generation
 

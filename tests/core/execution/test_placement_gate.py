@@ -26,7 +26,16 @@ from router.core.model.jobs import AtGate
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import NO_WORK, UNKNOWN, Content, Resident
 from router.core.scheduler import Scheduler
-from tests.support.scheduler.build import A0, A1, A, backend, rates, run_of, scheduler, snapshot
+from tests.support.scheduler.build import (
+    A0,
+    A1,
+    A,
+    backend,
+    rates,
+    run_of,
+    scheduler,
+    snapshot,
+)
 from tests.support.scheduler.drive import (
     NOW,
     arrive,
@@ -128,10 +137,10 @@ def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
     message(s)
     taken = slot(s, A1)
     taken.hold(Content(Resident(LONG)))
-    lease = taken.lease(RequestId("r"), NO_WORK)
     job = dataclasses.replace(
-        s.state.job_of(RequestId("m")), id=RequestId("r"), lease=lease, steps=deque()
+        s.state.job_of(RequestId("m")), id=RequestId("r"), own=taken, steps=deque()
     )
+    taken.lease(job, NO_WORK)
     s.state.inventory.jobs[job.id] = job
     assert of(prefilled(s, "m")) == []
     assert waits(s)

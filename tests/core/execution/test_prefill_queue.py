@@ -9,8 +9,8 @@ from router.base.errors import DeadlineError
 from router.base.tokens import count, pack
 from router.base.types import MemoryKind, Outcome, Prompt, Reported, RequestId
 from router.core.execution import prefill_queue
-from router.core.inventory.backend import PrefillQueue
 from router.core.model import events as ev
+from router.core.model.backend import PrefillQueue
 from router.core.model.effects import Account, Dispatch, Effect, Prefill, Reject
 from router.core.model.jobs import InPrefillQueue
 from router.core.model.request_queue import QueueLimits

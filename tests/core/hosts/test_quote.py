@@ -10,7 +10,7 @@ from router.core.model.request_queue import Queue
 from router.core.model.servers import ServerSpec
 from router.core.model.slots import NO_WORK, Work
 from router.core.planning.planner import plan
-from tests.support.scheduler.build import backend, inventory, request, scheduler
+from tests.support.scheduler.build import backend, inventory, leased, request, scheduler
 from tests.support.scheduler.drive import NOW, arrive, finish, names, tick
 
 SLOT = SlotId(BackendId("a"), 0)
@@ -32,7 +32,7 @@ def test_a_free_slot_is_quoted_as_the_planner_prices_it() -> None:
 def test_busy_backend_quotes_its_wait_and_future_content() -> None:
     made = inventory(backend("a", n_slots=1))
     (slot,) = made.slots.of(BackendId("a"))
-    slot.lease(request("other").id, Work(pending=PROMPT, busy_until=7.0))
+    leased(slot, request("other").id, Work(pending=PROMPT, busy_until=7.0))
     found = quote(request(ids=pack(range(1100))), made, Queue(), 2.0)
 
     assert found is not None
@@ -45,7 +45,7 @@ def test_each_queued_request_takes_a_slot_first() -> None:
     made = inventory(backend("a", n_slots=2))
     assert made.backends[BackendId("a")].rates.generation_s(None) < 10.0
     for slot, until in zip(made.slots.of(BackendId("a")), (6.0, 8.0), strict=True):
-        slot.lease(request(str(until)).id, NO_WORK)
+        leased(slot, request(str(until)).id, NO_WORK)
         slot.do(Work(pending=pack([1]), busy_until=until))
     queue, waits = Queue(), []
     for n in range(3):
@@ -80,7 +80,7 @@ def test_slots_of_one_request_are_busy_as_long_as_it() -> None:
 def test_an_answer_that_is_late_is_not_taken_to_be_over() -> None:
     made = inventory(backend("a", n_slots=1))
     (slot,) = made.slots.of(BackendId("a"))
-    slot.lease(request("other").id, Work(pending=pack([1]), busy_until=1.0))
+    leased(slot, "other", Work(pending=pack([1]), busy_until=1.0))
     at_least_s = made.backends[BackendId("a")].rates.generation_s(None) / 2
     waits = {}
     for now in (1.0, 1.0 + at_least_s + 1.0, 5.0 + at_least_s, 1000.0):
@@ -99,7 +99,7 @@ def test_an_answer_that_is_late_is_not_taken_to_be_over() -> None:
 def test_an_end_that_nobody_knows_is_not_waited_for_without_end() -> None:
     made = inventory(backend("a", n_slots=1))
     (slot,) = made.slots.of(BackendId("a"))
-    slot.lease(request("other").id, NO_WORK)
+    leased(slot, request("other").id, NO_WORK)
     slot.do(replace(slot.work, busy_until=float("inf")))
     found = quote(request(), made, Queue(), 0.0)
 
@@ -125,15 +125,15 @@ def test_a_short_prompt_is_surely_cheap_where_a_slot_is_free() -> None:
     assert is_surely_cheap(request(ids=range(10)), made, Queue(), 0.0, 1.0)
     assert not is_surely_cheap(request(ids=range(200)), made, Queue(), 0.0, 1.0)
     (slot,) = made.slots.of(BackendId("a"))
-    slot.lease(request("other").id, NO_WORK)
+    leased(slot, request("other").id, NO_WORK)
     assert not is_surely_cheap(request(ids=range(10)), made, Queue(), 0.0, 1.0)
 
 
 def test_asking_changes_nothing() -> None:
     made = inventory(holding={SLOT: PROMPT})
-    before = [(slot.phase, slot.content.resident, slot.bench.changes) for slot in made.slots]
+    before = [(slot.phase, slot.content.resident, slot.backend.changes) for slot in made.slots]
     quote(request(ids=PROMPT, tenant=NO_TENANT), made, Queue(), 0.0)
 
     assert [
-        (slot.phase, slot.content.resident, slot.bench.changes) for slot in made.slots
+        (slot.phase, slot.content.resident, slot.backend.changes) for slot in made.slots
     ] == before

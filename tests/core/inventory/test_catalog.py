@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from router.base.tokens import count, pack
 from router.base.types import Blob, MemoryKind, Snapshot, SnapshotId, StateShape
 from router.core.inventory.catalog import Basis, Catalog
-from router.core.inventory.prefix_index import Match
 from router.core.model.policy import SnapshotLimits
+from router.core.model.prefix_index import Match
 from tests.support.scheduler.build import NS, OTHER_NS, run_of, snapshot, tokens
 
 FULL, HYBRID = MemoryKind.FULL, MemoryKind.HYBRID

@@ -24,6 +24,7 @@ from tests.support.scheduler.build import (
     backend,
     busy,
     inventory,
+    leased,
     rates,
     request,
     run_of,
@@ -91,7 +92,7 @@ def test_asked_for_the_best_alone_the_others_are_not_priced() -> None:
 def test_of_two_prefills_the_first_to_end_is_waited_for() -> None:
     made = inventory(backend("a", 1), backend("b", 1), backend("c", 1))
     for slot, until in ((A0, 1.0), (B0, 20.0)):
-        made.slots[slot].lease(R2, NO_WORK)
+        leased(made.slots[slot], R2, NO_WORK)
         made.slots[slot].do(replace(made.slots[slot].work, sharing=True, pending=LONG))
         made.slots[slot].do(replace(made.slots[slot].work, busy_until=until))
 
@@ -178,7 +179,7 @@ def test_a_whole_backend_only_where_all_is_idle() -> None:
 def test_a_server_that_chooses_is_kept_from_slots_in_preparation() -> None:
     """Also from a slot that is still watched: the server may consider it idle."""
     made = inventory()
-    lease = made.slots[A0].lease(R, NO_WORK)
+    lease = leased(made.slots[A0], R, NO_WORK)
     unread = request(prompt=Prompt(unknown="media"), pinnable=False)
     assert plan(unread, made, 0.0) is None
     assert plan(request(), made, 0.0) is not None
@@ -344,14 +345,14 @@ def test_saving_does_not_pay_when_it_stops_too_much() -> None:
 
 def test_a_prompt_that_the_router_computes_counts_as_load() -> None:
     made = inventory(backend("a", 2), backend("b", 2))
-    made.slots[A0].lease(R2, NO_WORK)
+    leased(made.slots[A0], R2, NO_WORK)
     made.slots[A0].do(replace(made.slots[A0].work, sharing=True))
     assert chosen(request(ids=LONG), made).slot == B0
 
 
 def test_nobody_waits_for_less_than_is_worth_a_file() -> None:
     made = inventory(backend("a", 1), backend("b", 1))
-    made.slots[A0].lease(R2, NO_WORK)
+    leased(made.slots[A0], R2, NO_WORK)
     made.slots[A0].do(replace(made.slots[A0].work, sharing=True, pending=run_of(100)))
     made.slots[A0].do(replace(made.slots[A0].work, busy_until=0.5))
     assert chosen(request(ids=run_of(101)), made).wait_for == A0

@@ -9,7 +9,7 @@ from router.core.inventory.inventory import Inventory
 from router.core.model.jobs import RequestJob
 from router.core.model.plan import Candidate, Plan, Price
 from router.core.model.policy import PolicyName
-from router.core.model.slots import NO_WORK
+from router.core.model.slots import Work
 from router.core.planning.baseline_policies import sticky_key
 from router.core.planning.planner import plan
 from router.core.planning.wait_candidates import trust_ends
@@ -36,11 +36,11 @@ from tests.support.scheduler.plans import ELSE, LONG, TWO, chosen, waits
 def shared_prefill(policy: PolicyName = PolicyName.PREFER_IDLE, until: float = 2.0) -> Inventory:
     """Return an inventory in which a/0 prefills LONG for sharing; a/1 is idle."""
     made = inventory(policy=policy)
-    lease = made.slots[A0].lease(R, NO_WORK)
-    made.slots[A0].do(replace(made.slots[A0].work, sharing=True, pending=LONG))
-    made.slots[A0].do(replace(made.slots[A0].work, busy_until=until))
     planned = Plan(Candidate(A0, Source.COLD, 0, Price()))
-    made.jobs[R] = RequestJob(id=R, lease=lease, request=request(), plan=planned, chunk_until=until)
+    job = RequestJob(id=R, own=made.slots[A0], request=request(), plan=planned, chunk_until=until)
+    made.jobs[R] = job
+    work = Work(sharing=True, pending=LONG, busy_until=until)
+    made.slots[A0].lease(job, work)
     return made
 
 

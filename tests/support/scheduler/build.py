@@ -21,10 +21,11 @@ from router.base.types import (
 from router.core.execution.state import State
 from router.core.inventory.catalog import Catalog
 from router.core.inventory.inventory import Inventory
+from router.core.model.backend import LeaseHolder, Slot
 from router.core.model.policy import Policy, PolicyName, SnapshotLimits
 from router.core.model.rates import LinearFit, Mean, Rates
 from router.core.model.request_queue import Queue, QueueLimits
-from router.core.model.slots import Content, Resident, Work
+from router.core.model.slots import NO_WORK, Content, Resident, Work
 from router.core.scheduler import Scheduler
 
 A, B = BackendId("a"), BackendId("b")
@@ -118,7 +119,14 @@ def inventory(
 def busy(fleet_: Inventory, slot: SlotId, *, until: float = 10.0, pending: Tokens = EMPTY) -> None:
     """Let another request run on a slot."""
     held = fleet_.slots[slot]
-    held.start(held.lease(RequestId(f"busy-{slot}"), Work(pending=pending, busy_until=until)))
+    held.start(leased(held, f"busy-{slot}", Work(pending=pending, busy_until=until)))
+
+
+def leased(slot: Slot, name: str, work: Work = NO_WORK) -> LeaseHolder:
+    """Lease a slot to a job of this name, and return the job."""
+    job = LeaseHolder(id=RequestId(name), own=slot)
+    slot.lease(job, work)
+    return job
 
 
 def scheduler(

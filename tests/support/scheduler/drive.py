@@ -6,9 +6,9 @@ from typing import Any
 from router.base.tokens import Tokens, count
 from router.base.types import Outcome, Reported, RequestId, SlotId, Snapshot, SnapshotId
 from router.core.model import events as ev
+from router.core.model.backend import Slot
 from router.core.model.effects import Dispatch, Effect
 from router.core.model.plan import Plan
-from router.core.model.slots import Slot
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import A0, backend, request, scheduler
 

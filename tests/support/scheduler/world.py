@@ -402,7 +402,7 @@ class World:
     def is_nobodys(self, slot: SlotId, request: RequestId) -> None:
         """Check that a slot the server gave away is not being prepared for another request."""
         held = self.scheduler.state.inventory.slots[slot]
-        other = self.scheduler.state.inventory.job_in(held)
+        other = held.job
         if held.phase is Phase.PREPARING and other is not None and other.id != request:
             assert isinstance(other, RequestJob), "the slot is being prepared"
             assert isinstance(other.doing, AtGate), "the slot is being prepared"

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from router.base.tokens import pack
 from router.base.types import (
     BackendId,
-    Lease,
     RequestId,
     SlotId,
     SnapshotId,
     Source,
 )
+from router.core.model.backend import Backend, Slot
 from router.core.model.effects import SaveReason
 from router.core.model.jobs import (
     CutStep,
@@ -27,10 +27,10 @@ from router.core.model.jobs import (
     Step,
 )
 from router.core.model.plan import Candidate, Plan, Price
-from router.core.model.slots import Slot
+from router.core.model.slots import NO_WORK
 from router.engine.scheduler_view import slot_view
 from router.web.admin.state_json import Changes, Picture, changes, slot_row
-from tests.support.scheduler.build import request
+from tests.support.scheduler.build import backend, request
 
 HOLDER = RequestId("r")
 FROM, TO = SlotId(BackendId("a"), 0), SlotId(BackendId("b"), 0)
@@ -67,9 +67,17 @@ def test_changes_lead_from_one_picture_to_the_other(before: Picture, after: Pict
 def job_of(doing: Step | None) -> RequestJob:
     """Return a job that copies the content of `a/0` to `b/0`, at step `doing`."""
     price = Candidate(TO, Source.COPY, 5, Price(), copy_from=FROM)
-    return RequestJob(
-        id=HOLDER, lease=Lease(TO, 1, HOLDER), request=request(), plan=Plan(price), doing=doing
-    )
+    own = slot_of(TO)
+    job = RequestJob(id=HOLDER, own=own, request=request(), plan=Plan(price), doing=doing)
+    source = slot_of(FROM)
+    job.hold_also([source.lease(job, NO_WORK)])
+    own.lease(job, NO_WORK)
+    return job
+
+
+def slot_of(name: SlotId) -> Slot:
+    """Return a slot that nobody holds."""
+    return Slot(name, Backend(backend(name.backend)))
 
 
 @pytest.mark.parametrize(
@@ -86,15 +94,15 @@ def job_of(doing: Step | None) -> RequestJob:
 def test_a_move_is_seen_on_both_slots(
     doing: Step | None, at_source: str | None, at_target: str | None
 ) -> None:
-    jobs = {HOLDER: job_of(doing)}
-    source, target = (slot_row(slot_view(Slot(slot, holder=HOLDER), jobs)) for slot in (FROM, TO))
+    job = job_of(doing)
+    source, target = (slot_row(slot_view(slot)) for slot in (*job.others, job.own))
 
     assert (source["doing"], target["doing"]) == (at_source, at_target)
     assert (target["source"], target["copy_from"]) == ("copy", "a/0")
 
 
 def test_a_slot_that_nobody_holds() -> None:
-    row = slot_row(slot_view(Slot(FROM), {HOLDER: job_of(DispatchStep())}))
+    row = slot_row(slot_view(slot_of(FROM)))
 
     assert (row["doing"], row["source"], row["copy_from"]) == (None, None, None)
 
@@ -103,15 +111,11 @@ def test_every_step_has_a_word() -> None:
     """A step without a word would raise KeyError in every view of the state while it runs."""
     for step in get_args(Step):
         doing = step(*(TO for name in step.__struct_fields__))
-        assert slot_view(Slot(TO, holder=HOLDER), {HOLDER: job_of(doing)}).doing
+        assert slot_view(job_of(doing).own).doing
 
 
 def test_an_abandoned_slot_tells_where_its_tokens_came_from() -> None:
-    watch = SlotWatch(
-        id=HOLDER,
-        lease=Lease(TO, 1, HOLDER),
-        request=request(),
-        plan=job_of(None).plan,
-    )
-    row = slot_row(slot_view(Slot(TO, holder=HOLDER), {HOLDER: watch}))
+    own = slot_of(TO)
+    own.lease(SlotWatch(id=HOLDER, own=own, request=request(), plan=job_of(None).plan), NO_WORK)
+    row = slot_row(slot_view(own))
     assert (row["doing"], row["source"], row["copy_from"]) == (None, "copy", str(FROM))

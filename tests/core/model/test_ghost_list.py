@@ -1,7 +1,7 @@
 """Ghost list: token sequences that were held once are remembered, within bounds."""
 
 from router.base.types import Namespace
-from router.core.inventory.prefix_index import GhostList
+from router.core.model.prefix_index import GhostList
 from tests.support.scheduler.build import NS, OTHER_NS, run_of, tokens
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.base.tokens import count, pack
-from router.core.inventory.prefix_index import Match, PrefixIndex, _Node
+from router.core.model.prefix_index import Match, PrefixIndex, _Node
 from tests.base.test_tokens import naive_common_prefix
 from tests.support.scheduler.build import run_of, tokens
 

@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from router.base.types import KvDir, RequestId, Snapshot, SnapshotId, Source, StateShape
-from router.core.inventory.backend import WriteBackoff
 from router.core.model import events as ev
+from router.core.model.backend import WriteBackoff
 from router.core.model.effects import Effect, Save, SaveReason
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import A0, A1, NS, A, R, backend, run_of, scheduler, snapshot
