@@ -46,7 +46,7 @@ test-all:
 HOSTILE_TOO ?= tests/web/server tests/web/api/test_forbidden.py tests/web/api/test_client_keys.py \
   tests/web/admin/test_routes.py tests/core/model/test_tenancy.py tests/core/model/test_budget.py \
   tests/core/execution/test_spending.py tests/core/inventory/test_protection.py \
-  tests/core/inventory/test_ghost_list.py tests/telemetry/test_usage.py tests/hosts/test_peers.py \
+  tests/core/model/test_ghost_list.py tests/telemetry/test_usage.py tests/hosts/test_peers.py \
   tests/store/test_purges.py tests/store/test_permissions.py tests/store/cold/test_tier.py \
   tests/assembly/test_reload.py tests/base/test_decoding.py tests/fuzz tests/e2e/test_suspects.py \
   tests/e2e/test_tenants.py tests/e2e/test_purge.py tests/e2e/test_usage.py \

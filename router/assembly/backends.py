@@ -15,7 +15,6 @@ from router.base.errors import ConflictError, RouterError
 from router.base.tasks import Tasks, in_thread, supervise, within
 from router.base.types import BackendId, KvDir
 from router.config.schema import BackendConfig, Config
-from router.core.model import events as ev
 from router.engine.engine import Engine
 from router.llama.attach.monitor import Monitor, MonitorSettings
 from router.llama.client import LlamaClient
@@ -179,7 +178,7 @@ class Backends:
             raise ConflictError(told)
         if not self._members[name].monitor.detached:
             log.info("draining", backend=name)
-            self._engine.tell(ev.Draining(name))
+            self._engine.drain(name)
 
     def undrain(self, name: BackendId) -> None:
         """Use a backend again.
@@ -198,7 +197,7 @@ class Backends:
         if member.monitor.detached:
             self._start(member.backend)
         else:
-            self._engine.tell(ev.Undrained(name))
+            self._engine.undrain(name)
 
     def prove(self, name: BackendId) -> None:
         """Have a backend probed now, in slots that are lent."""
@@ -259,5 +258,5 @@ class Backends:
         if name in self._leaving:
             self._leaving.discard(name)
             del self._members[name], self.monitors[name], self._clients[name]
-            self._engine.tell(ev.Removed(name))
+            self._engine.remove(name)
             self._settle()

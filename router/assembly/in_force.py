@@ -15,7 +15,6 @@ from router.assembly.parts import Parts, Watched
 from router.assembly.servers_on_demand import kv_dir_of_servers
 from router.config.open_doors import open_doors
 from router.config.schema import Config
-from router.core.model import events as ev
 from router.telemetry.logs import set_level
 from router.web.api.client_keys import Keys
 from router.web.server.settings import Settings
@@ -44,7 +43,7 @@ class InForce:
         kv_dirs.append(kv_dir_of_servers(wanted) if moves_kv(wanted) else None)
         await parts.certificates.take(wanted)
         found = await parts.store.add([kv_dir for kv_dir in kv_dirs if kv_dir is not None])
-        engine.tell(ev.Configured(policy_of(wanted), limits_of(wanted), queue_limits_of(wanted)))
+        engine.configure(policy_of(wanted), limits_of(wanted), queue_limits_of(wanted))
         take_settings(self.settings, wanted, self._memory_bytes)
         self.keys.known = known_of(wanted)
         parts.budget.limit(tenant_limits_of(wanted))

@@ -8,11 +8,10 @@ from pathlib import Path
 from router.base.types import Caller, KvDir
 from router.config.schema import Config, Counts
 from router.config.values import AUTO, NO_LIMIT
-from router.core.model.budget import Limits
-from router.core.model.events import ServersConfigured
 from router.core.model.policy import Policy, PolicyName, SnapshotLimits
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerLimit, ServerSpec
+from router.core.model.tenancy import Limits
 from router.llama.bodies.filters import RequestFilter
 from router.store.blobs.split_snapshots import BlobSettings
 from router.web.api.client_keys import Known
@@ -63,7 +62,7 @@ def queue_limits_of(config: Config) -> QueueLimits:
     )
 
 
-def servers_of(config: Config) -> ServersConfigured:
+def servers_of(config: Config) -> tuple[list[ServerSpec], list[ServerLimit]]:
     """Return the servers on demand, and what of them may be loaded together."""
     servers = config.servers
     specs = [
@@ -90,7 +89,7 @@ def servers_of(config: Config) -> ServersConfigured:
     if servers.loaded is not None:
         every = frozenset(model.name for model in servers.models)
         limits.append(ServerLimit(every, servers.loaded))
-    return ServersConfigured(tuple(specs), tuple(limits))
+    return specs, limits
 
 
 def memory_of_machine() -> int:

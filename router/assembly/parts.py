@@ -27,8 +27,7 @@ from router.base.tasks import Tasks
 from router.base.types import BackendId, Standing, Stats
 from router.config.schema import BackendConfig, Config, TokenizerMode
 from router.core.execution.state import State
-from router.core.model.budget import Budget
-from router.core.model.tenancy import tenant_of
+from router.core.model.tenancy import Budget, tenant_of
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
 from router.engine.loop_throttle import LoopThrottle

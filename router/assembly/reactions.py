@@ -23,9 +23,8 @@ from router.base.types import (
     Snapshot,
     SnapshotId,
 )
-from router.core.model import events as ev
 from router.core.model.plan import Plan
-from router.engine.engine import Engine
+from router.engine.engine import Engine, EngineListener
 from router.llama.attach.attached import Attached
 from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
@@ -56,7 +55,7 @@ class BackendReactions:
 
     def down(self, backend: BackendId) -> None:
         """Take a backend out of use."""
-        self.engine.tell(ev.BackendDown(backend))
+        self.engine.backend_down(backend)
         self.tokenizers.leave(backend, keep=self.on_demand.keeps(backend))
 
     def no_llama_server(self, backend: BackendId, reason: str) -> None:
@@ -67,9 +66,9 @@ class BackendReactions:
         """Take the result of a probe, or its slots back if it made way for a request."""
         self.on_demand.remember(attached)
         if attached.probe.untried:
-            self.engine.tell(ev.ProbePutOff(attached.info.id, kept))
+            self.engine.probe_put_off(attached.info.id, kept)
         else:
-            self.engine.tell(ev.Probed(attached.info, kept))
+            self.engine.probed(attached.info, kept)
 
     def misnamed(self, name: Namespace, ago_s: float) -> None:
         """Purge the states that were saved under a name within `ago_s`."""
@@ -128,11 +127,11 @@ class StoreReactions:
 
     def lost(self, snapshot: Snapshot, _: str) -> None:
         """Offer a snapshot no more."""
-        self.engine.tell(ev.SnapshotLost(snapshot.id))
+        self.engine.snapshot_lost(snapshot.id)
 
     def stored(self, snapshot: Snapshot) -> None:
         """Count its blobs once, and price what it takes to make a file of it."""
-        self.engine.tell(ev.SnapshotStored(snapshot))
+        self.engine.snapshot_stored(snapshot)
 
     def is_worth_writing(self, snapshot: SnapshotId) -> bool:
         """Return whether a snapshot would be kept, and not evicted next."""
@@ -149,8 +148,8 @@ class StoreReactions:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineReactions:
-    """Reacts to ends of requests and of backends; implements `engine.EngineListener`."""
+class EngineReactions(EngineListener):
+    """Reacts to ends of requests and of backends."""
 
     telemetry: Telemetry
     decision_log: DecisionLog

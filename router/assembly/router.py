@@ -38,7 +38,6 @@ from router.base.types import KvDir
 from router.base.urls import authority
 from router.config import values
 from router.config.schema import NO_FLAGS, Address, Config, StoreConfig
-from router.core.model import events as ev
 from router.engine.engine import Engine
 from router.store import room
 from router.store.cold.tier import ColdTier
@@ -125,7 +124,7 @@ async def build(
         in_force = InForce(parts, watched, await asyncio.to_thread(memory_of_machine))
         await in_force.take(config)
         tasks.supervise(parts.usage.run, name="usage")
-        engine.tell(servers_of(config))
+        engine.configure_servers(*servers_of(config))
         tasks.supervise(parts.on_demand.supervisor.watch_logs, name="logs of servers")
         reload = Reload(path, config, in_force.take, tasks.spawn, flags)
         gauges = EngineCollector(
@@ -184,10 +183,7 @@ async def _watch_room(parts: Parts, config: StoreConfig) -> None:
     def places() -> tuple[KvDir, ...]:
         return parts.store.kv_dirs if config.blobs is None else (KvDir(str(config.blobs)),)
 
-    def tell(spare_bytes: int | None) -> None:
-        parts.engine.tell(ev.RoomFound(spare_bytes))
-
-    await room.watch(places, config.min_free_bytes, tell)
+    await room.watch(places, config.min_free_bytes, parts.engine.room_found)
 
 
 async def _exporting(endpoint: str, stack: AsyncExitStack) -> Tracing:

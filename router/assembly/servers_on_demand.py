@@ -14,7 +14,6 @@ from router.base.tasks import Tasks
 from router.base.types import BackendId, KvDir, KvSettings
 from router.config.schema import BackendConfig, Config
 from router.config.servers import ModelConfig
-from router.core.model import events as ev
 from router.engine.engine import Engine
 from router.llama.attach.attached import Attached
 from router.llama.attach.probe_result import ProbeResult
@@ -186,12 +185,12 @@ class ServersOnDemand:
         model = self._served[server]
         given: dict[str, object] = {"name": server, "url": url, "kv_dir": str(self._kv_dir)}
         given |= {"models": model.names, "max_running": model.max_running}
-        self._engine.tell(ev.ServerReady(server))
+        self._engine.server_ready(server)
         self._backends.admit(BackendConfig.model_validate(given))
 
     def _ended(self, server: BackendId, problem: str, hopeless: bool) -> None:
         self._backends.dismiss(server)
-        self._engine.tell(ev.ServerEnded(server, problem, hopeless))
+        self._engine.server_ended(server, problem, hopeless=hopeless)
 
     async def _until_quiet(self, server: BackendId) -> None:
         monitor = self._backends.monitors.get(server)

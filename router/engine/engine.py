@@ -1,8 +1,8 @@
-"""The only writer of core state: feeds the scheduler events and carries out its effects.
+"""The only writer of core state: tells the scheduler facts and carries out its effects.
 
-Every method runs on one event loop and the scheduler is synchronous, so no lock is needed. An event
-that comes while the effects of another are carried out waits for their end: no two events overlap.
-Effects that take time run as tasks and report back as events.
+Every method runs on one event loop and the scheduler is synchronous, so no lock is needed. A fact
+that comes while the effects of another are carried out waits for their end: no two facts overlap.
+Effects that take time run as tasks and report back (`slot_work.py`).
 """
 
 import asyncio
@@ -10,14 +10,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from math import inf
-from typing import Protocol
 
 import structlog
-from msgspec import Struct, structs
+from msgspec import Struct
 
-from router.base.errors import BackendError, BackendRefusedError
+from router.base.errors import BackendError
 from router.base.ports import Clock, Preparing, ServerRunner, SlotServer, SnapshotStore, Telemetry
 from router.base.tasks import Tasks, attempt
+from router.base.tokens import Tokens
 from router.base.types import (
     BackendId,
     BackendInfo,
@@ -26,13 +26,10 @@ from router.base.types import (
     MemoryKind,
     Outcome,
     OwnPrefill,
-    PrefillProgress,
     Reported,
     Request,
     RequestId,
-    RequestProgress,
     RequestRecord,
-    SlotId,
     SlotStatus,
     Snapshot,
     SnapshotId,
@@ -40,29 +37,42 @@ from router.base.types import (
     Tenant,
     TierStatus,
 )
+from router.core.admission import admission, backend_attach, backend_drain, server_swaps
 from router.core.admission.backend_attach import probe_name
+from router.core.execution import (
+    idle_saves,
+    job_ends,
+    prefill_queue,
+    preparation,
+    resident_updates,
+    state,
+)
 from router.core.hosts.quote import is_surely_cheap
 from router.core.hosts.quote import quote as make_quote
 from router.core.inventory.inventory import Inventory
 from router.core.model import effects as ef
-from router.core.model import events as ev
 from router.core.model.backend import Slot
-from router.core.model.jobs import RequestJob
+from router.core.model.effects import AnswerEnd
 from router.core.model.plan import Plan, Quote
+from router.core.model.policy import Policy, SnapshotLimits
+from router.core.model.request_queue import QueueLimits
+from router.core.model.servers import ServerLimit, ServerSpec
 from router.core.planning.planner import plan as make_plan
 from router.core.planning.pricing import keeps_snapshots
 from router.core.reporting.miss_reasons import record_of
-from router.core.scheduler import Scheduler
+from router.core.scheduler import Scheduler, tick
 from router.core.stats import stats_of
-from router.engine import slot_watch as watch
 from router.engine.held_prefixes import HeldPrefixes
 from router.engine.host_saves import HostSaves
 from router.engine.loop_throttle import LoopThrottle
 from router.engine.scheduler_view import SchedulerView
 from router.engine.server_placement import LaunchWatch
+from router.engine.slot_work import SlotWork
 from router.engine.transfers import Transferred, Transfers
 
 log = structlog.get_logger(__name__)
+
+Then = Callable[[], None] | None
 
 _PURGED_AT_ONCE = 10
 _FOUND_AT_ONCE = 100  # about 5 ms
@@ -85,8 +95,8 @@ class Timing(Struct, frozen=True):
     total_s: float
 
 
-class EngineListener(Protocol):
-    """Who is told of ends."""
+class EngineListener:
+    """Who is told of ends; this one does nothing."""
 
     def over(self, record: RequestRecord, plan: Plan) -> None:
         """Note the end of a request that reached a backend."""
@@ -102,16 +112,6 @@ class EngineListener(Protocol):
 
     def prove(self, backend: BackendId) -> None:
         """Probe a backend in the slots that are lent."""
-
-
-class _NullListener:
-    """A listener that does nothing."""
-
-    def over(self, *_: object) -> None: ...
-    def spent(self, *_: object) -> None: ...
-    def abandoned(self, *_: object) -> None: ...
-    def detached(self, *_: object) -> None: ...
-    def prove(self, *_: object) -> None: ...
 
 
 class Engine:
@@ -132,39 +132,33 @@ class Engine:
         `servers` starts and stops the servers on demand, if there are any. Set `listener` before
         the first event.
         """
-        self.listener: EngineListener = _NullListener()
+        self.listener: EngineListener = EngineListener()
         self._servers = servers
         self._scheduler = scheduler
-        self._prefilled_tokens: dict[RequestId, int] = {}  # of prefills under way
-        self.view = SchedulerView(scheduler.state, self._prefilled_tokens)
         self._backends = backends
         self._transfers = Transfers(backends, store, clock, telemetry)
         self._clock = clock
         self._telemetry = telemetry
         self._throttle = throttle
         self._tasks = Tasks()
-        self._prefills: dict[RequestId, asyncio.Task[None] | None] = {}  # None: not started
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
-        self._preparing: dict[RequestId, Preparing] = {}  # of requests in `_grants`
         self._loads: dict[RequestId, asyncio.Future[None]] = {}  # requests that wait for a model
-        self.host_saves = HostSaves(self._feed, self.view)
         self._timings: dict[RequestId, Timing] = {}
         self._launches = LaunchWatch(scheduler, backends)
-        self._events: deque[tuple[ev.Event, Callable[[], None]]] = deque()
+        self._work = SlotWork(scheduler, backends, self._feed, self._send_elsewhere, throttle)
+        self.view = SchedulerView(scheduler.state, self._work.prefilled_tokens)
+        self.host_saves = HostSaves(
+            partial(self._feed, idle_saves.save_for_host),
+            partial(self._feed, admission.save_unasked),
+            self.view,
+        )
+        self._facts: deque[tuple[Callable[..., None], tuple[object, ...], Then]] = deque()
         self._carries_out = False
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakes_at = inf  # in clock seconds, or a little later
         self._alarm_due = False
         self._closed = False
-        self._pollers = watch.SlotPollers(backends)
         self._calm: asyncio.Event | None = None  # made by `stop`; set when no job is under way
-
-    def tell(self, event: ev.Event) -> None:
-        """Hand an event to the scheduler; its effects are carried out, perhaps before this returns.
-
-        Methods exist for events with something to await, to prepare or to return.
-        """
-        self._feed(event)
 
     # -- for the web layer ---------------------------------------------------------------------
 
@@ -177,9 +171,9 @@ class Engine:
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._grants[request.id] = future
         if preparing is not None:
-            self._preparing[request.id] = preparing
+            self._work.preparing[request.id] = preparing
         try:
-            await self._throttle.do(partial(self._feed, ev.Arrived(request)))
+            await self._throttle.do(partial(self._feed, admission.arrived, request))
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
@@ -188,12 +182,12 @@ class Engine:
                 # Abandoned at the loop throttle, `future` is not cancelled yet: a dispatch under
                 # way would grant it, and the lease would never be released.
                 future.cancel()
-                self._feed(ev.Cancelled(request.id))
+                self._feed(admission.cancelled, request.id)
                 self.listener.abandoned(request)
             raise
         finally:
             self._grants.pop(request.id, None)
-            self._preparing.pop(request.id, None)
+            self._work.preparing.pop(request.id, None)
 
     def finish(
         self,
@@ -212,7 +206,8 @@ class Engine:
         def end(index: int | None = None) -> None:
             self._timings[request] = timing
             begun = timing.ttft_s is not None
-            self._feed(ev.Finished(request, outcome, reported, index, begun), accounted)
+            ended = AnswerEnd(outcome, reported, begun)
+            self._feed(job_ends.finished, request, ended, index, then=accounted)
 
         def accounted() -> None:
             self._timings.pop(request, None)
@@ -224,16 +219,34 @@ class Engine:
     async def until_loaded(self, request: RequestId, model: str | None) -> None:
         """Wait until a server of the model is up. Raises RouterError.
 
-        The request counts as one for that server until it is submitted, or until
-        `ModelUnwanted`.
+        The request counts as one for that server until it is submitted, or `unwant_model`.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loads[request] = future
         try:
-            self._feed(ev.ModelWanted(request, model))
+            self._feed(server_swaps.wanted, request, model)
             await future
         finally:
             del self._loads[request]
+
+    def unwant_model(self, request: RequestId) -> None:
+        """Note that a request that waited for a model was answered or abandoned."""
+        self._feed(server_swaps.unwanted, request)
+
+    def begun(self, request: RequestId) -> None:
+        """Note the first token of a request that had a prefill before it."""
+        self._feed(prefill_queue.begun, request)
+
+    def misread(self, backend: BackendId, *, always: bool) -> None:
+        """Note that the last prompt on a backend is rendered otherwise there than it was read.
+
+        `always`: the backend differs from the one that reads; else what read it is mended.
+        """
+        self._feed(resident_updates.misread, backend, always)
+
+    def answer_read(self, lease: Lease, prompt: Tokens, answer: Tokens) -> None:
+        """Note the token ids of an answer, which are known a little after its end."""
+        self._feed(job_ends.answer_read, lease, prompt, answer)
 
     def plan(self, request: Request) -> Plan | None:
         """Return the plan of a request now. None: it would wait. No side effects."""
@@ -244,16 +257,16 @@ class Engine:
 
         Unlike `plan`, it has an answer while every slot is busy.
         """
-        state = self._scheduler.state
-        if state.stopping:
+        known = self._scheduler.state
+        if known.stopping:
             return None
-        return make_quote(request, state.inventory, state.queue, self._clock.now())
+        return make_quote(request, known.inventory, known.queue, self._clock.now())
 
     def is_surely_cheap(self, request: Request, limit_s: float) -> bool:
         """Return whether a request costs less than `limit_s` here, whatever is held."""
-        state = self._scheduler.state
-        return not state.stopping and is_surely_cheap(
-            request, state.inventory, state.queue, self._clock.now(), limit_s
+        known = self._scheduler.state
+        return not known.stopping and is_surely_cheap(
+            request, known.inventory, known.queue, self._clock.now(), limit_s
         )
 
     def held_prefixes(self, make: Callable[[Inventory], HeldPrefixes]) -> HeldPrefixes:
@@ -265,17 +278,82 @@ class Engine:
     def backend_up(self, info: BackendInfo, slots: tuple[SlotStatus, ...]) -> None:
         """Take a backend into use."""
         self._tasks.spawn(self._transfers.tidy(info.id), name=f"tidy {info.id}")
-        self._feed(ev.BackendUp(info, slots))
+        self._feed(backend_attach.backend_up, info, slots)
 
     def borrow(self, backend: BackendId) -> set[int]:
-        """Borrow idle slots for a probe, until `Probed` or `BackendDown`; return their indices."""
-        self._feed(ev.ProbeDue(backend))
+        """Borrow idle slots for a probe, until its end or the backend's; return their indices."""
+        self._feed(backend_attach.probe_due, backend)
         ours = probe_name(backend)
         return {slot.id.index for slot in self._slots_of(backend) if slot.holder == ours}
 
+    def backend_down(self, backend: BackendId) -> None:
+        """Take a backend out of use: the content of its slots is lost."""
+        self._feed(backend_attach.backend_down, backend)
+
+    def probed(self, info: BackendInfo, kept: Set[int]) -> None:
+        """Take what a probe found out; the slots of `kept` hold what they held."""
+        self._feed(backend_attach.probed, info, kept)
+
+    def probe_put_off(self, backend: BackendId, kept: Set[int]) -> None:
+        """Take back the slots of a probe that made way for a request."""
+        self._feed(backend_attach.put_off, backend, kept)
+
+    def drain(self, backend: BackendId) -> None:
+        """Give a backend nothing new; `EngineListener.detached` tells when its jobs are over."""
+        self._feed(backend_drain.begin, backend)
+
+    def undrain(self, backend: BackendId) -> None:
+        """Keep a backend that is still draining."""
+        self._feed(backend_drain.undrained, backend)
+
+    def remove(self, backend: BackendId) -> None:
+        """Forget a detached backend: its name may be used for another one."""
+        self._feed(backend_drain.removed, backend)
+
+    def configure(self, policy: Policy, limits: SnapshotLimits, queue: QueueLimits) -> None:
+        """Put a configuration that was read again in force."""
+        self._feed(backend_drain.configured, policy, limits, queue)
+
     def poll_for_strangers(self, backend: BackendId) -> None:
         """Check in the background whether an unknown client uses slots that should be idle."""
-        self._tasks.spawn(self._poll_for_strangers(backend), name=f"look around {backend}")
+        self._tasks.spawn(self._work.poll_for_strangers(backend), name=f"look around {backend}")
+
+    def configure_servers(
+        self, servers: Sequence[ServerSpec], limits: Sequence[ServerLimit]
+    ) -> None:
+        """Take the servers that may be started, and what of them may be loaded together."""
+        self._feed(server_swaps.configured, servers, limits)
+
+    def ask_server(self, name: BackendId, *, start: bool = False, stop: bool = False) -> None:
+        """Start or stop a server because an operator wants it; both: restart it."""
+        self._feed(server_swaps.asked, name, start, stop)
+
+    def server_ready(self, name: BackendId) -> None:
+        """Note that a server's process answers; its backend is to be attached soon."""
+        self._feed(server_swaps.ready, name)
+
+    def server_ended(self, name: BackendId, problem: str = "", *, hopeless: bool = False) -> None:
+        """Note that a server's process has ended, as ordered or by itself, or did not start.
+
+        `hopeless`: the next one would end in the same way.
+        """
+        self._feed(server_swaps.ended, name, problem, hopeless)
+
+    def room_found(self, spare_bytes: int | None) -> None:
+        """Note what the disk of the snapshots has to spare; None: nothing is known of it."""
+        self._feed(state.room_found, spare_bytes)
+
+    def snapshot_lost(self, snapshot: SnapshotId) -> None:
+        """Offer a snapshot no more: it turned out to be unusable."""
+        self._feed(state.snapshot_lost, snapshot)
+
+    def snapshot_stored(self, snapshot: Snapshot) -> None:
+        """Take a snapshot as it is now: it has blobs, or no whole file any more."""
+        self._feed(state.snapshot_stored, snapshot)
+
+    def snapshot_made(self, snapshot: Snapshot, kind: MemoryKind) -> None:
+        """Offer a snapshot of this kind that was made just now."""
+        self._feed(backend_attach.snapshots_found, (snapshot,), kind, True)
 
     async def snapshots_found(self, snapshots: Sequence[Snapshot]) -> None:
         """Offer the snapshots that the store found in opened directories.
@@ -283,13 +361,14 @@ class Engine:
         Takes a few at a time, as `purge` does.
         """
         for start in range(0, len(snapshots), _FOUND_AT_ONCE):
-            self._feed(ev.SnapshotsFound(tuple(snapshots[start : start + _FOUND_AT_ONCE])))
+            some = snapshots[start : start + _FOUND_AT_ONCE]
+            self._feed(backend_attach.snapshots_found, some, MemoryKind.UNKNOWN, False)
             await asyncio.sleep(0)
 
     async def cut(self, snapshot: Snapshot, n_tokens: int, kind: MemoryKind) -> Snapshot:
         """Return a new snapshot of the first tokens of one of this kind. Raises KvError."""
         made = await self._transfers.cut_off(snapshot, n_tokens)
-        self._feed(ev.SnapshotsFound((made,), kind, made=True))
+        self.snapshot_made(made, kind)
         return made
 
     def handed_out(self, snapshot: SnapshotId) -> None:
@@ -307,7 +386,7 @@ class Engine:
         in the background, when no request reads it.
         """
         for start in range(0, len(snapshots), _PURGED_AT_ONCE):
-            self._feed(ev.Purged(tuple(snapshots[start : start + _PURGED_AT_ONCE])))
+            self._feed(state.purged, snapshots[start : start + _PURGED_AT_ONCE])
             await asyncio.sleep(0)
 
     async def purge_tenant(self, tenant: Tenant) -> int:
@@ -315,7 +394,7 @@ class Engine:
 
         Those in use are deleted after their last use. What slots have of it is not saved.
         """
-        self.tell(ev.TenantPurged(tenant))
+        self._feed(idle_saves.forget_tenant, tenant)
         held = self._scheduler.state.inventory.catalog.of(tenant)
         await self.purge(held)
         return len(held)
@@ -344,12 +423,12 @@ class Engine:
     async def stop(self, *, save: bool) -> None:
         """Admit no more requests, let running ones end; `save`: save slots where that pays."""
         self._calm = self._calm or asyncio.Event()
-        self._feed(ev.Stopping(save))
+        self._feed(admission.stop, save)
         await self._calm.wait()
 
     async def aclose(self) -> None:
         """Cancel all tasks that are still under way."""
-        self._closed = True
+        self._closed = self._work.closed = True
         if self._wakeup is not None:
             self._wakeup.cancel()
         await self._tasks.aclose()
@@ -358,22 +437,28 @@ class Engine:
         """Return the numbers for gauges."""
         return stats_of(self._scheduler.state, self._backends)
 
-    # -- events in, effects out ----------------------------------------------------------------
+    # -- facts in, effects out ----------------------------------------------------------------
 
-    def _feed(self, event: ev.Event, then: Callable[[], None] = lambda: None) -> None:
-        """Handle an event, now or after those under way; `then` is called after its effects."""
-        self._events.append((event, then))
+    def _feed(
+        self, take: Callable[..., None], *facts: object, then: Callable[[], None] | None = None
+    ) -> None:
+        """Have the scheduler take in facts, now or after those under way.
+
+        `take`: the function of the core that does. `then` is called after its effects.
+        """
+        self._facts.append((take, facts, then))
         if self._carries_out:
             return
         self._carries_out = True
         failures: list[Exception] = []
         try:
-            while self._events:
-                event, then = self._events.popleft()
-                effects = attempt(failures, self._scheduler.handle, event, self._clock.now())
-                for effect in self._scheduler.state.out if effects is None else effects:
+            while self._facts:
+                take, facts, then = self._facts.popleft()
+                attempt(failures, self._scheduler.do, self._clock.now(), take, *facts)
+                for effect in self._scheduler.state.out:
                     attempt(failures, self._carry_out, effect)
-                then()
+                if then is not None:
+                    then()
         finally:
             self._carries_out = False
         jobs = self._scheduler.state.inventory.jobs
@@ -407,7 +492,7 @@ class Engine:
         """Tell the scheduler that time has passed, unless nothing is due any more."""
         self._wakes_at, now = inf, self._clock.now()
         if (at := self._scheduler.next_wakeup(now)) is not None and at <= now:
-            self._feed(ev.Tick())
+            self._feed(tick)
         else:
             self._set_alarm()
 
@@ -422,16 +507,16 @@ class Engine:
             case ef.Spent():
                 self.listener.spent(effect.request, effect.backend, effect.cost)
             case ef.Save() | ef.Cut() | ef.Restore() | ef.Erase():
-                self._note_step(effect.request)
+                self._work.note_step(effect.request)
                 self._tasks.spawn(self._transfer(effect), name=f"transfer for {effect.request}")
             case ef.Prefill():
-                self._note_step(effect.request)
-                self._prefills[effect.request] = None
-                self._tasks.spawn(self._prefill(effect), name=f"prefill {effect.slot}")
+                self._work.note_step(effect.request)
+                self._work.begin_prefill(effect.request)
+                self._tasks.spawn(self._work.prefill(effect), name=f"prefill {effect.slot}")
             case ef.StopWork():
-                self._stop_prefill(effect.request)
+                self._work.stop_prefill(effect.request)
             case ef.WatchSlot():
-                self._tasks.spawn(self._watch(effect), name=f"watch {effect.slot}")
+                self._tasks.spawn(self._work.watch(effect), name=f"watch {effect.slot}")
             case ef.Delete():
                 self._tasks.spawn(self._transfers.delete(effect.snapshot), name="delete")
             case ef.Quarantine():
@@ -482,68 +567,11 @@ class Engine:
         self._telemetry.request(record)
         self.listener.over(record, effect.plan)
 
-    # -- effects that take time ----------------------------------------------------------------
-
-    async def _transfer(self, effect: Transferred) -> None:
-        self._feed(await self._transfers.carry_out(effect, self.infos))
-        if isinstance(effect, ef.Save):
-            self.host_saves.saved(effect.slot)
-
-    def _note_step(self, request: RequestId) -> None:
-        job = self._scheduler.state.inventory.jobs.get(request)
-        if (preparing := self._preparing.get(request)) and isinstance(job, RequestJob):
-            chosen = job.plan.chosen
-            preparing.begins(job.slot, chosen.source, chosen.reused_tokens)
-
-    async def _prefill(self, effect: ef.Prefill) -> None:
-        event: ev.Event = ev.PrefillFailed(effect.request, "the client disconnected")
-        if effect.request in self._prefills:
-            self._prefills[effect.request] = asyncio.current_task()
-            event = await self._prefilled(effect)
-        self._prefills.pop(effect.request, None)  # before another prefill of the request begins
-        self._prefilled_tokens.pop(effect.request, None)
-        self._feed(event)
-
-    async def _prefilled(self, effect: ef.Prefill) -> ev.Event:
-        backend, request = self._backends.get(effect.slot.backend), effect.request
-        if backend is None:  # a server on demand, which has ended
-            return ev.PrefillFailed(request, "the backend went down")
-        began, cached, told = True, None, None
-        try:
-            if (preparing := self._preparing.get(request)) is not None:
-                began = False
-                cached = await preparing.judge(effect.slot)
-                told = preparing.on_progress
-            began = True
-
-            def progressed(progress: PrefillProgress) -> None:
-                self._prefilled_tokens[request] = progress.n_done
-                if told is not None:
-                    told(progress)
-
-            reported = await backend.prefill(effect.slot.index, effect.tokens, told=progressed)
-            if cached is not None and reported.cached_tokens is not None:
-                # What the trial computed is not cached, and how long it took is not known.
-                least = min(cached, reported.cached_tokens)
-                reported = structs.replace(reported, cached_tokens=least, prompt_s=None)
-            return ev.Prefilled(request, reported)
-        except BackendRefusedError as error:
-            return ev.PrefillFailed(request, str(error), began=began)
-        except BackendError as error:
-            failure = error
-        except asyncio.CancelledError:
-            if self._closed:
-                raise
-            failure = BackendError("the client disconnected")
-        # The connection is closed. Until the server notices, the slot may be at work and nothing
-        # may be sent to it. No task is left to cancel.
-        self._prefills.pop(request, None)
-        self._feed(ev.PrefillBroke(request))
-        failure.backend = effect.slot.backend
-        on_overdue = partial(self._send_elsewhere, request, failure)
-        at, worked = ef.WatchSlot(request, effect.slot, RequestProgress.SENT), asyncio.Event()
-        n_tokens = await self._quiet(at, on_overdue, worked)
-        return ev.PrefillFailed(request, str(failure), n_tokens, ran=worked.is_set())
+    async def _transfer(self, order: Transferred) -> None:
+        result = await self._transfers.carry_out(order, self.infos)
+        self._feed(preparation.resume, order, result)
+        if isinstance(order, ef.Save):
+            self.host_saves.saved(order.slot)
 
     def _send_elsewhere(self, request: RequestId, failure: BackendError) -> None:
         """Fail a request if its client still waits, so that another backend can serve it.
@@ -552,56 +580,15 @@ class Engine:
         """
         if request in self._grants:
             self._reject(ef.Reject(request, failure))
-            self._feed(ev.Cancelled(request))
-
-    def _stop_prefill(self, request: RequestId) -> None:
-        """Cancel a prefill, or prevent its start."""
-        if task := self._prefills.get(request):
-            task.cancel()
-        else:
-            self._prefills.pop(request, None)
-
-    async def _watch(self, effect: ef.WatchSlot) -> None:
-        worked = asyncio.Event()
-        n_tokens = await self._quiet(effect, worked=worked)
-        backend, index = self._backends.get(effect.slot.backend), effect.slot.index
-        if effect.wipe and backend is not None:  # else a server on demand, which has ended
-            jobs = self._scheduler.state.inventory.jobs
-            await watch.wipe(backend, index, lambda: effect.request in jobs, flush=effect.flush)
-        event = ev.Quiet(effect.request, n_tokens, effect.wipe, worked.is_set())
-        self._throttle.call(partial(self._feed, event))
-
-    async def _quiet(
-        self,
-        at: ef.WatchSlot,
-        on_overdue: Callable[[], None] = lambda: None,
-        worked: asyncio.Event | None = None,
-    ) -> int | None:
-        if at.slot.backend not in self._backends:
-            return None
-        jobs, poller = self._scheduler.state.inventory.jobs, self._pollers.at(at.slot.backend)
-        on_work = (lambda: None) if worked is None else worked.set
-        return await watch.wait_quiet(
-            poller, at.slot.index, lambda: at.request in jobs, at.progress, on_overdue, on_work
-        )
-
-    async def _poll_for_strangers(self, backend: BackendId) -> None:
-        if backend not in self._backends:
-            return
-        idle = {s.id: s.generation for s in self._slots_of(backend) if s.is_idle}
-        statuses = await watch.poll_idle(self._pollers.at(backend), idle)
-        busy = {SlotId(backend, status.index) for status in statuses if status.is_processing}
-        if busy:
-            found = {slot: idle[slot] for slot in busy}
-            self._throttle.call(partial(self._feed, ev.FoundBusy(found)))
-
-    def _slots_of(self, backend: BackendId) -> tuple[Slot, ...]:
-        return tuple(self._scheduler.state.inventory.slots.of(backend))
+            self._feed(admission.cancelled, request)
 
     async def _launch(self, effect: ef.Dispatch, grant: Callable[[], object]) -> None:
         """Send a request, find out in which slots it runs, then open the placement gate."""
         found, end = await self._launches.launch(effect, grant)
         if len(found) > 1 or (found and end is None):
-            self._feed(ev.Launched(effect.request, found[0], frozenset(found[1:])))
+            self._feed(job_ends.launched, effect.request, found[0], frozenset(found[1:]))
         if end is not None:
             end(found[0] if len(found) == 1 else None)
+
+    def _slots_of(self, backend: BackendId) -> tuple[Slot, ...]:
+        return tuple(self._scheduler.state.inventory.slots.of(backend))

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from router.base.types import SlotId
-from router.core.model import events as ev
 from router.engine.scheduler_view import SchedulerView
 
 
@@ -19,9 +18,10 @@ class _Awaited:
 
 @dataclass(slots=True)
 class HostSaves:
-    """The slots whose saves other hosts wait for. `feed` tells the scheduler."""
+    """The slots whose saves other hosts wait for. `ask` and `withdraw` tell the scheduler."""
 
-    feed: Callable[[ev.Event], None]
+    ask: Callable[[SlotId], None]
+    withdraw: Callable[[SlotId], None]
     view: SchedulerView
     _awaited: dict[SlotId, _Awaited] = field(default_factory=dict)
 
@@ -33,14 +33,14 @@ class HostSaves:
         awaited = self._awaited.setdefault(slot, _Awaited())
         awaited.n_waiting += 1
         try:
-            self.feed(ev.SaveAsked(slot))
+            self.ask(slot)
             if self.view.is_being_saved(slot):
                 await awaited.over.wait()
         finally:
             awaited.n_waiting -= 1
             if not awaited.n_waiting and self._awaited.get(slot) is awaited:
                 del self._awaited[slot]
-                self.feed(ev.SaveUnasked(slot))
+                self.withdraw(slot)
 
     def saved(self, slot: SlotId) -> None:
         """Note that a save of a slot is over, well or badly."""

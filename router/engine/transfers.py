@@ -1,6 +1,6 @@
-"""Carries out the effects that move state files; each ends in the event that answers it.
+"""Carries out the orders that move state files, and returns what became of each.
 
-Knows no plans and no holders of slots. Failures are reported as events, never raised.
+Knows no plans and no holders of slots. Failures are returned, never raised.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from router.base.errors import BackendError, BackendRefusedError, KvError, KvFil
 from router.base.ports import Clock, SlotServer, SnapshotStore, Telemetry
 from router.base.types import BackendId, BackendInfo, KvDir, Snapshot
 from router.core.model import effects as ef
-from router.core.model import events as ev
+from router.core.model.effects import Blame, Erased, Failed, Restored, Saved, WasCut
 
 log = structlog.get_logger(__name__)
 
@@ -35,10 +35,10 @@ class Transfers:
 
     async def carry_out(
         self, effect: Transferred, infos: Mapping[BackendId, BackendInfo]
-    ) -> ev.Event:
-        """Carry out one effect and return its event.
+    ) -> Saved | WasCut | Restored | Erased | Failed:
+        """Carry out one order and return its result.
 
-        A bug in here fails the effect: unanswered, its slot would be out of use for good.
+        A bug in here fails the order: unanswered, its slot would be out of use for good.
         """
         try:
             match effect:
@@ -52,13 +52,13 @@ class Transfers:
                     return await self.erase(effect)
         except Exception as error:
             log.exception("transfer_failed", effect=type(effect).__name__, request=effect.request)
-            return _failed(effect, type(error).__name__)
+            return Failed(type(error).__name__)
 
-    async def save(self, effect: ef.Save, info: BackendInfo | None) -> ev.Event:
+    async def save(self, effect: ef.Save, info: BackendInfo | None) -> Saved | Failed:
         """Let the backend write a slot to a file, and commit the file as a snapshot."""
         slot = effect.slot
         if self.store is None or info is None or info.kv_dir is None:
-            return ev.SaveFailed(effect.request, slot, _NO_STORE)
+            return Failed(_NO_STORE)
         name, start = self.store.staging_name(), self.clock.now()
         try:
             self.store.check_budget(info.kv_dir)
@@ -74,12 +74,10 @@ class Transfers:
             if isinstance(error, BackendError) and not isinstance(error, BackendRefusedError):
                 self.orphans.setdefault(slot.backend, []).append((info.kv_dir, name))
             self.telemetry.saved(slot, effect.reason, None, str(error))
-            return ev.SaveFailed(effect.request, slot, str(error))
+            return Failed(str(error))
         self.telemetry.saved(slot, effect.reason, transfer, "")
         handling_s = max(self.clock.now() - start - transfer.seconds, 0.0)
-        return ev.Saved(
-            effect.request, slot, snapshot, transfer.seconds, handling_s, transfer.n_tokens
-        )
+        return Saved(snapshot, transfer.seconds, handling_s, transfer.n_tokens)
 
     async def tidy(self, backend: BackendId) -> None:
         """Discard the orphaned files of a backend that answers again.
@@ -91,11 +89,11 @@ class Transfers:
                 assert self.store is not None
                 await self.store.discard(kv_dir, name)
 
-    async def restore(self, effect: ef.Restore, info: BackendInfo | None) -> ev.Event:
+    async def restore(self, effect: ef.Restore, info: BackendInfo | None) -> Restored | Failed:
         """Let the backend read a snapshot into a slot, restreamed where needed."""
         slot, snapshot = effect.slot, effect.snapshot
         if self.store is None or info is None or info.kv_dir is None:
-            return ev.RestoreFailed(effect.request, snapshot.id, _NO_STORE, ev.Blame.DISK)
+            return Failed(_NO_STORE)
         backend, rewrite_s, start = self.backends[slot.backend], 0.0, self.clock.now()
         try:
             name = await self.store.open(snapshot, info.kv_dir, info.n_stream)
@@ -113,32 +111,30 @@ class Transfers:
                     await self.store.close(snapshot, info.kv_dir, name)
         except (BackendError, KvError) as error:
             self.telemetry.restored(slot, None, str(error))
-            return ev.RestoreFailed(effect.request, snapshot.id, str(error), _blame(error))
+            return Failed(str(error), _blame(error))
         self.telemetry.restored(slot, transfer, "")
-        return ev.Restored(
-            effect.request, snapshot.id, transfer.n_tokens, transfer.seconds, rewrite_s
-        )
+        return Restored(transfer.n_tokens, transfer.seconds, rewrite_s)
 
-    async def erase(self, effect: ef.Erase) -> ev.Event:
+    async def erase(self, effect: ef.Erase) -> Erased | Failed:
         """Let the backend empty a slot."""
         try:
             await self.backends[effect.slot.backend].erase(effect.slot.index)
         except BackendError as error:
             self.telemetry.erase_failed(effect.slot, str(error))
-            return ev.EraseFailed(effect.request, effect.slot, str(error))
-        return ev.Erased(effect.request, effect.slot)
+            return Failed(str(error), Blame.BACKEND)
+        return Erased()
 
-    async def cut(self, effect: ef.Cut) -> ev.Event:
+    async def cut(self, effect: ef.Cut) -> WasCut | Failed:
         """Make a snapshot of the first tokens of another one. No backend takes part."""
         start = self.clock.now()
         try:
             made = await self.cut_off(effect.snapshot, effect.n_tokens)
         except KvError as error:
             self.telemetry.rewritten("cut", 0, 0.0, str(error))
-            return ev.CutFailed(effect.request, str(error))
+            return Failed(str(error))
         seconds = self.clock.now() - start
         self.telemetry.rewritten("cut", made.size_bytes, seconds, "")
-        return ev.WasCut(effect.request, made, seconds)
+        return WasCut(made, seconds)
 
     async def cut_off(self, snapshot: Snapshot, n_tokens: int) -> Snapshot:
         """Return a new snapshot of the first tokens of another one. Raises KvError."""
@@ -171,19 +167,7 @@ class Transfers:
                 self.telemetry.deleted(effect.snapshot, str(error))
 
 
-def _blame(error: BackendError | KvError) -> ev.Blame:
+def _blame(error: BackendError | KvError) -> Blame:
     if isinstance(error, KvFileError):
-        return ev.Blame.FILE
-    return ev.Blame.DISK if isinstance(error, KvError) else ev.Blame.BACKEND
-
-
-def _failed(effect: Transferred, reason: str) -> ev.Event:
-    match effect:
-        case ef.Save():
-            return ev.SaveFailed(effect.request, effect.slot, reason)
-        case ef.Cut():
-            return ev.CutFailed(effect.request, reason)
-        case ef.Restore():
-            return ev.RestoreFailed(effect.request, effect.snapshot.id, reason, ev.Blame.DISK)
-        case ef.Erase():
-            return ev.EraseFailed(effect.request, effect.slot, reason)
+        return Blame.FILE
+    return Blame.DISK if isinstance(error, KvError) else Blame.BACKEND

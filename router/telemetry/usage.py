@@ -19,7 +19,7 @@ import structlog
 
 from router.base.tasks import in_thread, spawn, within
 from router.base.types import BackendId, Caller, Cost, Outcome, Request, RequestRecord
-from router.core.model.budget import Budget
+from router.core.model.tenancy import Budget
 
 Json = dict[str, Any]
 log = structlog.get_logger(__name__)

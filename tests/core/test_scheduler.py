@@ -3,9 +3,9 @@
 import pytest
 
 from router.base.types import Outcome, Reported, RequestId, SnapshotId
-from router.core.model import events as ev
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import QueueLimits
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import A0, A, R, backend, run_of, scheduler, snapshot, tokens
 from tests.support.scheduler.drive import NOW, arrive, finish, held, names
 

@@ -26,7 +26,6 @@ from router.base.types import (
 from router.core.admission.backend_attach import probe_name
 from router.core.execution import placement_gate
 from router.core.model import effects as ef
-from router.core.model import events as ev
 from router.core.model.jobs import AtGate, InPrefillQueue, RequestJob
 from router.core.model.policy import PolicyName, SnapshotLimits
 from router.core.model.request_queue import QueueLimits
@@ -35,6 +34,7 @@ from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning import prefill
 from router.core.planning.planner import plan
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import NS, A, B, backend, rates, request, scheduler
 from tests.support.scheduler.model_server import Ids, Server
 from tests.support.scheduler.world import ANSWERS, PROMPTS, World
@@ -383,7 +383,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         queues = {name: there.prefills for name, there in state.inventory.up.items()}
         assert {job.id for job in waiting} == {i for q in queues.values() for i in q.waiting}
         for job in waiting:
-            assert not job.cancelled or job.steps  # others wait for its prefill
+            assert not job.cancelled or job.for_others  # others wait for its prefill
             permit_until = queues[job.slot.backend].permit_until
             wakeup = self.scheduler.next_wakeup(self.now)
             assert wakeup is not None
@@ -404,8 +404,9 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         state = self.scheduler.state
         used = sum(n for _, _, n in state.inventory.catalog.snapshots())
         jobs = [job.using for job in self.jobs() if job.using is not None]
-        assert used <= len(jobs) + len(state.orphaned_restores)
-        assert set(state.orphaned_restores) <= {op.effect.request for op in self.ops}
+        assert used <= len(jobs) + len(state.under_way)
+        waited = {order.request for order, _ in state.under_way.values()}
+        assert waited <= {op.effect.request for op in self.ops} | {c.request for c in self.cutting}
 
     @invariant()
     def what_was_kept_is_what_looking_would_find(self) -> None:
@@ -440,7 +441,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         assert state.inventory.jobs == {}
         assert state.inventory.gated == set()
         assert state.inventory.draining == set()
-        assert state.orphaned_restores == {}
+        assert state.under_way == {}
         assert all(entry.references == 0 for entry in state.inventory.catalog._entries.values())
         assert not any(entry.doomed for entry in state.inventory.catalog._entries.values())
 

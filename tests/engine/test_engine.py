@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -20,10 +20,10 @@ from router.base.errors import BackendError, BackendRefusedError, BackendTimeout
 from router.base.ports import SlotServer, Telemetry
 from router.base.tokens import Tokens
 from router.base.types import BackendId, Outcome, Reported, Request, RequestId, SlotStatus
-from router.core.model import events as ev
+from router.core.admission import admission, backend_drain
+from router.core.execution.state import State
 from router.core.model.effects import Detach, Effect
 from router.core.model.rates import LinearFit
-from router.core.scheduler import Scheduler
 from router.engine.engine import Engine, Timing
 from router.engine.loop_throttle import MOST, LoopThrottle
 from tests.support.scheduler.build import (
@@ -36,6 +36,7 @@ from tests.support.scheduler.build import (
     scheduler,
     snapshot,
 )
+from tests.support.scheduler.driven import Driven
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import encode_state, generate
 from tests.support.servers.running_router import PATIENCE_S, Answer, Json, RunningRouter, running
@@ -354,7 +355,7 @@ async def test_prefill_does_not_begin_on_a_lost_backend() -> None:
         engine.submit(request(ids=[1, 2, 3], pinnable=False))
     )
     await asyncio.sleep(0)
-    engine.tell(ev.BackendDown(A))
+    engine.backend_down(A)
     for _ in range(3):
         await asyncio.sleep(0)
     assert not begun
@@ -464,7 +465,7 @@ async def test_wait_for_a_broken_off_prefill_ends_with_its_backend() -> None:
     engine = server.engine()
     asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - its error is checked
     await server.until_looked()
-    engine.tell(ev.BackendDown(A))
+    engine.backend_down(A)
     with pytest.raises(BackendError, match="went down"):
         await asked
     async with asyncio.timeout(PATIENCE_S):
@@ -522,7 +523,7 @@ async def test_closing_waits_for_no_slot() -> None:
     asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - cancelled below
     async with asyncio.timeout(PATIENCE_S):
         await server.prefills.wait()
-        assert engine._prefills
+        assert engine._work._prefills
         await engine.aclose()
     assert server.looks == 0
     asked.cancel()
@@ -561,14 +562,13 @@ async def test_leaving_between_turnstile_and_grant_frees_the_slot() -> None:
 async def test_a_few_are_decided_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are decided in order of arrival; one that was cancelled meanwhile is not."""
     turn, decided = 0, dict[str, int]()
-    handle = Scheduler.handle
+    arrived = admission.arrived
 
-    def noted(self: Scheduler, event: ev.Event, now: float) -> list[Effect]:
-        if isinstance(event, ev.Arrived):
-            decided[event.request.id] = turn
-        return handle(self, event, now)
+    def noted(known: State, asked: Request) -> None:
+        decided[asked.id] = turn
+        arrived(known, asked)
 
-    monkeypatch.setattr(Scheduler, "handle", noted)
+    monkeypatch.setattr(admission, "arrived", noted)
     clock = MonotonicClock()
     engine = Engine(
         *(scheduler(backend("a", 1)), {}, None, clock, cast(Telemetry, Mock())), LoopThrottle(clock)
@@ -652,22 +652,24 @@ async def test_an_event_waits_for_the_effects_of_the_one_before(
     """An effect that causes an event does not put that event before the other effects."""
     order: list[str] = []
 
-    def handle(_: Scheduler, event: ev.Event, __: float) -> list[Effect]:
-        order.append(type(event).__name__)
-        return [Detach(A), Detach(B)] if isinstance(event, ev.Draining) else []
+    def do(scheduler_: Driven, _: float, take: Any, *__: object) -> list[Effect]:
+        order.append(take.__name__)
+        begins = take is backend_drain.begin
+        scheduler_.state.out = [Detach(A), Detach(B)] if begins else []
+        return scheduler_.state.out
 
     def detached(name: BackendId) -> None:
         order.append(name)
-        engine.tell(ev.Removed(name))
+        engine.remove(name)
 
-    monkeypatch.setattr(Scheduler, "handle", handle)
+    monkeypatch.setattr(Driven, "do", do)
     clock = MonotonicClock()
     telemetry, throttle = cast(Telemetry, Mock()), LoopThrottle(clock)
     engine = Engine(scheduler(backend("a", 1)), {}, None, clock, telemetry, throttle)
     listener = Mock()
     listener.detached = detached
     engine.listener = listener
-    engine.tell(ev.Draining(A))
+    engine.drain(A)
 
-    assert order == ["Draining", A, B, "Removed", "Removed"]
+    assert order == ["begin", A, B, "removed", "removed"]
     await engine.aclose()

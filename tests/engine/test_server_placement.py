@@ -6,14 +6,14 @@ from typing import cast
 import pytest
 
 from router.base.types import Outcome, Prompt
-from router.core.model import events as ev
 from router.core.model.effects import Dispatch
 from router.core.model.slots import Content, Resident
-from router.core.scheduler import Scheduler
 from router.engine.server_placement import LaunchWatch
 from tests.engine.test_slot_watch import Scripted
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import A0, A1, A, R, backend, scheduler, tokens
 from tests.support.scheduler.drive import NOW, arrive, finish, slot
+from tests.support.scheduler.driven import Driven
 from tests.support.servers.running_router import PATIENCE_S
 
 
@@ -21,7 +21,7 @@ def end(_: int | None = None) -> None:
     raise AssertionError("the engine tells it")
 
 
-def sent() -> tuple[Scheduler, Dispatch]:
+def sent() -> tuple[Driven, Dispatch]:
     """Return a scheduler and R's server-placed dispatch on a; a/1 holds tokens."""
     s = scheduler(backend("a", 2), idle_save_after_s=None, reuse_probability=0.0)
     slot(s, A1).hold(Content(Resident(tokens(7, 8))))

@@ -21,7 +21,7 @@ from router.base.types import (
     SlotId,
     Source,
 )
-from router.core.model.budget import Budget, Limits
+from router.core.model.tenancy import Budget, Limits
 from router.telemetry import usage
 from router.telemetry.usage import UsageBook, UsageFile
 from tests.support.scheduler.build import request

@@ -1,7 +1,6 @@
 """Admission: which requests are queued, rejected, or given a slot."""
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from math import inf
 
 from msgspec.structs import replace
@@ -12,28 +11,22 @@ from router.base.errors import (
     QueueFullError,
 )
 from router.base.tokens import head
-from router.base.types import BackendId, MemoryKind, Request, RequestId, Source
+from router.base.types import BackendId, Request, RequestId, SlotId, Source
 from router.core.admission import server_swaps
-from router.core.execution import prefill_queue
-from router.core.execution.job_steps import is_wanted, next_step
+from router.core.execution import idle_saves, prefill_queue
+from router.core.execution.job_ends import end
+from router.core.execution.preparation import begin, is_wanted, prepare
 from router.core.execution.spending import Budgets
 from router.core.execution.state import State
 from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Slot
-from router.core.model.effects import SaveReason, StopWork
+from router.core.model.effects import StopWork
 from router.core.model.jobs import (
     AtGate,
-    CutStep,
-    DispatchStep,
-    EraseStep,
     InPrefillQueue,
     PrefillStep,
     RequestJob,
-    RestoreStep,
-    SaveStep,
-    Step,
 )
-from router.core.model.memory_kinds import goes_back
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import Waiting
@@ -43,13 +36,13 @@ from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import sticky_key
 from router.core.planning.planner import decide
-from router.core.planning.pricing import can_save, saving_pays
 from router.core.planning.wait_candidates import trust_ends
 from router.core.reporting.miss_reasons import coverage_of
 
 
-def arrived(state: State, request: Request, now: float) -> None:
+def arrived(state: State, request: Request) -> None:
     """Queue the request, perhaps for no time; reject it if it fits no backend."""
+    now = state.now
     state.inventory.servers.unread.pop(request.id, None)
     if too_long := _too_long(state, request):
         state.reject(request.id, too_long)
@@ -98,8 +91,9 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
     return ContextTooLongError(n_prompt, longest)
 
 
-def cancelled(state: State, request: RequestId, now: float) -> None:
+def cancelled(state: State, request: RequestId) -> None:
     """Drop a request that was not sent yet: its client disconnected."""
+    now = state.now
     if state.queue.remove(request) is not None:
         stop_for_nobody(state)
         return
@@ -111,10 +105,10 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
     step, slot = job.doing, job.own
     if isinstance(step, PrefillStep) and slot.work.sharing and is_wanted(state, job, step.tokens):
         # Other requests wait for this very prefill: it goes on.
-        job.append(SaveStep(job.slot, SaveReason.SHARED))
+        job.go_on_for_others(wanted=True)
     elif isinstance(job.doing, InPrefillQueue | AtGate):
         slot.do(replace(slot.work, sharing=False))
-        next_step(state, job, now)  # another job may have the slot, and compute it
+        end(state, job, now)  # another job may have the slot, and compute it
     else:
         _break_off(state, job)
 
@@ -137,8 +131,14 @@ def stop_for_nobody(state: State) -> None:
         if not isinstance(step := job.doing, PrefillStep):
             continue
         if job.own.work.sharing and not is_wanted(state, job, step.tokens):
-            job.drop_steps()
+            job.go_on_for_others(wanted=False)
             _break_off(state, job)
+
+
+def save_unasked(state: State, slot: SlotId) -> None:
+    """Note that no other host waits any more for what a slot computes."""
+    idle_saves.not_for_host(state, slot)
+    stop_for_nobody(state)
 
 
 def give_up_unserved(state: State, now: float) -> None:
@@ -231,8 +231,8 @@ def _will_be_loaded(state: State, request: Request, now: float) -> bool:
     )
 
 
-def stop(state: State, *, save: bool) -> None:
-    """Admit no more requests, and reject those in the queue."""
+def stop(state: State, save: bool) -> None:
+    """Admit no more requests, and reject those in the queue; `save` what pays off."""
     state.stopping, state.saves_on_stop = True, save
     for waiting in state.queue:
         state.queue.remove(waiting.request.id)
@@ -426,8 +426,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         inventory.sticky.setdefault(sticky_key(request), chosen.slot)
         if len(inventory.sticky) > TUNING.sticky_keys:
             del inventory.sticky[next(iter(inventory.sticky))]
-    job.set_steps(_steps_of(state, job, request, decision, crowding))
-    next_step(state, job, now)
+    begin(state, prepare(state, job, crowding))
 
 
 def _lease_others(inventory: Inventory, job: RequestJob, slot: Slot) -> list[Slot]:
@@ -451,57 +450,3 @@ def _lease_others(inventory: Inventory, job: RequestJob, slot: Slot) -> list[Slo
         crowding = inventory.in_the_way(slot, request, held)
         job.hold_also([other.lease(job, work) for other in crowding])
     return crowding
-
-
-def _must_be_emptied(state: State, slot: Slot, chosen: Candidate) -> bool:
-    """Return whether the server must not find the slot's content, which the plan does not use.
-
-    Of an opaque state it is not known how far back it is right (a window with `--swa-full`), and
-    the server goes back as far as it likes.
-    """
-    opaque = slot.backend.info.memory_kind is MemoryKind.OPAQUE
-    return opaque and chosen.source is Source.COLD and len(slot.content.resident) > 0
-
-
-def _steps_of(
-    state: State, job: RequestJob, request: Request, decision: Plan, crowding: Sequence[Slot]
-) -> deque[Step]:
-    """Return the plan as steps. The `crowding` slots are emptied for room."""
-    chosen = decision.chosen
-    held = job.held
-    foreign = [slot for slot in held if slot.content.tenant != request.tenant or slot in crowding]
-    whole = job.claim is SlotClaim.SEVERAL
-    displaced = held if whole else [s for s in foreign if s.id != chosen.slot]
-    steps: deque[Step] = deque()
-    if chosen.save_displaced and not whole:
-        steps.append(SaveStep(chosen.slot, SaveReason.DISPLACED))
-    steps.extend(
-        SaveStep(slot.id, SaveReason.DISPLACED)
-        for slot in displaced
-        if saving_pays(state.inventory, slot)[2]
-    )
-    steps.extend(EraseStep(slot.id) for slot in foreign)
-    own = held[0]
-    if own not in foreign and _must_be_emptied(state, own, chosen):
-        steps.append(EraseStep(own.id))
-    if chosen.copy_from is not None:
-        steps += [SaveStep(chosen.copy_from, SaveReason.COPY), RestoreStep(None)]
-    elif chosen.snapshot is not None:
-        if chosen.cut is not None:
-            steps.append(CutStep(chosen.snapshot, chosen.cut))
-        steps.append(RestoreStep(chosen.snapshot))
-    tokens = request.prompt.tokens
-    for length in decision.boundary_saves:
-        steps += [PrefillStep(head(tokens, length)), SaveStep(chosen.slot, SaveReason.BOUNDARY)]
-    # All but one token: the state is then a strict prefix of every prompt like it. The client's own
-    # request has one token left to compute, and none is computed twice.
-    n_first = request.prompt.n_tokens if request.warms else request.prompt.n_tokens - 1
-    if decision.prefill_first and n_first not in decision.boundary_saves:
-        steps.append(PrefillStep(head(tokens, n_first)))
-    # Of kinds that cannot go back, the boundary saves are those that others can use.
-    backend = state.inventory.backends[chosen.slot.backend]
-    whole_is_of_use = goes_back(backend.info.memory_kind)
-    if request.warms and whole_is_of_use and can_save(state.inventory, backend, n_first):
-        steps.append(SaveStep(chosen.slot, SaveReason.WARM))
-    steps.append(DispatchStep())
-    return steps

@@ -1,6 +1,6 @@
 """Take in what exists at the start: backends with slots in use, snapshots on disk."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence, Set
 
 from msgspec.structs import replace
 
@@ -9,11 +9,14 @@ from router.base.types import (
     NO_TENANT,
     BackendId,
     BackendInfo,
+    MemoryKind,
     RequestId,
+    SlotStatus,
+    Snapshot,
 )
-from router.core.execution.job_ends import end, watch
+from router.core.admission import server_swaps
+from router.core.execution.job_ends import end, lose_backend, watch
 from router.core.execution.state import State
-from router.core.model import events as ev
 from router.core.model.backend import Backend
 from router.core.model.effects import Prove
 from router.core.model.jobs import ProbeLoan
@@ -23,17 +26,23 @@ from router.core.model.tuning import TUNING
 from router.core.planning.pricing import is_known, worth_of
 
 
-def backend_up(state: State, event: ev.BackendUp) -> None:
-    """Attach a backend. The content of a slot that is not `kept` is unread until an idle save.
+def backend_up(state: State, info: BackendInfo, slots: Sequence[SlotStatus]) -> None:
+    """Attach a backend, for the first time or after a restart; `slots`: as it reports them.
+
+    What a slot holds is unread until an idle save: lengths are reported, but no ids.
 
     A slot that an unknown client uses is leased to no request until it is idle: pinning a request
     to a busy slot can destroy the other's answer (llama-server.md section 0.1). Nor is a slot with
     KV of one request's own adapter, until it is wiped. Without KV there is nothing to destroy or to
     wipe.
     """
-    info = event.info
+    now = state.now
+    server = state.inventory.servers.by_name.get(info.id)
+    if server is not None and not server.may_attach:
+        return  # it was told to end meanwhile
+    lose_backend(state, info.id, now)
     backend = state.inventory.take(info, _rates_for(info))
-    statuses = {status.index: status for status in event.slots}
+    statuses = {status.index: status for status in slots}
     for slot in backend.slots:
         slot.note_use(state.inventory.uses.get(info.namespace, 0))  # as far as is known
         status = statuses.get(slot.id.index)
@@ -46,6 +55,15 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
             unread = Resident(unread=status.n_tokens or 0, may_hold_more=status.n_tokens is None)
             slot.hold(replace(slot.content, resident=unread))
     _value_anew(state, backend)
+    server_swaps.came_up(state, info, now)
+
+
+def backend_down(state: State, backend: BackendId) -> None:
+    """Note that a backend is down, and the content of its slots is lost."""
+    now = state.now
+    lose_backend(state, backend, now)
+    if (server := state.inventory.servers.by_name.get(backend)) is not None:
+        server.went_down(now)
 
 
 def probe_name(backend: BackendId) -> RequestId:
@@ -53,14 +71,15 @@ def probe_name(backend: BackendId) -> RequestId:
     return RequestId(f"probe-{backend}")
 
 
-def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
+def probe_due(state: State, backend: BackendId) -> None:
     """Lend the idle slots that hold least, or none, for the probe of a backend.
 
     They are lent until `Probed` or until the backend goes down. None while a server-placed request
     is on its way: the server may pick these slots.
     """
-    if not (state.stopping or event.backend in state.inventory.draining):
-        _lend(state, event.backend, now)
+    now = state.now
+    if not (state.stopping or backend in state.inventory.draining):
+        _lend(state, backend, now)
 
 
 def prove(state: State, backend: Backend, now: float) -> None:
@@ -107,20 +126,23 @@ def _lend(state: State, backend: BackendId, now: float) -> None:
         slot.hold(replace(slot.content, tenant=NO_TENANT, keep=NO_KEEP))
 
 
-def put_off(state: State, event: ev.ProbePutOff, now: float) -> None:
-    """Take back the slots of a probe that made way for a request."""
-    job = state.inventory.jobs.get(probe_name(event.backend))
+def put_off(state: State, backend: BackendId, kept: Set[int]) -> None:
+    """Take back the slots of a probe that made way for a request; `kept` hold what they held."""
+    now = state.now
+    job = state.inventory.jobs.get(probe_name(backend))
     if isinstance(job, ProbeLoan):
-        _take_back(state, job, event.kept, now)
+        _take_back(state, job, kept, now)
 
 
-def probed(state: State, event: ev.Probed, now: float) -> None:
-    """Note what the probe found out. Content and use of the other slots stay as they are.
+def probed(state: State, info: BackendInfo, kept: Set[int]) -> None:
+    """Note what the probe in lent slots found out; `kept` hold what they held.
+
+    Content and use of the other slots stay as they are.
 
     Rates learned from traffic stay, too; bytes per token can be read off a state file only. The
     probe measured speed beside other requests, which is better than nothing.
     """
-    info = event.info
+    now = state.now
     job = state.inventory.jobs.get(probe_name(info.id))
     if not isinstance(job, ProbeLoan):
         return  # it went down meanwhile
@@ -132,7 +154,7 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
         slot.hold(replace(slot.content, save_decided=False))  # nothing could be saved so far
         if slot.is_idle and not info.is_managed:
             slot.hold(replace(slot.content, resident=NOTHING))
-    _take_back(state, job, event.kept, now)
+    _take_back(state, job, kept, now)
 
 
 def _take_back(state: State, job: ProbeLoan, kept: Collection[int], now: float) -> None:
@@ -146,16 +168,19 @@ def _take_back(state: State, job: ProbeLoan, kept: Collection[int], now: float) 
             slot.hold(replace(before, resident=resident, save_decided=False))
 
 
-def snapshots_found(state: State, event: ev.SnapshotsFound) -> None:
-    """Offer snapshots to the catalog.
+def snapshots_found(
+    state: State, snapshots: Sequence[Snapshot], kind: MemoryKind, made: bool
+) -> None:
+    """Offer snapshots to the catalog: found on disk, or `made` just now.
 
     On disk their memory kind is not recorded, so none is dropped in favour of a longer one.
     """
-    if not event.made:
-        found_bytes = sum(snapshot.size_bytes for snapshot in event.snapshots)
+    now = state.now
+    if not made:
+        found_bytes = sum(snapshot.size_bytes for snapshot in snapshots)
         state.inventory.catalog.found_on_disk(found_bytes)
-    for snapshot in event.snapshots:
-        state.keep(snapshot, event.kind)
+    for snapshot in snapshots:
+        state.keep(snapshot, kind, now=now)
 
 
 def _value_anew(state: State, backend: Backend) -> None:

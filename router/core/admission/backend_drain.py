@@ -8,14 +8,15 @@ from router.base.types import BackendId
 from router.core.admission.backend_attach import probe_name, prove
 from router.core.execution.job_ends import lose_backend
 from router.core.execution.state import State
-from router.core.model import events as ev
 from router.core.model.effects import Detach, StopServer
+from router.core.model.policy import Policy, SnapshotLimits
+from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerPhase
 from router.core.model.slots import Phase
 
 
 def begin(state: State, backend: BackendId) -> None:
-    """Begin to drain a backend: it gets nothing new.
+    """Begin to drain a backend: it gets nothing new, and is detached once its jobs are over.
 
     Its slots are considered for a save once more: now or never.
     """
@@ -55,12 +56,22 @@ def prove_all(state: State, now: float) -> None:
             prove(state, backend, now)
 
 
-def configured(state: State, event: ev.Configured) -> None:
+def undrained(state: State, backend: BackendId) -> None:
+    """Keep a backend that is still draining."""
+    state.inventory.draining.discard(backend)
+
+
+def removed(state: State, backend: BackendId) -> None:
+    """Forget a detached backend: its name may be used for another one."""
+    state.inventory.forget(backend)
+
+
+def configured(state: State, policy: Policy, limits: SnapshotLimits, queue: QueueLimits) -> None:
     """Adopt another policy and other limits.
 
     What exceeds the limits is evicted little by little.
     """
-    state.inventory.policy = event.policy
-    state.queue.limits = event.queue
-    state.inventory.catalog.limits = event.limits
+    state.inventory.policy = policy
+    state.queue.limits = queue
+    state.inventory.catalog.limits = limits
     state.delete(state.inventory.catalog.shrink())

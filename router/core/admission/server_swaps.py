@@ -1,17 +1,24 @@
 """Servers on demand: start and stop them as requests need, within what may be loaded together."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from math import inf
 
 from router.base.errors import DeadlineError, NoBackendError, ServerFailedError
-from router.base.types import BackendId, BackendInfo, Request
+from router.base.types import BackendId, BackendInfo, Request, RequestId
 from router.core.admission import backend_drain
 from router.core.execution.job_ends import lose_backend
 from router.core.execution.state import State
-from router.core.model import events as ev
 from router.core.model.effects import ModelReady, StartServer, StopServer
 from router.core.model.jobs import RequestJob
-from router.core.model.servers import Demand, Server, ServerPhase, Unread
+from router.core.model.servers import (
+    Demand,
+    Server,
+    ServerLimit,
+    ServerPhase,
+    ServerSpec,
+    Unread,
+)
 from router.core.planning.server_swap import plan_swaps
 
 
@@ -45,18 +52,33 @@ def wakeup(state: State) -> float:
     return min(state.plan_servers_at, *deadlines, inf)
 
 
-def wanted(state: State, event: ev.ModelWanted, now: float) -> None:
-    """Note a request that waits for a server to read its prompt, or answer it at once."""
+def configured(state: State, servers: Sequence[ServerSpec], limits: Sequence[ServerLimit]) -> None:
+    """Take the servers that may be started, and what of them may be loaded together."""
+    now = state.now
+    state.inventory.servers.configure(tuple(servers), tuple(limits), now)
+
+
+def wanted(state: State, request: RequestId, model: str | None) -> None:
+    """Note a request that waits for a server to read its prompt, or answer it at once.
+
+    It counts as a request for that server until it arrives, or is `unwanted`.
+    """
+    now = state.now
     servers = state.inventory.servers
     if state.stopping:
-        state.reject(event.request, NoBackendError("the router is stopping"))
-    elif servers.may_serve(event.model, now):
+        state.reject(request, NoBackendError("the router is stopping"))
+    elif servers.may_serve(model, now):
         # One that a peer has refused meanwhile has waited since it came.
-        servers.unread.setdefault(event.request, Unread(event.request, event.model, now))
-        if state.inventory.is_loaded(event.model):
-            state.out.append(ModelReady(event.request))
+        servers.unread.setdefault(request, Unread(request, model, now))
+        if state.inventory.is_loaded(model):
+            state.out.append(ModelReady(request))
     else:
-        state.reject(event.request, _failed(state, event.model))
+        state.reject(request, _failed(state, model))
+
+
+def unwanted(state: State, request: RequestId) -> None:
+    """Forget a request that waited for a server to read its prompt."""
+    state.inventory.servers.unread.pop(request, None)
 
 
 def reject_overdue(state: State, now: float) -> None:
@@ -112,24 +134,29 @@ def came_up(state: State, info: BackendInfo, now: float) -> None:
             state.out.append(ModelReady(waiting.request))
 
 
-def ready(state: State, event: ev.ServerReady, now: float) -> None:
+def ready(state: State, name: BackendId) -> None:
     """Note that a server's process answers: its backend has to be attached soon."""
-    if server := state.inventory.servers.by_name.get(event.server):
+    now = state.now
+    if server := state.inventory.servers.by_name.get(name):
         server.ready_at = now
 
 
-def ended(state: State, event: ev.ServerEnded, now: float) -> None:
-    """Note that a server's process has ended; refuse what only servers given up could serve."""
+def ended(state: State, name: BackendId, problem: str, hopeless: bool) -> None:
+    """Note that a server's process has ended, as ordered or by itself, or did not start.
+
+    Refuse what only servers given up could serve. `hopeless`: the next would end in the same way.
+    """
+    now = state.now
     servers = state.inventory.servers
-    server = servers.by_name.get(event.server)
+    server = servers.by_name.get(name)
     if server is None:
         return
     jobs = state.inventory.jobs.values()
-    if any(isinstance(job, RequestJob) and job.slot.backend == event.server for job in jobs):
+    if any(isinstance(job, RequestJob) and job.slot.backend == name for job in jobs):
         server.lost_request(now)
-    lose_backend(state, event.server, now)
-    state.inventory.draining.discard(event.server)
-    server.ended(event.problem, now, hopeless=event.hopeless)
+    lose_backend(state, name, now)
+    state.inventory.draining.discard(name)
+    server.ended(problem, now, hopeless=hopeless)
     if not server.is_given_up:
         return
     for waiting in state.queue:
@@ -142,16 +169,17 @@ def ended(state: State, event: ev.ServerEnded, now: float) -> None:
             state.reject(unread.request, _failed(state, unread.model))
 
 
-def asked(state: State, event: ev.ServerAsked, now: float) -> None:
-    """Start, stop or restart a server because an operator wants it."""
-    server = state.inventory.servers.by_name.get(event.server)
+def asked(state: State, name: BackendId, start: bool, stop: bool) -> None:
+    """Start a server, or stop it, because an operator wants it; both: restart it."""
+    now = state.now
+    server = state.inventory.servers.by_name.get(name)
     if server is None:
         return
-    if event.start:
-        server.ask(now, again=event.stop)
+    if start:
+        server.ask(now, again=stop)
     else:
         server.unask()
-    if event.stop:
+    if stop:
         if server.phase is ServerPhase.UP:
             _leave(state, server, now)
         elif server.phase is ServerPhase.STARTING:

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from router.base.types import Namespace, RequestId, RequestProgress, SlotId, Tenant
 from router.core.execution.job_ends import watch
-from router.core.execution.job_steps import save
+from router.core.execution.preparation import begin, save_alone
 from router.core.execution.state import State
 from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Backend, Slot
@@ -70,11 +70,12 @@ def _first_due(inventory: Inventory, backend: Backend) -> tuple[float, Slot | No
     return due(first), first
 
 
-def save_for_host(state: State, slot_id: SlotId, now: float) -> None:
+def save_for_host(state: State, slot_id: SlotId) -> None:
     """Save what an idle slot holds, or a busy one computes, because another host asks for it.
 
     No idle slot while the placement gate is closed: the server may take it for the request there.
     """
+    now = state.now
     backend = state.inventory.up.get(slot_id.backend)
     slots = state.inventory.slots.of(slot_id.backend)
     if backend is None or slot_id.index >= len(slots) or state.gives_up_content:
@@ -147,4 +148,4 @@ def _save(state: State, slot: Slot, now: float, reason: SaveReason = SaveReason.
     save_s = slot.backend.rates.save_s(len(slot.content.resident))
     job = state.inventory.jobs[name] = SaveJob(id=name, own=slot)
     slot.lease(job, Work(slot.content.tenant, busy_until=now + save_s))
-    save(state, name, slot, reason)
+    begin(state, save_alone(state, job, reason))

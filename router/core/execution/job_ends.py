@@ -1,17 +1,19 @@
 """End jobs: after success, failure, or the loss of their backend. Release every lease."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from math import inf
 
 from msgspec.structs import replace
 
 from router.base.errors import BackendError
+from router.base.tokens import Tokens
 from router.base.types import (
     NO_KEEP,
     NO_TENANT,
     BackendId,
     BackendInfo,
     Cost,
+    Lease,
     MemoryKind,
     Outcome,
     Reported,
@@ -38,14 +40,15 @@ from router.core.execution.spending import (
     cost_of,
 )
 from router.core.execution.state import State
-from router.core.model import events as ev
 from router.core.model.backend import Slot
-from router.core.model.effects import Account, StopWork, WatchSlot
+from router.core.model.effects import Account, AnswerEnd, Quiet, StopWork, WatchSlot
 from router.core.model.jobs import (
+    CutStep,
     Job,
     PrefillStep,
     ProbeLoan,
     RequestJob,
+    RestoreStep,
     SaveJob,
     SaveStep,
     SlotWatch,
@@ -118,17 +121,10 @@ def _lose_source(job: RequestJob, backend: BackendId) -> None:
     if not lost:
         return
     job.give_back(lost)
-    job.set_steps(
-        step
-        for step in job.steps
-        if not (isinstance(step, SaveStep) and step.slot.backend == backend)
-    )
     job.went_cold("the backend of the copy's source went down")
 
 
-def launched(
-    state: State, request: RequestId, index: int, now: float, others: Collection[int] = ()
-) -> None:
+def launched(state: State, request: RequestId, index: int, others: Collection[int]) -> None:
     """Open the gate of a server-placed request that runs, and note its slot, or its slots."""
     job = state.request_job(request)
     if job is None or not job.is_sent or job.own.job is not job:
@@ -189,51 +185,56 @@ def _follow(state: State, job: RequestJob, actual: Slot) -> None:
     actual.hold(replace(actual.content, tenant=work.tenant, keep=leased.content.keep))
 
 
-def finished(state: State, event: ev.Finished, now: float) -> None:
-    """Learn from a finished response, and release its slot or watch it until idle."""
-    job = state.request_job(event.request)
+def finished(state: State, request: RequestId, end_: AnswerEnd, index: int | None) -> None:
+    """Learn from a finished response, and release its slot or watch it until idle.
+
+    `index`: the slot that the backend chose, if the request ended before a poll saw it run. To
+    report that before would admit requests while this slot still counts as busy.
+    """
+    now = state.now
+    job = state.request_job(request)
     if job is None or not job.is_sent:
         return
-    if event.index is not None:
-        launched(state, event.request, event.index, now)
+    if index is not None:
+        launched(state, request, index, ())
     job.own.backend.gate.leave(job.id)
-    cost = cost_of(job, event)
+    cost = cost_of(job, end_)
     charge(state, job.request, cost)
     state.out.append(
         Account(
             request=job.request,
             slot=job.slot,
             plan=job.plan,
-            outcome=event.outcome,
-            reported=event.reported,
+            outcome=end_.outcome,
+            reported=end_.reported,
             waited_s=job.waited_s,
             prepared_s=job.prepared_s,
             prefill_queue_s=job.past_queue_s,
             prefilled=job.prefilled,
             cost=cost,
-            avoided_s=avoided_s(job.own.backend.rates, event.reported, job.prefilled),
+            avoided_s=avoided_s(job.own.backend.rates, end_.reported, job.prefilled),
         )
     )
-    _learn(state, job, event)
+    _learn(state, job, end_)
     server = state.inventory.servers.by_name.get(job.slot.backend)
-    if server is not None and event.outcome is Outcome.BACKEND_ERROR:
+    if server is not None and end_.outcome is Outcome.BACKEND_ERROR:
         server.lost_request(now)
-    if server is not None and event.outcome is Outcome.OK:
+    if server is not None and end_.outcome is Outcome.OK:
         server.answered()
-    if event.outcome is Outcome.OK:
+    if end_.outcome is Outcome.OK:
         state.inventory.note_home(job.request, job.slot.backend)
-    if event.outcome is Outcome.OK and job.request.prompt.is_exact:
+    if end_.outcome is Outcome.OK and job.request.prompt.is_exact:
         tokens = job.request.prompt.tokens
-        compare(state, job, job.resident_at_dispatch, tokens, event.reported, now)
+        compare(state, job, job.resident_at_dispatch, tokens, end_.reported, now)
     if job.own.job is not job:
         end(state, job, now)  # the backend went down meanwhile
-    elif event.outcome is Outcome.OK and not _is_to_be_wiped(state, job, event, now):
-        end(state, job, now, _content_after(state, job, event))
+    elif end_.outcome is Outcome.OK and not _is_to_be_wiped(state, job, end_, now):
+        end(state, job, now, _content_after(state, job, end_))
     else:
-        _abandon(state, job, now, event, cost)
+        _abandon(state, job, now, end_, cost)
 
 
-def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Resident:
+def _content_after(state: State, job: RequestJob, end_: AnswerEnd) -> Resident:
     """Return the content of the job's slot after a complete answer.
 
     1. Nothing, on a backend that is not managed.
@@ -254,7 +255,7 @@ def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Residen
         info, before = job.own.backend.info, job.resident_at_dispatch
         limit, by_length = info.checkpoints, info.unified
         prompt = job.request.prompt
-        return after_finish(prompt, event.reported, before, limit, by_length=by_length)
+        return after_finish(prompt, end_.reported, before, limit, by_length=by_length)
     _doubt_watched(state, job)
     placement_gate.mix(state, job)
     for slot in job.own.backend.slots:
@@ -264,7 +265,7 @@ def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Residen
     return after_either(job.resident_at_dispatch, job.request.prompt)
 
 
-def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished, cost: Cost) -> None:
+def _abandon(state: State, job: RequestJob, now: float, end_: AnswerEnd, cost: Cost) -> None:
     """Watch the slot, and every slot that the request may use, until the backend is done.
 
     After a complete answer the first poll decides. After a refusal most slots hold what they held,
@@ -282,20 +283,20 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished, cost
     server makes other requests wait by itself.
     """
     if not job.own.backend.info.is_managed:
-        if event.outcome not in _OVER:
+        if end_.outcome not in _OVER:
             charge_unseen(state, job.request, job.plan, job.own.backend, cost)
         end(state, job, now, NOTHING)
         return
-    refused = event.outcome is Outcome.REFUSED
-    flush = _shares_state(state, job, event.reported) and not refused
-    wipe = job.request.adapted or (_is_to_be_wiped(state, job, event, now) and not refused)
+    refused = end_.outcome is Outcome.REFUSED
+    flush = _shares_state(state, job, end_.reported) and not refused
+    wipe = job.request.adapted or (_is_to_be_wiped(state, job, end_, now) and not refused)
     unseen = not job.knows_slot
-    answered = event.outcome in _OVER
+    answered = end_.outcome in _OVER
     progress = (
         RequestProgress.ANSWERED
         if answered
         else RequestProgress.BEGUN
-        if event.begun and not unseen
+        if end_.begun and not unseen
         else RequestProgress.SENT
     )
     _let_go(state, job)
@@ -344,19 +345,19 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished, cost
         )
 
 
-def _is_to_be_wiped(state: State, job: RequestJob, event: ev.Finished, now: float) -> bool:
+def _is_to_be_wiped(state: State, job: RequestJob, end_: AnswerEnd, now: float) -> bool:
     """Return True if what the request left is not exactly what its tokens say."""
-    if event.outcome not in _OVER and _may_have_outgrown(state, job, event, now):
+    if end_.outcome not in _OVER and _may_have_outgrown(state, job, end_, now):
         return True
     n_ctx = job.own.backend.info.n_ctx
     pinned = job.claim is SlotClaim.PINNED
     # The counts of several tasks are sums: they say nothing of one slot.
-    told = Reported() if job.request.takes_several else event.reported
+    told = Reported() if job.request.takes_several else end_.reported
     exact = is_exact(job.request, job.resident_at_dispatch, told, n_ctx, pinned=pinned)
-    return job.request.adapted or not exact or _shares_state(state, job, event.reported)
+    return job.request.adapted or not exact or _shares_state(state, job, end_.reported)
 
 
-def _may_have_outgrown(state: State, job: RequestJob, event: ev.Finished, now: float) -> bool:
+def _may_have_outgrown(state: State, job: RequestJob, end_: AnswerEnd, now: float) -> bool:
     """Return True if an answer that was not read to its end may have outgrown its slot.
 
     With `--context-shift` the server then dropped tokens in the middle and moved the others
@@ -366,7 +367,7 @@ def _may_have_outgrown(state: State, job: RequestJob, event: ev.Finished, now: f
     room = backend.info.n_ctx - request.prompt.n_tokens
     if request.max_new_tokens is not None and request.max_new_tokens <= room:
         return False
-    if request.streams and not event.begun:
+    if request.streams and not end_.begun:
         return False
     rates = backend.rates
     usual_s = rates.output_s_per_token.value / TUNING.output_fastest
@@ -438,13 +439,13 @@ def watch(
     state.out.append(WatchSlot(name, slot.id, progress, wipe, flush))
 
 
-def found_busy(state: State, event: ev.FoundBusy) -> None:
-    """Keep slots that an unknown client uses out of use.
+def found_busy(state: State, slots: Mapping[SlotId, int]) -> None:
+    """Keep slots that an unknown client uses out of use; `slots` were idle at these generations.
 
     While the gate is closed, the router's own request may be the one in the slot. On a backend that
     is not managed, any of the router's requests may be in any slot.
     """
-    for slot_id, generation in event.slots.items():
+    for slot_id, generation in slots.items():
         slot = next((s for s in state.inventory.slots.of(slot_id.backend) if s.id == slot_id), None)
         if slot is None or slot_id.backend in state.inventory.gated:
             continue
@@ -455,13 +456,14 @@ def found_busy(state: State, event: ev.FoundBusy) -> None:
             watch(state, slot)
 
 
-def quiet(state: State, event: ev.Quiet, now: float) -> None:
+def quiet(state: State, request: RequestId, seen: Quiet) -> None:
     """Release a watched slot that is idle at last."""
-    watch = state.inventory.jobs.get(event.request)
+    now = state.now
+    watch = state.inventory.jobs.get(request)
     if not isinstance(watch, SlotWatch):
         return
-    charge_rest(state, watch, event)
-    slot, n_tokens = watch.own, None if event.wiped else event.n_tokens
+    charge_rest(state, watch, seen)
+    slot, n_tokens = watch.own, None if seen.wiped else seen.n_tokens
     if watch.likely_unchanged and not watch.is_doubtful and n_tokens == len(slot.content.resident):
         end(state, watch, now)
     elif watch.request is None or watch.is_doubtful:
@@ -475,13 +477,13 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
         end(state, watch, now, after_quiet(watch.before, prompt, n_tokens, begun=begun))
 
 
-def answer_read(state: State, event: ev.AnswerRead) -> None:
+def answer_read(state: State, lease: Lease, prompt: Tokens, answer: Tokens) -> None:
     """Note the ids of an answer, unless the slot has been leased since."""
-    slots = state.inventory.slots.of(event.slot.backend)
-    if event.slot.index < len(slots):
-        slot = slots[event.slot.index]
-        if slot.is_idle and slot.generation == event.generation:
-            read = after_answer(slot.content.resident, event.prompt, event.answer)
+    slots = state.inventory.slots.of(lease.slot.backend)
+    if lease.slot.index < len(slots):
+        slot = slots[lease.slot.index]
+        if slot.is_idle and slot.generation == lease.generation:
+            read = after_answer(slot.content.resident, prompt, answer)
             slot.hold(replace(slot.content, resident=read))
 
 
@@ -532,19 +534,23 @@ def _has_used_slot(job: Job) -> bool:
 def _let_go(state: State, job: Job) -> None:
     """Take a job out of all that it waits for or keeps, but for its leases."""
     state.inventory.jobs.pop(job.id, None)
+    job.end()
     if isinstance(job, RequestJob):
         backend = job.own.backend
         backend.prefills.leave(job.id)
         backend.gate.leave(job.id)
-        state.release_snapshot(job)
+        if job.waits is not None:
+            job.stop_waiting().close()
+        if job.is_sent or not isinstance(job.doing, RestoreStep | CutStep):
+            state.release_snapshot(job)  # else when its file is no longer read
 
 
-def _learn(state: State, job: RequestJob, event: ev.Finished) -> None:
+def _learn(state: State, job: RequestJob, end_: AnswerEnd) -> None:
     """Learn the backend's rates from what was measured of one task."""
     if job.request.takes_several:
         return
     rates = job.own.backend.rates
-    reported = event.reported
+    reported = end_.reported
     rates.observe_prompt(reported)
     if reported.generated_tokens and reported.generated_s:
         rates.observe_generation(reported.generated_tokens, reported.generated_s)

@@ -13,7 +13,6 @@ from router.core.execution.state import State
 from router.core.model.backend import Slot
 from router.core.model.jobs import (
     AtGate,
-    DispatchStep,
     PrefillStep,
     ProbeLoan,
     RequestJob,
@@ -24,11 +23,6 @@ from router.core.model.server_placement import (
 )
 from router.core.model.slots import Phase, Resident
 from router.core.model.tenancy import attracts
-
-
-def needs_gate_now(job: RequestJob) -> bool:
-    """Return whether the job's next step is to send a request that needs the gate only then."""
-    return job.claim is SlotClaim.STEERED and isinstance(job.steps[0], DispatchStep)
 
 
 def is_free(state: State, job: RequestJob) -> bool:

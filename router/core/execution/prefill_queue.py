@@ -58,15 +58,16 @@ def wait(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
     _predict_order(state, queue, now)
 
 
-def take_next(state: State, now: float) -> list[tuple[RequestJob, Tokens]]:
-    """Give the permit to the next job where it is free; return these jobs and their tokens."""
-    taken: list[tuple[RequestJob, Tokens]] = []
+def take_next(state: State, now: float) -> list[RequestJob]:
+    """Give the permit to the next job where it is free; return these jobs."""
+    taken: list[RequestJob] = []
     for backend in state.inventory.up.values():
         queue = backend.prefills
         if queue.waiting and queue.permit_until <= now:
             job = _predict_order(state, queue, now)
             queue.grant(job.id, now + TUNING.permit_longest_s)
-            taken.append((job, job.leave_prefill_queue(now)))
+            job.leave_prefill_queue(now)
+            taken.append(job)
     return taken
 
 

@@ -8,9 +8,16 @@ from bisect import bisect_right
 from msgspec.structs import replace
 
 from router.base.tokens import Tokens, before_media, common_prefix, count, head, join
-from router.base.types import MAX_CHECKPOINTS, BackendInfo, Prompt, Reported, Request, Source
+from router.base.types import (
+    MAX_CHECKPOINTS,
+    BackendId,
+    BackendInfo,
+    Prompt,
+    Reported,
+    Request,
+    Source,
+)
 from router.core.execution.state import State
-from router.core.model import events as ev
 from router.core.model.backend import Backend
 from router.core.model.effects import Limited
 from router.core.model.jobs import RequestJob
@@ -228,13 +235,16 @@ def compare(
             backend.info = replace(info, checkpoints=min(info.checkpoints, kept))
 
 
-def misread(state: State, event: ev.Misread) -> None:
-    """Take back what the last count seemed to show: the prompt was another one than was read."""
-    backend = state.inventory.up.get(event.backend)
+def misread(state: State, name: BackendId, always: bool) -> None:
+    """Take back what the last count seemed to show: the prompt was another one than was read.
+
+    `always`: the backend renders otherwise than the one that reads; else what read it is mended.
+    """
+    backend = state.inventory.up.get(name)
     if backend is None or backend.limited == RENDERS_OTHERWISE:
         return
     backend.unused_restores = 0
-    if event.always:
+    if always:
         _limit(state, backend, replace(backend.info, extends=False), RENDERS_OTHERWISE)
     elif not backend.info.extends and backend.limited == NO_EXTENSION:
         backend.lost_prefills = max(backend.lost_prefills - 1, 0)

@@ -3,13 +3,12 @@
 from router.base.tokens import common_prefix
 from router.base.types import BackendId, Cost, Outcome, Prompt, Request
 from router.core.execution.state import State
-from router.core.model import events as ev
 from router.core.model.backend import Backend
-from router.core.model.budget import Limits
-from router.core.model.effects import Spent
+from router.core.model.effects import AnswerEnd, PrefillFailed, Quiet, Spent
 from router.core.model.jobs import RequestJob, SlotWatch
 from router.core.model.plan import Plan
 from router.core.model.slots import Resident
+from router.core.model.tenancy import Limits
 
 
 class Budgets:
@@ -97,23 +96,23 @@ def charge(state: State, request: Request, cost: Cost) -> None:
             state.reject(waiting.request.id, error)
 
 
-def cost_of(job: RequestJob, event: ev.Finished) -> Cost:
+def cost_of(job: RequestJob, end: AnswerEnd) -> Cost:
     """Return the cost of a request, as reported, or else as far as it is sure.
 
     Once its answer has begun, its prompt was computed.
     """
-    reported = event.reported.with_prefill(job.prefilled)
+    reported = end.reported.with_prefill(job.prefilled)
     own = 0 if job.prefilled is None else job.prefilled.tokens
     reused, computed = job.plan.chosen.reused_tokens, reported.computed_tokens
     if computed is None:
-        refused = event.outcome is Outcome.REFUSED
-        begun = not refused and (event.begun or event.outcome is Outcome.OK)
+        refused = end.outcome is Outcome.REFUSED
+        begun = not refused and (end.begun or end.outcome is Outcome.OK)
         computed = max(own, job.request.prompt.n_tokens - reused) if begun else own
     prompt = reported.prompt_tokens or 0
     return Cost(max(prompt - computed, 0), computed, reported.generated_tokens or 0)
 
 
-def charge_rest(state: State, watch: SlotWatch, event: ev.Quiet) -> None:
+def charge_rest(state: State, watch: SlotWatch, seen: Quiet) -> None:
     """Count what a request whose client left was still computing, once its slot is idle.
 
     Where the slot does not show it, the request counts as if its prompt was computed.
@@ -122,7 +121,7 @@ def charge_rest(state: State, watch: SlotWatch, event: ev.Quiet) -> None:
         return
     backend = watch.slot.backend
     if watch.payer is not None:
-        answers = _answers_in(state, watch, watch.payer, event)
+        answers = _answers_in(state, watch, watch.payer, seen)
         _charge_more(state, watch.payer, backend, watch.counted, 0, answers)
     request, plan = watch.request, watch.plan
     if request is None or plan is None:
@@ -130,30 +129,30 @@ def charge_rest(state: State, watch: SlotWatch, event: ev.Quiet) -> None:
     prompt, reused = request.prompt, plan.chosen.reused_tokens
     n_ctx = watch.own.backend.info.n_ctx
     rest, generated = max(_unread(request, n_ctx) - reused, 0), 0
-    if event.n_tokens is not None and not watch.is_doubtful and prompt.unknown:
-        rest = event.n_tokens if event.ran else 0
-    elif event.n_tokens is not None and not watch.is_doubtful:
+    if seen.n_tokens is not None and not watch.is_doubtful and prompt.unknown:
+        rest = seen.n_tokens if seen.ran else 0
+    elif seen.n_tokens is not None and not watch.is_doubtful:
         held = min(common_prefix(watch.before.tokens, prompt.tokens), reused + watch.prefilled)
-        here = computed_since(watch.before, prompt, event, held, begun=watch.has_begun)
+        here = computed_since(watch.before, prompt, seen, held, begun=watch.has_begun)
         rest = min(here, prompt.n_tokens - held)
         # In a slot that is as long as before, nothing but the prompt is sure.
-        generated = here - rest if event.n_tokens != len(watch.before) else 0
+        generated = here - rest if seen.n_tokens != len(watch.before) else 0
         rest += watch.prefilled
     elif request.takes_several:
-        generated = _answers_in(state, watch, request, event)
+        generated = _answers_in(state, watch, request, seen)
     _charge_more(state, request, backend, watch.counted, rest, generated)
 
 
-def _answers_in(state: State, watch: SlotWatch, request: Request, event: ev.Quiet) -> int:
+def _answers_in(state: State, watch: SlotWatch, request: Request, seen: Quiet) -> int:
     """Return the tokens that a request of several tasks generated, as far as one slot shows.
 
     The server empties the slots of all answers to a prompt but the first, which they equal in
     length, unless one ended by itself.
     """
-    if event.n_tokens is None or not event.ran or event.n_tokens == len(watch.before):
+    if seen.n_tokens is None or not seen.ran or seen.n_tokens == len(watch.before):
         return 0
     prompts = _unread(request, watch.own.backend.info.n_ctx)
-    return max(event.n_tokens - prompts * request.answers // request.tasks, 0) * request.answers
+    return max(seen.n_tokens - prompts * request.answers // request.tasks, 0) * request.answers
 
 
 def charge_unseen(
@@ -177,7 +176,7 @@ def _charge_more(
 def computed_since(
     before: Resident,
     prompt: Prompt,
-    event: ev.Quiet | ev.PrefillFailed,
+    seen: Quiet | PrefillFailed,
     held: int | None = None,
     *,
     begun: bool = False,
@@ -187,8 +186,8 @@ def computed_since(
     `held` None: what its content shared with the prompt. A slot that is as long as before and had
     no task did not run the request, unless its answer had `begun`.
     """
-    n_tokens = event.n_tokens
-    if n_tokens is None or (n_tokens == len(before) and not (event.ran or begun)):
+    n_tokens = seen.n_tokens
+    if n_tokens is None or (n_tokens == len(before) and not (seen.ran or begun)):
         return 0
     if held is None:
         held = common_prefix(before.tokens, prompt.tokens)

@@ -1,7 +1,9 @@
 """State that the scheduler owns, and the few operations on it that every part uses."""
 
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from router.base.errors import RouterError
 from router.base.types import (
@@ -15,10 +17,10 @@ from router.base.types import (
     Stall,
 )
 from router.core.inventory.inventory import Inventory
-from router.core.model.budget import Budget
-from router.core.model.effects import Delete, Effect, Reject
-from router.core.model.jobs import RequestJob, RestoreStep
+from router.core.model.effects import Delete, Effect, Order, Reject
+from router.core.model.jobs import RequestJob
 from router.core.model.request_queue import Queue
+from router.core.model.tenancy import Budget
 from router.core.planning.pricing import worth_of
 
 
@@ -27,11 +29,13 @@ class State:
     """Inventory and queue; `out` collects the effects of the current event."""
 
     inventory: Inventory = field(default_factory=Inventory)
+    now: float = 0.0  # of the event that is handled, in clock seconds
     queue: Queue = field(default_factory=Queue)
     budget: Budget = field(default_factory=Budget)
     unexplained: list[RequestJob] = field(default_factory=list)  # admitted by the last event
-    # Restores still running after their job ended: each keeps its snapshot reference.
-    orphaned_restores: dict[RequestId, SnapshotId] = field(default_factory=dict)
+    # Orders that are carried out, by identity, and the steps that await them. A job that ends with
+    # its backend leaves its last one here, with the snapshot that is still being read.
+    under_way: dict[int, tuple[Order[Any], Coroutine[Any, Any, None]]] = field(default_factory=dict)
     scanned: set[RequestId] = field(default_factory=set)  # queued requests planned in this round
     dirty: bool = False  # slots or queue changed since the first request of this scan was planned
     resume_scan_at: float | None = None  # clock seconds: plan the next then
@@ -98,28 +102,36 @@ class State:
         return job
 
     def release_snapshot(self, job: RequestJob) -> None:
-        """Release the job's reference to a snapshot, now or when its restore is over.
-
-        A job can end with its backend while the file is still being read.
-        """
-        if job.using is None:
-            return
-        if not job.is_sent and isinstance(job.doing, RestoreStep):
-            self.orphaned_restores[job.id] = job.using
-        else:
+        """Release the job's reference to a snapshot, if it has one."""
+        if job.using is not None:
             self.delete(self.inventory.catalog.drop_reference(job.using))
-        job.use(None)
-
-    def restore_over(self, request: RequestId) -> None:
-        """Release the snapshot of the request's restore: its file is no longer read."""
-        job = self.request_job(request)
-        used = self.orphaned_restores.pop(request, None) if job is None else job.using
-        if used is not None:
-            self.delete(self.inventory.catalog.drop_reference(used))
-        if job is not None:
             job.use(None)
 
     @property
     def gives_up_content(self) -> bool:
         """Return True if the router is stopping and was told not to save."""
         return self.stopping and not self.saves_on_stop
+
+
+def snapshot_lost(state: State, snapshot: SnapshotId) -> None:
+    """Forget a snapshot that turned out to be unusable after it was committed."""
+    state.inventory.catalog.forget(snapshot)
+
+
+def snapshot_stored(state: State, snapshot: Snapshot) -> None:
+    """Take a snapshot as it is now: it has blobs, or no whole file any more."""
+    state.inventory.catalog.stored(snapshot)
+
+
+def room_found(state: State, spare_bytes: int | None) -> None:
+    """Note the bytes that the disk of the snapshots has to spare; None: nothing is known of it.
+
+    Less than 0: so many are missing.
+    """
+    state.inventory.catalog.found_room(spare_bytes)
+
+
+def purged(state: State, snapshots: Sequence[SnapshotId]) -> None:
+    """Delete snapshots because an operator wants it; some may not exist any more."""
+    for snapshot in snapshots:
+        state.delete(state.inventory.catalog.remove(snapshot))

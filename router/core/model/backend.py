@@ -47,6 +47,11 @@ class LeaseHolder:
     id: RequestId
     own: "Slot"
     others: "list[Slot]" = field(default_factory=list)
+    is_over: bool = False  # it has no slot any more; work that it had ordered may still go on
+
+    def end(self) -> None:
+        """Note that it is over."""
+        self.is_over = True
 
     @property
     def is_ours(self) -> bool:

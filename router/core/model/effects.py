@@ -1,6 +1,8 @@
-"""Effects: what the scheduler orders. The engine carries out each effect and reports back."""
+"""Effects: what the scheduler orders, and what became of it. The engine carries them out."""
 
-from enum import StrEnum
+from collections.abc import Generator
+from enum import Enum, StrEnum
+from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -22,6 +24,8 @@ from router.base.types import (
 )
 from router.core.model.plan import Plan
 
+Result = TypeVar("Result")
+
 
 class SaveReason(StrEnum):
     """Reason for saving a slot."""
@@ -36,61 +40,158 @@ class SaveReason(StrEnum):
     HOST = "host"  # another host asks for it
 
 
-class Save(Struct, frozen=True):
-    """Save a slot that has no running request. Answered by `Saved` or `SaveFailed`.
+class AnswerEnd(Struct, frozen=True):
+    """The end of a response, good or bad. `begun`: a part of the answer had arrived."""
+
+    outcome: Outcome
+    reported: Reported
+    begun: bool = False
+
+
+class Quiet(Struct, frozen=True):
+    """A watched slot is idle and held `n_tokens`; None: its length is unknown.
+
+    `wiped`: it was emptied since. `ran`: it has had a task since it was last waited for.
+    """
+
+    n_tokens: int | None
+    wiped: bool = False
+    ran: bool = False
+
+
+class Saved(Struct, frozen=True):
+    """A slot was saved as a committed snapshot, which tells the tokens that the slot holds.
+
+    The backend took `seconds`; the request to it and the check of the file took `handling_s` more.
+    `n_positions`: as the backend counts, which is more than tokens where there are media.
+    """
+
+    snapshot: Snapshot
+    seconds: float
+    handling_s: float = 0.0
+    n_positions: int = 0
+
+
+class WasCut(Struct, frozen=True):
+    """A prefix was cut out of a snapshot, in `seconds`; `snapshot` is the committed prefix."""
+
+    snapshot: Snapshot
+    seconds: float
+
+
+class Restored(Struct, frozen=True):
+    """A snapshot was restored into a slot, in `seconds`.
+
+    `rewrite_s`: seconds spent on rewriting its file for this backend; 0 if that was not needed.
+    """
+
+    n_tokens: int
+    seconds: float
+    rewrite_s: float = 0.0
+
+
+class Erased(Struct, frozen=True):
+    """A slot was emptied."""
+
+
+class Blame(Enum):
+    """Cause of a failure with a state file."""
+
+    FILE = "file"  # the file is not what was committed
+    DISK = "disk"  # the file could not be prepared for the backend
+    BACKEND = "backend"  # the backend refused, or went down
+
+
+class Failed(Struct, frozen=True):
+    """A step failed. After a save or a cut all is as it was.
+
+    After a restore the slot is empty (llama-server.md section 0.5); after an erase its content is
+    unknown.
+    """
+
+    reason: str
+    blame: Blame = Blame.DISK
+
+
+class Prefilled(Struct, frozen=True):
+    """A prefill ended: its tokens are in the slot."""
+
+    reported: Reported
+
+
+class PrefillFailed(Struct, frozen=True):
+    """A prefill failed. The slot holds the first `n_tokens` of the prompt; None: unknown.
+
+    Not `began`: the server refused the request's fields, and the slot is as it was. `ran`: the slot
+    has had a task since it was last waited for.
+    """
+
+    reason: str
+    n_tokens: int | None = None
+    began: bool = True
+    ran: bool = False
+
+
+class Order(Struct, Generic[Result], frozen=True):
+    """An effect that is awaited: the engine carries it out and hands its result back."""
+
+    request: RequestId
+
+    def __await__(self) -> Generator[Any, Any, Result]:
+        result: Result = yield self
+        return result
+
+
+class Save(Order[Saved | Failed], frozen=True):
+    """Save a slot that has no running request.
 
     `media`: the ids that stand for the media in it, as far as is known.
     """
 
-    request: RequestId
     slot: SlotId
     namespace: Namespace
     reason: SaveReason
     media: tuple[int, ...] = ()
 
 
-class Cut(Struct, frozen=True):
-    """Cut the first `n_tokens` out of a snapshot. Answered by `WasCut` or `CutFailed`."""
+class Cut(Order[WasCut | Failed], frozen=True):
+    """Cut the first `n_tokens` out of a snapshot."""
 
-    request: RequestId
     snapshot: Snapshot
     n_tokens: int
 
 
-class Restore(Struct, frozen=True):
-    """Restore a snapshot into the leased slot. Answered by `Restored` or `RestoreFailed`.
+class Restore(Order[Restored | Failed], frozen=True):
+    """Restore a snapshot into the leased slot.
 
     `erase`: empty the slot first. With a draft model, a longer state restored over a shorter one
     would kill every request on the backend (llama-server.md section 0.10). Unified KV needs the
     room.
     """
 
-    request: RequestId
     slot: SlotId
     snapshot: Snapshot
     erase: bool = False
 
 
-class Erase(Struct, frozen=True):
-    """Empty the leased slot. Answered by `Erased` or `EraseFailed`."""
+class Erase(Order[Erased | Failed], frozen=True):
+    """Empty the leased slot."""
 
-    request: RequestId
     slot: SlotId
 
 
-class Prefill(Struct, frozen=True):
+class Prefill(Order[Prefilled | PrefillFailed], frozen=True):
     """Compute tokens in the leased slot and generate no answer.
 
-    Answered by `Prefilled` or `PrefillFailed`; `PrefillBroke` may come before `PrefillFailed`.
+    `prefill_broke` may come before its failure.
     """
 
-    request: RequestId
     slot: SlotId
     tokens: Tokens
 
 
 class Dispatch(Struct, frozen=True):
-    """Send the client's request. Answered by `Finished`; with `confirm` by `Launched` first."""
+    """Send the client's request. Answered by `finished`; with `confirm` by `launched` first."""
 
     request: RequestId
     lease: Lease
@@ -116,7 +217,7 @@ class Reject(Struct, frozen=True):
 
 
 class WatchSlot(Struct, frozen=True):
-    """Find out when a slot is idle and how many tokens it holds. Answered by `Quiet`.
+    """Find out when a slot is idle and how many tokens it holds. Answered by `quiet`.
 
     `wipe`: empty the slot once it is idle, because its KV is not what its tokens say.
     `flush`: compute one token before that, to complete what the server has put off until its
@@ -158,20 +259,20 @@ class Detach(Struct, frozen=True):
 class Prove(Struct, frozen=True):
     """Probe a backend that is to end, in slots that are lent already.
 
-    Answered by `Probed`, `ProbePutOff` or `BackendDown`.
+    Answered by `probed`, `put_off` or `backend_down`.
     """
 
     backend: BackendId
 
 
 class StartServer(Struct, frozen=True):
-    """Start a server's process. Answered by `BackendUp`, or by `ServerEnded` if it fails."""
+    """Start a server's process. Answered by `backend_up`, or by `ended` if it fails."""
 
     server: BackendId
 
 
 class StopServer(Struct, frozen=True):
-    """End a server's process, after the last answer. Answered by `ServerEnded`.
+    """End a server's process, after the last answer. Answered by `ended`.
 
     `hangs`: it does not answer, so there is no answer to wait for.
     """
@@ -181,7 +282,7 @@ class StopServer(Struct, frozen=True):
 
 
 class ModelReady(Struct, frozen=True):
-    """Let a request of `ModelWanted` have its prompt read: a server of its model is up."""
+    """Let a request that wants a model have its prompt read: a server of its model is up."""
 
     request: RequestId
 

@@ -1,8 +1,8 @@
 """Jobs: the holders of leases. A request, an idle save, a probe, or the watch of a slot."""
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -131,12 +131,13 @@ class RequestJob(LeaseHolder):
 
     request: Request
     plan: Plan
-    steps: deque[Step] = field(default_factory=deque)
+    waits: Coroutine[Any, Any, None] | None = None  # its steps, while it waits for its turn
     doing: Step | InPrefillQueue | AtGate | None = None
     using: SnapshotId | None = None  # a reference to release
     is_sent: bool = False
     claim: SlotClaim = SlotClaim.PINNED  # how its request takes slots
     cancelled: bool = False
+    for_others: bool = False  # cancelled, but its prefill goes on: other requests wait for it
     past_queue_s: float = 0.0  # in the prefill queue, up to the last permit
     chunk_until: float = 0.0  # predicted end of the prefill in progress; 0: there is none
     slot_confirmed: bool = False  # the slot of a server-placed request is known
@@ -154,51 +155,30 @@ class RequestJob(LeaseHolder):
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def set_steps(self, steps: Iterable[Step]) -> None:
-        """Replace all steps that are still to do."""
-        self.steps = deque(steps)
-
-    def insert(self, step: Step) -> None:
-        """Put a step before all others."""
-        self.steps.appendleft(step)
-
-    def append(self, step: Step) -> None:
-        """Put a step behind all others."""
-        self.steps.append(step)
-
-    def replace_next(self, step: Step) -> None:
-        """Put a step in the place of the next one."""
-        self.steps[0] = step
-
-    def drop_next(self) -> None:
-        """Drop the next step."""
-        self.steps.popleft()
-
-    def drop_steps(self) -> None:
-        """Drop all steps that are still to do."""
-        self.steps.clear()
-
-    def take_step(self) -> Step:
-        """Begin the next step, and return it."""
-        step = self.steps.popleft()
-        self.doing = step
-        return step
-
     def do(self, doing: Step | InPrefillQueue | AtGate) -> None:
-        """Do this now, or wait for this, instead of the step that was taken."""
+        """Do this now, or wait for this."""
         self.doing = doing
+
+    def wait(self, steps: Coroutine[Any, Any, None]) -> None:
+        """Let the steps wait in the prefill queue or at the gate."""
+        self.waits = steps
+
+    def stop_waiting(self) -> Coroutine[Any, Any, None]:
+        """Return the steps that waited, to be taken or closed."""
+        assert self.waits is not None
+        steps, self.waits = self.waits, None
+        return steps
 
     def prefill_queue_s(self, now: float) -> float:
         """Return the seconds in the prefill queue so far."""
         waits = self.doing
         return self.past_queue_s + (now - waits.since if isinstance(waits, InPrefillQueue) else 0.0)
 
-    def leave_prefill_queue(self, now: float) -> Tokens:
-        """End the wait in the prefill queue; return the tokens to compute."""
+    def leave_prefill_queue(self, now: float) -> None:
+        """End the wait in the prefill queue."""
         assert isinstance(self.doing, InPrefillQueue)
-        self.past_queue_s, tokens = self.prefill_queue_s(now), self.doing.tokens
+        self.past_queue_s = self.prefill_queue_s(now)
         self.doing = None
-        return tokens
 
     def begin_chunk(self, until: float) -> None:
         """Note when the prefill in progress is predicted to end; 0: there is none."""
@@ -217,7 +197,10 @@ class RequestJob(LeaseHolder):
     def cancel(self) -> None:
         """Note that the client disconnected before the request was sent."""
         self.cancelled = True
-        self.drop_steps()
+
+    def go_on_for_others(self, *, wanted: bool) -> None:
+        """Note whether the prefill of a cancelled job goes on because others wait for it."""
+        self.for_others = wanted
 
     def dispatch(self, resident: Resident, now: float) -> None:
         """Note that the request is sent to a slot that holds `resident`."""

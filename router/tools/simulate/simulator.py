@@ -20,10 +20,9 @@ from router.base.types import (
     SlotId,
     Transfer,
 )
-from router.core.model import events as ev
 from router.core.model.plan import Plan
 from router.core.scheduler import Scheduler
-from router.engine.engine import Engine, Grant, Timing
+from router.engine.engine import Engine, EngineListener, Grant, Timing
 from router.engine.loop_throttle import LoopThrottle
 from router.tools.simulate.accounting import Meter, Oracle
 from router.tools.simulate.machines.on_demand import OnDemand
@@ -88,7 +87,7 @@ class Simulator:
         self.engine.listener = _Listener(self)
         self.view = self.engine.view
         if self._on_demand is not None:
-            self.engine.tell(self._on_demand.configured([*self.servers]))
+            self.engine.configure_servers(*self._on_demand.configured([*self.servers]))
         else:
             for server in self.servers.values():
                 self.engine.backend_up(server.info, ())
@@ -139,7 +138,7 @@ class Simulator:
 
         def on_first() -> None:
             if grant.plan.prefill_first:
-                self.engine.tell(ev.Begun(ask.id))
+                self.engine.begun(ask.id)
 
         run = process.begin(ask.id, slot.index, ask.prompt.tokens, ask.answer, on_first)
         try:
@@ -168,7 +167,7 @@ class Simulator:
     def stop(self, server: BackendId, *, hangs: bool) -> None:
         """End a server."""
         assert self._on_demand is not None
-        self._loop.call_later(self._on_demand.stop_s, self.engine.tell, ev.ServerEnded(server))
+        self._loop.call_later(self._on_demand.stop_s, self.engine.server_ended, server)
 
     def _loaded(self, server: BackendId) -> None:
         self._processes[server].restart()
@@ -176,18 +175,13 @@ class Simulator:
 
 
 @dataclass(slots=True)
-class _Listener:
+class _Listener(EngineListener):
     """Passes the ends of requests on: here nobody has a limit, and no server is drained."""
 
     simulator: Simulator
 
     def over(self, record: RequestRecord, plan: Plan) -> None:
         self.simulator.over(record, plan)
-
-    def spent(self, *_: object) -> None: ...
-    def abandoned(self, *_: object) -> None: ...
-    def detached(self, *_: object) -> None: ...
-    def prove(self, *_: object) -> None: ...
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ from aiohttp import web
 
 from router.base.errors import BadRequestError, NotFoundError
 from router.base.types import BackendId
-from router.core.model import events as ev
 from router.core.model.servers import ServerPhase
 from router.engine.engine import Engine
 from router.engine.scheduler_view import ServerView
@@ -83,7 +82,7 @@ class ServerRoutes:
         if action not in _ACTIONS:
             raise NotFoundError("the action on a server must be start, stop or restart")
         self._find(name)
-        self._engine.tell(ev.ServerAsked(BackendId(name), **_ACTIONS[action]))
+        self._engine.ask_server(BackendId(name), **_ACTIONS[action])
         return json_response(server_row(self._find(name), self._now()))
 
     async def log(self, call: Call, path: str) -> web.Response:
@@ -194,7 +193,7 @@ class LlamaSwapRoutes:
         self._guard.check(call.http)
         names = {server.name for server in servers}
         for name in names:
-            self._engine.tell(ev.ServerAsked(name, stop=True))
+            self._engine.ask_server(name, stop=True)
         for _ in range(_LOOKS):  # then the answer comes, and the rest goes on stopping
             if not names & {server.name for server in self._loaded()}:
                 return

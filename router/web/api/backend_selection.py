@@ -23,7 +23,6 @@ from router.base.types import (
     Standing,
     Tenant,
 )
-from router.core.model import events as ev
 from router.engine.engine import Engine
 from router.engine.scheduler_view import ServerView
 from router.llama.attach.monitor import Monitor
@@ -276,7 +275,7 @@ class BackendSelection:
         """Note that a request that waited for a server was answered or abandoned."""
         if request in self._loading:
             self._loading.remove(request)
-            self._engine.tell(ev.ModelUnwanted(request))
+            self._engine.unwant_model(request)
 
     def backend_came(self) -> None:
         """Wake the requests that wait for a reader: a backend is up."""

@@ -16,8 +16,7 @@ from router.base.api_keys import digest_of
 from router.base.errors import TenantBusyError, UnauthorizedError
 from router.base.ports import Telemetry
 from router.base.types import NO_TENANT, Caller, Tenant
-from router.core.model.budget import Budget
-from router.core.model.tenancy import salted
+from router.core.model.tenancy import Budget, salted
 from router.llama.routes import PUBLIC
 from router.web.server.call import Call
 

@@ -9,7 +9,6 @@ from functools import partial
 from router.base.errors import BackendError
 from router.base.ports import Attempt, Spawn
 from router.base.types import BackendId, Outcome, Prompt, Reported, Request
-from router.core.model import events as ev
 from router.engine.engine import Engine, Grant, Timing
 from router.llama.attach.monitor import Monitor
 from router.llama.replies import (
@@ -133,7 +132,7 @@ class Reports:
                 lost=cached is not None and cached < meant // 2,
             )
             if misread:
-                self._engine.tell(ev.Misread(backend, reader.differs(backend)))
+                self._engine.misread(backend, always=reader.differs(backend))
         if rest is not None and rest.complete:
             reported = await asyncio.to_thread(read_reply, parsed.shape, parsed.stream, rest.chunks)
         answer = reported.generated
@@ -141,8 +140,7 @@ class Reports:
             with contextlib.suppress(BackendError):  # the backend is gone; a save reads the ids too
                 answer = await reader.answer(reported.text)
         if answer:
-            slot, generation = grant.lease.slot, grant.lease.generation
-            self._engine.tell(ev.AnswerRead(slot, generation, prompt.tokens, answer))
+            self._engine.answer_read(grant.lease, prompt.tokens, answer)
 
 
 def _attempt(call: Call, end: End, reported: Reported) -> Attempt:

@@ -8,7 +8,6 @@ from aiohttp import web
 
 from router.base.errors import BackendError
 from router.base.types import BackendId, Outcome, OwnPrefill, Reported, SlotId, Source
-from router.core.model import events as ev
 from router.engine.engine import Engine, Grant, Timing
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.answer_counts import AnswerCounts
@@ -63,7 +62,7 @@ class Sender:
             call.first_byte = perf_counter()
             call.let_go()
             if grant.plan.prefill_first and request.streams:
-                told = partial(self._engine.tell, ev.Begun(request.id))
+                told = partial(self._engine.begun, request.id)
                 asyncio.get_running_loop().call_soon(self._throttle.call, told)
 
         self._suspects.sent(request.id, backend)

@@ -17,7 +17,6 @@ from router.base.prefix_hash import STEP
 from router.base.tasks import spawn
 from router.base.tokens import common_prefix, count
 from router.base.types import BackendInfo, KvDir, Request, Snapshot, Tenant
-from router.core.model import events as ev
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Offered, Quote
 from router.core.model.tenancy import is_of, model_of, namespace_of, tenant_of
@@ -330,7 +329,7 @@ class Fetching:
             seconds=round(took_s, 3),
             expected_s=round(expected_s, 3),
         )
-        self._engine.tell(ev.SnapshotsFound((snapshot,), info.memory_kind, made=True))
+        self._engine.snapshot_made(snapshot, info.memory_kind)
         return snapshot
 
 

@@ -25,7 +25,6 @@ from router.base.types import (
     SnapshotId,
 )
 from router.core.admission import admission
-from router.core.model import events as ev
 from router.core.model.effects import (
     Dispatch,
     Effect,
@@ -40,7 +39,7 @@ from router.core.model.policy import PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import NO_WORK, NOTHING, Phase
 from router.core.model.tuning import TUNING
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -61,6 +60,7 @@ from tests.support.scheduler.build import (
     snapshot,
 )
 from tests.support.scheduler.drive import NOW, arrive, cancel, finish, launched, names, slot
+from tests.support.scheduler.driven import Driven
 
 ONE = backend("a", 1)
 LONG = run_of(1000)
@@ -226,7 +226,7 @@ def test_request_planned_before_a_change_is_planned_again() -> None:
         assert now < NOW + 1.0
 
 
-def next_tick(s: Scheduler, now: float) -> tuple[float, list[Effect]]:
+def next_tick(s: Driven, now: float) -> tuple[float, list[Effect]]:
     at = s.next_wakeup(now)
     assert at is not None
     return at, s.handle(ev.Tick(), at)

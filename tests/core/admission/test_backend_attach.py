@@ -15,11 +15,10 @@ from router.base.types import (
 )
 from router.core.admission.backend_attach import probe_name
 from router.core.execution.state import State
-from router.core.model import events as ev
 from router.core.model.effects import Delete, WatchSlot
 from router.core.model.rates import LinearFit, Rates
 from router.core.model.slots import UNKNOWN, Content, Phase, Resident
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -36,6 +35,7 @@ from tests.support.scheduler.build import (
     tokens,
 )
 from tests.support.scheduler.drive import NOW, arrive, astray, finish, names, prefilled, slot
+from tests.support.scheduler.driven import Driven
 
 STRANGER = RequestId("stranger-b/0-0")
 
@@ -114,7 +114,7 @@ TRIED = backend("a", 3, memory_kind=MemoryKind.FULL, bytes_per_token=7.0)
 UNTRIED = backend("a", 3, kv_dir=None, memory_kind=MemoryKind.UNKNOWN)
 
 
-def lent(s: Scheduler, backend_id: BackendId = A) -> list[SlotId]:
+def lent(s: Driven, backend_id: BackendId = A) -> list[SlotId]:
     """Return the slots that are lent to the backend's probe."""
     name = probe_name(backend_id)
     return [slot.id for slot in s.state.inventory.slots.of(backend_id) if slot.holder == name]
@@ -223,27 +223,27 @@ def test_without_a_backend_a_snapshot_is_kept() -> None:
 GPU: dict[str, Any] = {"prefill_s_per_token": 1e-4}
 
 
-def recovered(*found: Snapshot) -> Scheduler:
+def recovered(*found: Snapshot) -> Driven:
     """Return a scheduler with `found` on disk, and no backend yet."""
-    s = Scheduler(State())
+    s = Driven(State())
     s.handle(ev.SnapshotsFound(found), NOW)
     assert s.next_wakeup(NOW) is None
     return s
 
 
-def up(s: Scheduler, name: str, s_per_token: float, **more: Any) -> None:
+def up(s: Driven, name: str, s_per_token: float, **more: Any) -> None:
     """Attach a backend, and tick the scheduler as often as it wants."""
     s.handle(ev.BackendUp(backend(name, 1, prefill_s_per_token=s_per_token, **more)), NOW)
     tick(s)
 
 
-def tick(s: Scheduler) -> None:
+def tick(s: Driven) -> None:
     for _ in range(5):
         if s.next_wakeup(NOW) == NOW:
             s.handle(ev.Tick(), NOW)
 
 
-def values(s: Scheduler) -> dict[str, float]:
+def values(s: Driven) -> dict[str, float]:
     """Return the value of each snapshot in seconds."""
     return {name: entry.value_s for name, entry in s.state.inventory.catalog._entries.items()}
 

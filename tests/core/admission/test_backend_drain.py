@@ -6,14 +6,13 @@ from msgspec.structs import replace
 from router.base.errors import NoBackendError, QueueFullError
 from router.base.tokens import Tokens
 from router.base.types import BackendInfo, MemoryKind, Outcome, RequestId, SlotStatus, SnapshotId
-from router.core.model import events as ev
 from router.core.model.effects import Delete, Detach, Prove, Save, SaveReason
 from router.core.model.policy import Policy, PolicyName, SnapshotLimits
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import Server
 from router.core.model.slots import Phase
 from router.core.planning.planner import plan
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -29,6 +28,7 @@ from tests.support.scheduler.build import (
     snapshot,
 )
 from tests.support.scheduler.drive import NOW, arrive, finish, names, plan_of, restored, slot
+from tests.support.scheduler.driven import Driven
 from tests.support.scheduler.servers import server
 
 LONG = run_of(1000)
@@ -76,7 +76,7 @@ def test_what_is_worth_it_is_saved_before() -> None:
     assert SnapshotId("s") in s.state.inventory.catalog
 
 
-def unprobed(*contents: Tokens) -> tuple[Scheduler, BackendInfo]:
+def unprobed(*contents: Tokens) -> tuple[Driven, BackendInfo]:
     """Return a scheduler with a backend that was not probed, and the facts that a probe finds."""
     tried = backend("a", len(contents))
     found = dict(zip((A0, A1), contents, strict=False))

@@ -3,18 +3,18 @@
 import pytest
 
 from router.base.types import BackendInfo, RequestId
-from router.core.model import events as ev
 from router.core.model.effects import Dispatch
 from router.core.model.tuning import TUNING
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import backend, scheduler
 from tests.support.scheduler.drive import NOW, arrive, finish, names
+from tests.support.scheduler.driven import Driven
 
 TWO = backend("a", 2)
 ONE = backend("a", 1)
 
 
-def ticked(s: Scheduler) -> tuple[float, list[RequestId]]:
+def ticked(s: Driven) -> tuple[float, list[RequestId]]:
     """Tick whenever the scheduler wants it; return what it starts first by that, and when."""
     now = NOW
     while (at := s.next_wakeup(now)) is not None:

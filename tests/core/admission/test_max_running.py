@@ -1,8 +1,8 @@
 """A cap on running requests below the number of slots."""
 
 from router.base.types import Outcome, RequestId
-from router.core.model import events as ev
 from router.core.model.slots import Phase
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import A0, A1, backend, scheduler
 from tests.support.scheduler.drive import NOW, arrive, finish, names, plan_of, slot
 

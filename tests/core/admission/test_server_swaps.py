@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from router.base.errors import DeadlineError, ServerFailedError
 from router.base.types import BackendId, RequestId
 from router.core.model import effects as ef
-from router.core.model import events as ev
 from router.core.model.servers import ServerLimit, ServerPhase, Servers, ServerSpec
 from router.core.model.tuning import TUNING
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import backend
 from tests.support.scheduler.servers import ServerWorld, one_at_a_time, server
 

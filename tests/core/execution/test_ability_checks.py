@@ -11,11 +11,10 @@ from router.core.execution.resident_updates import (
     NO_USE_OF_STATES,
     RENDERS_OTHERWISE,
 )
-from router.core.model import events as ev
 from router.core.model.effects import Dispatch, Effect, Limited, Prefill
 from router.core.model.slots import Content, Resident
 from router.core.model.tuning import TUNING
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A,
@@ -27,6 +26,7 @@ from tests.support.scheduler.build import (
     tokens,
 )
 from tests.support.scheduler.drive import NOW, arrive, finish, plan_of, prefilled, restored
+from tests.support.scheduler.driven import Driven
 
 LONG = run_of(600)
 NEXT = join([LONG, run_of(60, 2)])
@@ -37,11 +37,11 @@ def limits(effects: list[Effect]) -> list[Limited]:
     return [effect for effect in effects if isinstance(effect, Limited)]
 
 
-def info(s: Scheduler) -> BackendInfo:
+def info(s: Driven) -> BackendInfo:
     return s.state.inventory.backends[A].info
 
 
-def computed_ahead(s: Scheduler, cached: int) -> list[Effect]:
+def computed_ahead(s: Driven, cached: int) -> list[Effect]:
     """Let the router compute a prompt first, and report so many cached tokens for the request."""
     effects = arrive(s, ids=LONG)
     assert [e.tokens for e in effects if isinstance(e, Prefill)] == [head(LONG, 599)]

@@ -7,12 +7,11 @@ import pytest
 
 from router.base.types import Outcome, Reported, RequestId, SlotId, Tenant
 from router.core.execution.idle_saves import wakeup
-from router.core.model import events as ev
 from router.core.model.backend import Backend
 from router.core.model.effects import Save, SaveReason
 from router.core.model.jobs import SlotWatch
 from router.core.model.slots import Content
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -42,6 +41,7 @@ from tests.support.scheduler.drive import (
     slot,
     stranger,
 )
+from tests.support.scheduler.driven import Driven
 
 LONG, ELSE, LONGER = run_of(1000), run_of(1000, 7), run_of(2000)
 SAVE_1 = RequestId("save-1")
@@ -49,7 +49,7 @@ ONE = backend("a", 1)
 ANSWER: dict[str, Any] = {"generated_tokens": 1, "generated": tokens(9)}
 
 
-def declined(*infos: Any, ids: Any = LONG, **more: Any) -> Scheduler:
+def declined(*infos: Any, ids: Any = LONG, **more: Any) -> Driven:
     """Return a scheduler with an uncached prompt in a/0 that would be worth a snapshot."""
     s = scheduler(*(infos or (ONE,)), **({"coalesce_above_s": None} | more))
     arrive(s, ids=ids, reuse=False)
@@ -60,7 +60,7 @@ def declined(*infos: Any, ids: Any = LONG, **more: Any) -> Scheduler:
     return s
 
 
-def saves(s: Scheduler, where: SlotId = A0) -> bool:
+def saves(s: Driven, where: SlotId = A0) -> bool:
     """Return whether the slot is saved a day later."""
     return s.handle(ev.Tick(), NOW + 86400) == [Save(SAVE_1, where, NS, SaveReason.IDLE)]
 

@@ -17,10 +17,10 @@ from router.base.types import (
     Tenant,
 )
 from router.core.execution.idle_saves import wakeup
-from router.core.model import events as ev
 from router.core.model.effects import Delete, Save, SaveReason, WatchSlot
 from router.core.model.policy import PolicyName
 from router.core.model.slots import Resident
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,

@@ -17,11 +17,10 @@ from router.base.types import (
     Source,
     Tenant,
 )
-from router.core.model import events as ev
 from router.core.model.effects import Account, Prefill, StopWork, WatchSlot
 from router.core.model.rates import LinearFit, Rates
 from router.core.model.slots import UNKNOWN, Content, Phase, Resident
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -51,6 +50,7 @@ from tests.support.scheduler.drive import (
     slot,
     stranger,
 )
+from tests.support.scheduler.driven import Driven
 
 TWO = backend("a", 2)
 GONE = Outcome.CLIENT_GONE
@@ -517,14 +517,14 @@ def test_tasks_that_were_left_are_watched_where_they_run() -> None:
 # -- answers -------------------------------------------------------------------------------------
 
 
-def answered() -> tuple[Scheduler, int]:
+def answered() -> tuple[Driven, int]:
     s = running()
     generation = s.state.job_of(R).own.generation
     finish(s, prompt_tokens=3, generated_tokens=3)
     return s, generation
 
 
-def read(s: Scheduler, generation: int, where: SlotId = A0) -> Resident:
+def read(s: Driven, generation: int, where: SlotId = A0) -> Resident:
     s.handle(ev.AnswerRead(where, generation, tokens(1, 2, 3), tokens(7, 8)), NOW)
     return slot(s, A0).content.resident
 

@@ -2,9 +2,9 @@
 
 from router.base.errors import BackendError
 from router.base.types import Outcome, SlotStatus
-from router.core.model import events as ev
 from router.core.model.effects import Delete, Reject, Save, SaveReason, StopWork, WatchSlot
 from router.core.model.slots import Phase
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     B0,

@@ -5,9 +5,8 @@ from math import inf
 import pytest
 
 from router.base.types import MemoryKind, Prompt, RequestId, SnapshotId
-from router.core.model import events as ev
 from router.core.model.policy import SnapshotLimits
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     BYTES_PER_TOKEN,
@@ -18,16 +17,17 @@ from tests.support.scheduler.build import (
     snapshot,
 )
 from tests.support.scheduler.drive import NOW, arrive, finish, prefilled, restored, saved, slot
+from tests.support.scheduler.driven import Driven
 
 LONG = run_of(1000)
 S1 = SnapshotId("s1")
 
 
-def until(s: Scheduler, name: SnapshotId = S1) -> float:
+def until(s: Driven, name: SnapshotId = S1) -> float:
     return s.state.inventory.catalog._protection.until(name)
 
 
-def answered(keep_s: float = 0.0) -> Scheduler:
+def answered(keep_s: float = 0.0) -> Driven:
     """Return a scheduler whose only slot holds the prompt of an answered request."""
     s = scheduler(backend("a", 1), coalesce_above_s=None)
     arrive(s, prompt=Prompt(LONG), keep_s=keep_s)
@@ -35,7 +35,7 @@ def answered(keep_s: float = 0.0) -> Scheduler:
     return s
 
 
-def idle_save(s: Scheduler, at: float = NOW) -> None:
+def idle_save(s: Driven, at: float = NOW) -> None:
     s.handle(ev.Tick(), at)
     s.handle(ev.Saved(RequestId("save-1"), A0, snapshot("s1", LONG), 0.001), at)
 

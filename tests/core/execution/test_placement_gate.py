@@ -1,7 +1,6 @@
 """Placement gate: server-placed requests are sent beside others, if none can miss its slot."""
 
 import dataclasses
-from collections import deque
 from typing import Any
 
 import pytest
@@ -20,12 +19,11 @@ from router.base.types import (
     Tenant,
 )
 from router.core.execution.job_ends import watch
-from router.core.model import events as ev
 from router.core.model.effects import Dispatch, Effect, Erase, Prefill, Reject, Restore, Save
 from router.core.model.jobs import AtGate
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import NO_WORK, UNKNOWN, Content, Resident
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -50,19 +48,20 @@ from tests.support.scheduler.drive import (
     slot,
     tick,
 )
+from tests.support.scheduler.driven import Driven
 
 # At 0.01 s per token (build.rates).
 LONG, OTHER, SHORT = run_of(300, 1), run_of(200, 2), run_of(20, 3)
 X, Y = Tenant("x"), Tenant("y")
 
 
-def fresh(n_slots: int = 4, **more: Any) -> Scheduler:
+def fresh(n_slots: int = 4, **more: Any) -> Driven:
     given: dict[str, Any] = {"idle_save_after_s": None, "reuse_probability": 0.0}
     kv_dir = None if more.pop("unsaved", False) else KvDir("kv")
     return scheduler(backend("a", n_slots, kv_dir=kv_dir), **(given | more))
 
 
-def message(s: Scheduler, name: str = "m", ids: Any = LONG, **more: Any) -> list[str]:
+def message(s: Driven, name: str = "m", ids: Any = LONG, **more: Any) -> list[str]:
     """Submit a server-placed request, and return its effects as text."""
     return of(arrive(s, name, ids, pinnable=False, **more))
 
@@ -73,7 +72,7 @@ def of(effects: list[Effect]) -> list[str]:
     return [f"{type(e).__name__} {e.request}" for e in effects if isinstance(e, kinds)]
 
 
-def at_gate() -> Scheduler:
+def at_gate() -> Driven:
     """Return a scheduler with one message sent, and another at the placement gate."""
     s = fresh(2, coalesce_above_s=None)
     message(s)
@@ -83,12 +82,12 @@ def at_gate() -> Scheduler:
     return s
 
 
-def waits(s: Scheduler, name: str = "m") -> bool:
+def waits(s: Driven, name: str = "m") -> bool:
     job = s.state.request_job(RequestId(name))
     return job is not None and isinstance(job.doing, AtGate)
 
 
-def erased(s: Scheduler, where: SlotId, name: str = "m") -> list[Effect]:
+def erased(s: Driven, where: SlotId, name: str = "m") -> list[Effect]:
     return s.handle(ev.Erased(RequestId(name), where), NOW)
 
 
@@ -137,9 +136,7 @@ def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
     message(s)
     taken = slot(s, A1)
     taken.hold(Content(Resident(LONG)))
-    job = dataclasses.replace(
-        s.state.job_of(RequestId("m")), id=RequestId("r"), own=taken, steps=deque()
-    )
+    job = dataclasses.replace(s.state.job_of(RequestId("m")), id=RequestId("r"), own=taken)
     taken.lease(job, NO_WORK)
     s.state.inventory.jobs[job.id] = job
     assert of(prefilled(s, "m")) == []

@@ -9,7 +9,6 @@ from router.base.errors import DeadlineError
 from router.base.tokens import count, pack
 from router.base.types import MemoryKind, Outcome, Prompt, Reported, RequestId
 from router.core.execution import prefill_queue
-from router.core.model import events as ev
 from router.core.model.backend import PrefillQueue
 from router.core.model.effects import Account, Dispatch, Effect, Prefill, Reject
 from router.core.model.jobs import InPrefillQueue
@@ -17,7 +16,7 @@ from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import Content, Phase, Resident
 from router.core.planning.planner import plan
 from router.core.planning.prefill import ahead, before_s
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -45,12 +44,13 @@ from tests.support.scheduler.drive import (
     slot,
     tick,
 )
+from tests.support.scheduler.driven import Driven
 
 # At 0.01 s per token (build.rates).
 LONG, OTHER, SHORT = run_of(300, 1), run_of(200, 2), run_of(20, 3)
 
 
-def two(n_slots: int = 3, **more: Any) -> Scheduler:
+def two(n_slots: int = 3, **more: Any) -> Driven:
     """Return a scheduler that prefills R, with R2 in the prefill queue."""
     given: dict[str, Any] = {"idle_save_after_s": None, "reuse_probability": 0.0}
     s = scheduler(backend("a", n_slots), **(given | more))
@@ -59,7 +59,7 @@ def two(n_slots: int = 3, **more: Any) -> Scheduler:
     return s
 
 
-def queue(s: Scheduler) -> PrefillQueue:
+def queue(s: Driven) -> PrefillQueue:
     return s.state.inventory.backends[A0.backend].prefills
 
 
@@ -152,7 +152,7 @@ def test_what_was_computed_was_no_wait() -> None:
 PIECE = Reported(512, 0, prompt_s=10.0)
 
 
-def stood_ten_seconds() -> Scheduler:
+def stood_ten_seconds() -> Driven:
     """Return a scheduler after 12 s: R2 has the permit after 10 s in the queue; R is next."""
     s = scheduler(backend("a", 3), prefill_chunk_s=0.5, queue=QueueLimits(deadline_s=18.0))
     arrive(s, "r", run_of(3000, 1))
@@ -274,7 +274,7 @@ def test_what_is_being_computed_is_not_waiting() -> None:
     assert of(s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 15)) == ["Prefill r2"]
 
 
-def left_in_line() -> Scheduler:
+def left_in_line() -> Driven:
     """Return a scheduler: R is abandoned, R3 waits for R's prompt, and R2 is in the queue."""
     s = scheduler(backend("a", 4), prefill_chunk_s=1.5, reuse_probability=0.0)
     arrive(s, "r", run_of(3000, 1))
@@ -453,7 +453,7 @@ def test_what_one_has_stood_in_line_is_told_of_him() -> None:
 # -- several prompts over time ------------------------------------------------------------------
 
 
-def in_pieces(n_slots: int) -> Scheduler:
+def in_pieces(n_slots: int) -> Driven:
     """Return a scheduler with chunks of 512 tokens, which take 5.12 s."""
     return scheduler(
         backend("a", n_slots), prefill_chunk_s=0.5, idle_save_after_s=None, reuse_probability=0.0
@@ -466,7 +466,7 @@ class Played:
     Each first token comes at once. `computed`: the request of each chunk, and its start in s.
     """
 
-    def __init__(self, s: Scheduler, times: float = 1.0) -> None:
+    def __init__(self, s: Driven, times: float = 1.0) -> None:
         self.s, self.times, self.now = s, times, NOW
         self.computed: list[tuple[str, float]] = []
         self._done: list[tuple[float, ev.Event]] = []

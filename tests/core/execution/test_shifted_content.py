@@ -6,10 +6,10 @@ import pytest
 
 from router.base.tokens import join
 from router.base.types import Outcome, Reported, RequestProgress
-from router.core.model import events as ev
 from router.core.model.effects import WatchSlot
 from router.core.model.rates import Mean
 from router.core.model.slots import UNKNOWN
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import A0, A1, A, R, backend, run_of, scheduler, tokens
 from tests.support.scheduler.drive import (
     NOW,

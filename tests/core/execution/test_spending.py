@@ -6,23 +6,23 @@ import pytest
 
 from router.base.errors import TenantQuotaError
 from router.base.types import Caller, Cost, Outcome, Prompt, RequestId
-from router.core.model import events as ev
-from router.core.model.budget import Limits
 from router.core.model.effects import Account, Effect, Reject, Spent, WatchSlot
-from router.core.scheduler import Scheduler
+from router.core.model.tenancy import Limits
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import A0, backend, scheduler
 from tests.support.scheduler.drive import NOW, arrive, cancel, finish, names, quiet, tick
+from tests.support.scheduler.driven import Driven
 
 ALICE, BOB = Caller("laptop", "alice"), Caller("desk", "bob")
 
 
-def limited(n_slots: int = 4, most: int = 300, **more: Any) -> Scheduler:
+def limited(n_slots: int = 4, most: int = 300, **more: Any) -> Driven:
     s = scheduler(backend("a", n_slots, **more), idle_save_after_s=None, coalesce_above_s=None)
     s.state.budget.limit({"alice": Limits(tokens_per_day=most)})
     return s
 
 
-def ask(s: Scheduler, name: str, n: int = 100, caller: Caller | None = ALICE, **more: Any) -> str:
+def ask(s: Driven, name: str, n: int = 100, caller: Caller | None = ALICE, **more: Any) -> str:
     """Return what becomes of a request with a prompt of `n` tokens of its own."""
     first = 1000 * sum(name.encode())
     effects = arrive(

@@ -1,13 +1,12 @@
-"""Scheduler state: the seconds for which streams were stalled."""
+"""Driven state: the seconds for which streams were stalled."""
 
 from typing import Any
 
 import pytest
 
 from router.base.types import Reported, RequestId, SlotId, SnapshotId, Stall
-from router.core.model import events as ev
 from router.core.model.slots import Content, Resident
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -21,12 +20,13 @@ from tests.support.scheduler.build import (
     snapshot,
 )
 from tests.support.scheduler.drive import NOW, arrive
+from tests.support.scheduler.driven import Driven
 
 SNAP = snapshot("s", run_of(900))
 THREE = backend("a", 3)
 
 
-def with_two_streams(**more: Any) -> Scheduler:
+def with_two_streams(**more: Any) -> Driven:
     """Return a scheduler with two streams on a, and a free third slot."""
     s = scheduler(THREE, idle_save_after_s=None, reuse_probability=0.0, **more)
     for index in (1, 2):
@@ -44,8 +44,10 @@ def test_a_restore_stops_every_running_stream_of_its_backend() -> None:
 
 def test_a_save_stops_them_too_whoever_wanted_it() -> None:
     s = with_two_streams()
-    for _ in range(2):
-        s.handle(ev.Saved(RequestId("nobody"), A0, SNAP, 0.25), NOW)
+    s.state.inventory.slots[A0].hold(Content(Resident(SNAP.tokens)))
+    for name in ("save-1", "save-2"):
+        s.handle(ev.SaveAsked(A0), NOW)
+        s.handle(ev.Saved(RequestId(name), A0, SNAP, 0.25), NOW)
 
     assert s.state.inventory.backends[A].stalled_s == {Stall.SAVE: 1.0}
 
@@ -65,6 +67,8 @@ def test_streams_of_other_backends_and_idle_slots_lose_nothing() -> None:
     s = scheduler(THREE, backend("b", 1), idle_save_after_s=None)
     busy(s.state.inventory, B0)
     s.state.inventory.slots[A1].hold(Content(Resident(run_of(5))))
-    s.handle(ev.Saved(RequestId("nobody"), A0, SNAP, 0.25), NOW)
+    s.state.inventory.slots[A0].hold(Content(Resident(SNAP.tokens)))
+    s.handle(ev.SaveAsked(A0), NOW)
+    s.handle(ev.Saved(RequestId("save-1"), A0, SNAP, 0.25), NOW)
 
     assert s.state.inventory.backends[A].stalled_s == {Stall.SAVE: 0.0}

@@ -18,12 +18,11 @@ from router.base.types import (
 )
 from router.core.hosts.handout import handouts, once_fetched
 from router.core.hosts.quote import quote
-from router.core.model import events as ev
 from router.core.model.effects import Dispatch, Prefill, Save, SaveReason
 from router.core.model.plan import Handout, Offered, Quote
 from router.core.model.request_queue import Queue
 from router.core.model.slots import Content, Resident
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -38,6 +37,7 @@ from tests.support.scheduler.build import (
     snapshot,
 )
 from tests.support.scheduler.drive import NOW, arrive, cancel, finish, names, prefilled, slot
+from tests.support.scheduler.driven import Driven
 
 LONG = run_of(1000)
 SAVE = RequestId("save-1")
@@ -46,7 +46,7 @@ LINK: Callable[[int], float] = lambda size_bytes: size_bytes / 1e6  # noqa: E731
 
 
 def offers(
-    s: Scheduler,
+    s: Driven,
     tokens: Tokens = LONG,
     tenant: Tenant = NO_TENANT,
     now: float = NOW,
@@ -57,7 +57,7 @@ def offers(
 
 
 def keep(
-    s: Scheduler, name: str, tokens: Tokens, kind: MemoryKind = MemoryKind.FULL, ns: str = NS
+    s: Driven, name: str, tokens: Tokens, kind: MemoryKind = MemoryKind.FULL, ns: str = NS
 ) -> None:
     s.handle(ev.SnapshotsFound((snapshot(name, tokens, ns=ns),), kind), NOW)
 

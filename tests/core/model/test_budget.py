@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from router.base.types import Cost
-from router.core.model.budget import Budget, Limits
+from router.core.model.tenancy import Budget, Limits
 
 NOON = 20_000 * 86_400.0 + 43_200
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from router.core.model import events as ev
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import A0, B0, OTHER_NS, B, backend, run_of, scheduler
 from tests.support.scheduler.drive import NOW, arrive, finish, plan_of
+from tests.support.scheduler.driven import Driven
 
 
-def after_one_on_a(**b: Any) -> Scheduler:
+def after_one_on_a(**b: Any) -> Driven:
     """Return a scheduler after one request on backend a; `b`: fields of backend b."""
     s = scheduler(backend("a", 1, prefill_s_per_token=0.01), idle_save_after_s=None)
     s.handle(ev.BackendUp(backend("b", 1, **b)), NOW)
@@ -19,7 +19,7 @@ def after_one_on_a(**b: Any) -> Scheduler:
     return s
 
 
-def over(s: Scheduler, name: str, prompt_s: float) -> None:
+def over(s: Driven, name: str, prompt_s: float) -> None:
     """End a request that computed all 20 tokens of its prompt."""
     finish(s, name, prompt_tokens=20, cached_tokens=0, prompt_s=prompt_s)
 

@@ -18,7 +18,6 @@ from router.base.types import (
     Source,
     Tenant,
 )
-from router.core.model import events as ev
 from router.core.model.effects import (
     Dispatch,
     Effect,
@@ -34,7 +33,7 @@ from router.core.model.slots import UNKNOWN, Content, Resident
 from router.core.model.tenancy import attracts, may_attract, model_of, namespace_of, tenant_of
 from router.core.planning.planner import plan
 from router.core.reporting.miss_reasons import coverage_of
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -62,28 +61,29 @@ from tests.support.scheduler.drive import (
     saved,
     slot,
 )
+from tests.support.scheduler.driven import Driven
 
 X, Y = Tenant("x"), Tenant("y")
 LONG = run_of(900)
 XS = Namespace(f"{NS}@x")
 
 
-def apart(*infos: object, **more: object) -> Scheduler:
+def apart(*infos: object, **more: object) -> Driven:
     """Return a scheduler that keeps tenants apart, without idle saves and shared prefills."""
     given = {"idle_save_after_s": None, "coalesce_above_s": None, "keeps_apart": True} | more
     return scheduler(*(infos or (backend("a", 1),)), **given)  # type: ignore[arg-type]
 
 
-def holds(s: Scheduler, where: SlotId, tenant: Tenant, held: Resident | None = None) -> None:
+def holds(s: Driven, where: SlotId, tenant: Tenant, held: Resident | None = None) -> None:
     """Put a tenant's tokens into a slot. None: LONG."""
     slot(s, where).hold(Content(Resident(LONG) if held is None else held, tenant))
 
 
-def erased(s: Scheduler, where: SlotId = A0, name: str = "r") -> list[Effect]:
+def erased(s: Driven, where: SlotId = A0, name: str = "r") -> list[Effect]:
     return s.handle(ev.Erased(RequestId(name), where), NOW)
 
 
-def erase_failed(s: Scheduler, where: SlotId = A0, name: str = "r") -> list[Effect]:
+def erase_failed(s: Driven, where: SlotId = A0, name: str = "r") -> list[Effect]:
     return s.handle(ev.EraseFailed(RequestId(name), where, "no"), NOW)
 
 
@@ -311,7 +311,7 @@ def test_whatever_tempts_is_emptied(held: list[int], unread: int, may_hold_more:
         assert may_attract(slot(s, A1), asked, computed_first=True)
 
 
-def unpinned(s: Scheduler, name: str = "r", tenant: Tenant = Y) -> list[Effect]:
+def unpinned(s: Driven, name: str = "r", tenant: Tenant = Y) -> list[Effect]:
     return arrive(s, name, ids=LONG, tenant=tenant, pinnable=False)
 
 

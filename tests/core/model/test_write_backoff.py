@@ -4,12 +4,12 @@ import pytest
 from msgspec.structs import replace
 
 from router.base.types import KvDir, RequestId, Snapshot, SnapshotId, Source, StateShape
-from router.core.model import events as ev
 from router.core.model.backend import WriteBackoff
 from router.core.model.effects import Effect, Save, SaveReason
-from router.core.scheduler import Scheduler
-from tests.support.scheduler.build import A0, A1, NS, A, R, backend, run_of, scheduler, snapshot
+from tests.support.scheduler import events as ev
+from tests.support.scheduler.build import A0, A1, NS, A, backend, run_of, scheduler, snapshot
 from tests.support.scheduler.drive import NOW, arrive, names, plan_of, saved
+from tests.support.scheduler.driven import Driven
 
 LONG = run_of(1000)
 SNAP = snapshot("s", run_of(900))
@@ -17,7 +17,7 @@ TWO_STREAMS = replace(SNAP, shape=StateShape(n_stream=2))
 ELSEWHERE = replace(SNAP, kv_dir=KvDir("other"))
 
 
-def failing() -> Scheduler:
+def failing() -> Driven:
     """Return a scheduler after the saves of two slots failed."""
     s = scheduler(backend("a", 2), holding={A0: LONG, A1: run_of(1000, 7)}, idle_save_after_s=0.0)
     assert s.handle(ev.Tick(), NOW) == [Save(RequestId("save-1"), A0, NS, SaveReason.IDLE)]
@@ -27,7 +27,7 @@ def failing() -> Scheduler:
     return s
 
 
-def fails(s: Scheduler, number: int, now: float) -> list[Effect]:
+def fails(s: Driven, number: int, now: float) -> list[Effect]:
     slot = A0 if number % 2 else A1
     return s.handle(ev.SaveFailed(RequestId(f"save-{number}"), slot, "disk full"), now)
 
@@ -72,7 +72,7 @@ def test_what_is_there_is_still_restored(held: Snapshot, source: Source) -> None
     """Except snapshots that need a new file."""
     s = scheduler(backend("a", 1), snapshots=[held], coalesce_above_s=None)
     for _ in range(2):
-        s.handle(ev.SaveFailed(R, A0, "disk full"), NOW)
+        s.state.write_failed(A, NOW, "disk full")
     effects = arrive(s, ids=LONG)
     if source is Source.SNAPSHOT:
         assert names(effects) == ["Restore"]

@@ -15,7 +15,6 @@ from router.base.types import (
     Source,
     StateShape,
 )
-from router.core.model import events as ev
 from router.core.model.effects import Account, Delete, Dispatch, Prefill, Save, SaveReason
 from router.core.model.plan import Plan
 from router.core.model.policy import SnapshotLimits
@@ -23,7 +22,7 @@ from router.core.model.slots import Content, Resident
 from router.core.planning.early_saves import boundary_saves
 from router.core.planning.planner import plan
 from router.core.reporting.miss_reasons import record_of
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -50,6 +49,7 @@ from tests.support.scheduler.drive import (
     saved,
     slot,
 )
+from tests.support.scheduler.driven import Driven
 
 HYBRID = backend(memory_kind=MemoryKind.HYBRID)
 # A system prompt of 600 tokens, a question up to 900, and the start of an answer.
@@ -187,7 +187,7 @@ def test_limits_hold_for_pauses() -> None:
     assert planned(made).boundary_saves == (600,)
 
 
-def started(**more: Any) -> Scheduler:
+def started(**more: Any) -> Driven:
     s = scheduler(HYBRID, coalesce_above_s=None, **more)
     assert arrive(s, prompt=CHAT) == [Prefill(R, A0, run_of(600))]
     return s

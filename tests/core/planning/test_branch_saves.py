@@ -11,9 +11,9 @@ from router.core.model.effects import Save, SaveReason
 from router.core.model.policy import SnapshotLimits
 from router.core.model.rates import LinearFit, Mean
 from router.core.model.slots import Content, Resident
-from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import A0, A1, R, backend, busy, run_of, scheduler, snapshot
 from tests.support.scheduler.drive import arrive, names, prefilled, save_failed, saved, slot
+from tests.support.scheduler.driven import Driven
 
 BRANCH_SAVES = True
 # A history of 3,000 tokens: 30 s to compute, 1 ms to save; an answer takes 20 s.
@@ -23,7 +23,7 @@ OTHER = join([HISTORY, run_of(10, 3)])
 PICTURE = Prompt(QUESTION, n_media=1)
 
 
-def world(*infos: Any, save_s: float = 0.001, **more: Any) -> Scheduler:
+def world(*infos: Any, save_s: float = 0.001, **more: Any) -> Driven:
     s = scheduler(*infos, **({"holding": {A0: HISTORY}} | more))
     rates = s.state.inventory.backends[A0.backend].rates
     rates.save = LinearFit(save_s, 0.0)

@@ -4,17 +4,17 @@ import pytest
 
 from router.base.tokens import Tokens
 from router.base.types import BackendId, BackendInfo, Outcome, Prompt, SlotId
-from router.core.model import events as ev
 from router.core.model.policy import PolicyName
 from router.core.planning.planner import decide
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import A, B, backend, request, run_of, scheduler
 from tests.support.scheduler.drive import NOW, arrive, finish, launched, names
+from tests.support.scheduler.driven import Driven
 
 LONG, OTHER, SHORT = run_of(2000), run_of(2000, 7), run_of(20, 9)
 
 
-def chosen(s: Scheduler, ids: Tokens, waited_s: float = 0.0) -> BackendId | None:
+def chosen(s: Driven, ids: Tokens, waited_s: float = 0.0) -> BackendId | None:
     decision = decide(s.state.inventory, request("new", ids=ids), NOW, waited_s)
     return None if decision is None else decision.plan.chosen.slot.backend
 
@@ -72,7 +72,7 @@ def test_server_placed_is_pinned_where_it_would_wait(
 EMPTIES = backend("a", 3, keeps_idle_slots=False, kv_dir=None)
 
 
-def emptied(*infos: BackendInfo) -> Scheduler:
+def emptied(*infos: BackendInfo) -> Driven:
     """Return a scheduler after another request's start cleared the slot that held LONG."""
     s = scheduler(*infos or (EMPTIES,), idle_save_after_s=None, coalesce_above_s=None)
     for name, ids in (("first", LONG), ("second", run_of(30, 7))):

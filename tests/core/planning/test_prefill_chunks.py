@@ -7,12 +7,11 @@ import pytest
 
 from router.base.tokens import count, head
 from router.base.types import MemoryKind, RequestId
-from router.core.model import events as ev
 from router.core.model.effects import Account, Effect, Prefill, Restore, Save, StopWork
 from router.core.model.effects import SaveReason as Why
 from router.core.model.slots import UNKNOWN, Content, Resident
 from router.core.planning.planner import plan
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import A1, NS, R2, backend, request, run_of, scheduler, snapshot
 from tests.support.scheduler.drive import (
     NOW,
@@ -26,6 +25,7 @@ from tests.support.scheduler.drive import (
     restored,
     slot,
 )
+from tests.support.scheduler.driven import Driven
 
 # At 0.01 s per token (build.rates), 600 tokens come closest to a chunk, but the server computes
 # 512 at once.
@@ -34,7 +34,7 @@ LONG = run_of(2000)
 MINE, OTHER = "r2", "r"
 
 
-def beside(n_slots: int = 2, kind: MemoryKind = MemoryKind.FULL, **more: Any) -> Scheduler:
+def beside(n_slots: int = 2, kind: MemoryKind = MemoryKind.FULL, **more: Any) -> Driven:
     """Return a scheduler with one backend, on which OTHER streams."""
     info = backend("a", n_slots, memory_kind=kind, **more.pop("info", {}))
     given: dict[str, Any] = {"prefill_chunk_s": PIECE_S, "idle_save_after_s": None}

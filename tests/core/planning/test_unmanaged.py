@@ -6,8 +6,8 @@ from msgspec.structs import replace
 from router.base.tokens import join, pack
 from router.base.types import BackendInfo, Outcome, Reported, RequestId, Source
 from router.core.model import effects as ef
-from router.core.model import events as ev
 from router.core.model.effects import Dispatch
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import A, B, backend, request, run_of, scheduler
 
 LONG = run_of(1000)

@@ -10,12 +10,12 @@ from router.base.tokens import Tokens, count, head, join, unpack
 from router.base.types import MemoryKind, Miss, Nearest, Prompt, Request
 from router.core.inventory.catalog import Catalog
 from router.core.inventory.inventory import Inventory
-from router.core.model import events as ev
 from router.core.model.plan import Coverage
 from router.core.model.policy import PolicyName, SnapshotLimits
 from router.core.model.slots import Content, Resident
 from router.core.planning.planner import plan
 from router.core.reporting.miss_reasons import coverage_of, missed
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,

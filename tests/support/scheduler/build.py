@@ -26,7 +26,7 @@ from router.core.model.policy import Policy, PolicyName, SnapshotLimits
 from router.core.model.rates import LinearFit, Mean, Rates
 from router.core.model.request_queue import Queue, QueueLimits
 from router.core.model.slots import NO_WORK, Content, Resident, Work
-from router.core.scheduler import Scheduler
+from tests.support.scheduler.driven import Driven
 
 A, B = BackendId("a"), BackendId("b")
 A0, A1, A2 = SlotId(A, 0), SlotId(A, 1), SlotId(A, 2)
@@ -134,9 +134,9 @@ def scheduler(
     queue: QueueLimits | None = None,
     limits: SnapshotLimits | None = None,
     **more: Any,
-) -> Scheduler:
+) -> Driven:
     """Return a scheduler with these backends up and idle; `more` as for `inventory`."""
     made = inventory(*infos, **more)
     if limits is not None:
         made.catalog = Catalog(limits)
-    return Scheduler(State(inventory=made, queue=Queue(queue or QueueLimits())))
+    return Driven(State(inventory=made, queue=Queue(queue or QueueLimits())))

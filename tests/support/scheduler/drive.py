@@ -5,28 +5,28 @@ from typing import Any
 
 from router.base.tokens import Tokens, count
 from router.base.types import Outcome, Reported, RequestId, SlotId, Snapshot, SnapshotId
-from router.core.model import events as ev
 from router.core.model.backend import Slot
 from router.core.model.effects import Dispatch, Effect
 from router.core.model.plan import Plan
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import A0, backend, request, scheduler
+from tests.support.scheduler.driven import Driven
 
 NOW = 100.0
 
 
-def arrive(s: Scheduler, name: str = "r", ids: Any = (1, 2, 3), **more: Any) -> list[Effect]:
+def arrive(s: Driven, name: str = "r", ids: Any = (1, 2, 3), **more: Any) -> list[Effect]:
     """Report that a request arrived."""
     return s.handle(ev.Arrived(request(name, ids, **more)), NOW)
 
 
-def cancel(s: Scheduler, name: str = "r") -> list[Effect]:
+def cancel(s: Driven, name: str = "r") -> list[Effect]:
     """Report that the request's client disconnected."""
     return s.handle(ev.Cancelled(RequestId(name)), NOW)
 
 
 def finish(
-    s: Scheduler,
+    s: Driven,
     name: str = "r",
     outcome: Outcome = Outcome.OK,
     *,
@@ -39,12 +39,12 @@ def finish(
     return s.handle(ev.Finished(RequestId(name), outcome, said, index, begun), NOW)
 
 
-def slot(s: Scheduler, which: SlotId) -> Slot:
+def slot(s: Driven, which: SlotId) -> Slot:
     """Return the slot's entry in the ledger."""
     return s.state.inventory.slots[which]
 
 
-def held(s: Scheduler, which: SlotId) -> Tokens:
+def held(s: Driven, which: SlotId) -> Tokens:
     """Return the tokens that the slot is known to hold."""
     return slot(s, which).content.resident.tokens
 
@@ -60,27 +60,27 @@ def names(effects: list[Effect]) -> list[str]:
     return [type(effect).__name__ for effect in effects]
 
 
-def n_held(s: Scheduler, which: SlotId) -> int:
+def n_held(s: Driven, which: SlotId) -> int:
     """Return the number of tokens that the slot is known to hold."""
     return count(held(s, which))
 
 
-def saved(s: Scheduler, of: Snapshot, at: SlotId = A0, name: str = "r") -> list[Effect]:
+def saved(s: Driven, of: Snapshot, at: SlotId = A0, name: str = "r") -> list[Effect]:
     """Report that a save became this snapshot."""
     return s.handle(ev.Saved(RequestId(name), at, of, 0.001), NOW)
 
 
-def save_failed(s: Scheduler, at: SlotId = A0, name: str = "r") -> list[Effect]:
+def save_failed(s: Driven, at: SlotId = A0, name: str = "r") -> list[Effect]:
     """Report that a save failed."""
     return s.handle(ev.SaveFailed(RequestId(name), at, "no"), NOW)
 
 
-def restored(s: Scheduler, n: int = 900, name: str = "r", of: str = "s") -> list[Effect]:
+def restored(s: Driven, n: int = 900, name: str = "r", of: str = "s") -> list[Effect]:
     """Report that a snapshot is in the slot."""
     return s.handle(ev.Restored(RequestId(name), SnapshotId(of), n, 0.001), NOW)
 
 
-def restore_failed(s: Scheduler, bad: bool = False, name: str = "r") -> list[Effect]:
+def restore_failed(s: Driven, bad: bool = False, name: str = "r") -> list[Effect]:
     """Report that a restore failed: the slot is empty."""
     return s.handle(
         ev.RestoreFailed(
@@ -90,34 +90,32 @@ def restore_failed(s: Scheduler, bad: bool = False, name: str = "r") -> list[Eff
     )
 
 
-def prefilled(s: Scheduler, name: str = "r", **said: Any) -> list[Effect]:
+def prefilled(s: Driven, name: str = "r", **said: Any) -> list[Effect]:
     """Report that the prompt is computed, less a token."""
     return s.handle(ev.Prefilled(RequestId(name), Reported(**said)), NOW)
 
 
-def begun(s: Scheduler, name: str = "r") -> list[Effect]:
+def begun(s: Driven, name: str = "r") -> list[Effect]:
     """Report the request's first token."""
     return s.handle(ev.Begun(RequestId(name)), NOW)
 
 
-def tick(s: Scheduler, after_s: float) -> list[Effect]:
+def tick(s: Driven, after_s: float) -> list[Effect]:
     """Send a tick after so many seconds."""
     return s.handle(ev.Tick(), NOW + after_s)
 
 
-def prefill_failed(s: Scheduler, name: str = "r") -> list[Effect]:
+def prefill_failed(s: Driven, name: str = "r") -> list[Effect]:
     """Report that a prefill failed."""
     return s.handle(ev.PrefillFailed(RequestId(name), "no"), NOW)
 
 
-def quiet(s: Scheduler, name: str = "r", n: int | None = 0) -> list[Effect]:
+def quiet(s: Driven, name: str = "r", n: int | None = 0) -> list[Effect]:
     """Report that a watched slot is idle."""
     return s.handle(ev.Quiet(RequestId(name), n), NOW)
 
 
-def launched(
-    s: Scheduler, index: int, name: str = "r", others: Collection[int] = ()
-) -> list[Effect]:
+def launched(s: Driven, index: int, name: str = "r", others: Collection[int] = ()) -> list[Effect]:
     """Report that the request runs on this slot; its other tasks on `others`."""
     return s.handle(ev.Launched(RequestId(name), index, frozenset(others)), NOW)
 
@@ -127,14 +125,14 @@ def stranger(where: SlotId, generation: int = 0) -> RequestId:
     return RequestId(f"stranger-{where}-{generation}")
 
 
-def running(*infos: Any, **more: Any) -> Scheduler:
+def running(*infos: Any, **more: Any) -> Driven:
     """Return a scheduler in which R runs on a/0 with the prompt (1, 2, 3)."""
     s = scheduler(*(infos or (backend("a", 2),)), idle_save_after_s=None, reuse_probability=0.0)
     arrive(s, **more)
     return s
 
 
-def astray(**more: Any) -> Scheduler:
+def astray(**more: Any) -> Driven:
     """Return a scheduler that sent R to backend a unpinned and expects the server to pick a/0."""
     s = scheduler(backend("a", 2), idle_save_after_s=None, reuse_probability=0.0, **more)
     (dispatch,) = arrive(s, ids=[1], pinnable=False)

@@ -8,10 +8,10 @@ from itertools import count
 from router.base.tokens import count as n_tokens
 from router.base.types import BackendId, Outcome, Reported, RequestId
 from router.core.model import effects as ef
-from router.core.model import events as ev
 from router.core.model.servers import ServerLimit, ServerPhase, ServerSpec
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import backend, request, scheduler, snapshot
+from tests.support.scheduler.driven import Driven
 
 
 @dataclass
@@ -39,7 +39,7 @@ class ServerWorld:
     on_answer: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
-        self.s: Scheduler = scheduler()
+        self.s: Driven = scheduler()
         self.s.state.inventory.up.clear()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()

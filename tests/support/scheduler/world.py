@@ -25,12 +25,12 @@ from router.base.types import (
 )
 from router.core.admission.backend_attach import probe_name
 from router.core.model import effects as ef
-from router.core.model import events as ev
 from router.core.model.jobs import AtGate, RequestJob
 from router.core.model.slots import Phase
 from router.core.model.tenancy import namespace_of, tenant_of
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import backend
+from tests.support.scheduler.driven import Driven
 from tests.support.scheduler.model_server import Ids, Server, common
 
 ROOTS: tuple[Ids, ...] = ((), (1,) * 4, (1,) * 10, (1, 1, 1, 1, 2, 2, 2, 2))
@@ -82,7 +82,7 @@ class World:
 
     tenants: tuple[Tenant, ...] = (NO_TENANT,)
 
-    def populate(self, scheduler: Scheduler, infos: list[BackendInfo]) -> None:
+    def populate(self, scheduler: Driven, infos: list[BackendInfo]) -> None:
         """Start with all servers up and empty."""
         self.scheduler = scheduler
         self.infos = {info.id: info for info in infos}

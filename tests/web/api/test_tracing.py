@@ -12,7 +12,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from router.core.model import events as ev
 from router.telemetry.tracing import OtelTracing
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import RunningRouter, running
@@ -119,7 +118,7 @@ async def test_one_that_never_got_a_slot(
     queue = kvferry.router.engine._scheduler.state.queue
     state = kvferry.router.engine._scheduler.state.inventory
     limits = type(queue.limits)(no_backend_s=0.05)
-    kvferry.router.engine.tell(ev.Configured(state.policy, state.catalog.limits, limits))
+    kvferry.router.engine.configure(state.policy, state.catalog.limits, limits)
     await kvferry.post("/v1/embeddings", {"input": PROMPT})
     root, parts = spans(exporter)
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.base.types import BackendId
-from router.core.model.events import ServersConfigured
 from router.core.model.servers import ServerLimit, ServerSpec
 
 
@@ -17,7 +16,7 @@ class OnDemand:
     stop_s: float
     max_wait_s: float
 
-    def configured(self, names: Sequence[str]) -> ServersConfigured:
-        """Return the event that tells the scheduler of its servers."""
+    def configured(self, names: Sequence[str]) -> tuple[list[ServerSpec], list[ServerLimit]]:
+        """Return the servers, and what of them may be loaded together."""
         specs = [ServerSpec(BackendId(name), (name,), max_wait_s=self.max_wait_s) for name in names]
-        return ServersConfigured(tuple(specs), (ServerLimit(frozenset(names), self.loaded),))
+        return specs, [ServerLimit(frozenset(names), self.loaded)]

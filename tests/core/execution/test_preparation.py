@@ -6,12 +6,11 @@ import pytest
 
 from router.base.tokens import Tokens, head
 from router.base.types import MemoryKind, SnapshotId, Source
-from router.core.model import events as ev
 from router.core.model.effects import Delete, Dispatch, Prefill, Quarantine, Restore, Save
 from router.core.model.effects import SaveReason as Why
 from router.core.model.policy import SnapshotLimits
 from router.core.model.slots import Phase
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -43,6 +42,7 @@ from tests.support.scheduler.drive import (
     saved,
     slot,
 )
+from tests.support.scheduler.driven import Driven
 
 LONG, ELSE = run_of(1000), run_of(1000, 7)
 OFF: dict[str, Any] = {"idle_save_after_s": None}
@@ -50,7 +50,7 @@ SNAP = snapshot("s", run_of(900))
 ONE = backend("a", 1)
 
 
-def restoring(**more: Any) -> Scheduler:
+def restoring(**more: Any) -> Driven:
     """Return a scheduler that restores SNAP into a/0 for R."""
     s = scheduler(ONE, snapshots=[SNAP], coalesce_above_s=None, **more)
     assert arrive(s, ids=LONG) == [Restore(R, A0, SNAP)]
@@ -277,7 +277,7 @@ def test_restore_outlives_its_job_and_keeps_the_file() -> None:
     assert s.state.inventory.catalog.remove(SNAP.id) == []
 
     assert restored(s) == [Delete(SNAP)]
-    assert s.state.orphaned_restores == {}
+    assert s.state.under_way == {}
 
 
 def test_a_file_that_kills_backends_is_put_aside() -> None:
@@ -294,7 +294,7 @@ def test_a_file_that_kills_backends_is_put_aside() -> None:
 # -- prefill -------------------------------------------------------------------------------------
 
 
-def prefilling(*more: Any) -> Scheduler:
+def prefilling(*more: Any) -> Driven:
     s = scheduler(*(more or (ONE,)))
     assert arrive(s, ids=LONG) == [Prefill(R, A0, head(LONG, 999))]
     return s

@@ -1,7 +1,6 @@
-"""Events: the facts that the scheduler is told, in the past tense."""
+"""Events: what a test tells the scheduler, in the past tense; `driven.py` takes them in."""
 
 from collections.abc import Mapping
-from enum import Enum
 
 from msgspec import Struct
 
@@ -20,6 +19,7 @@ from router.base.types import (
     SnapshotId,
     Tenant,
 )
+from router.core.model.effects import Blame as Blame
 from router.core.model.policy import Policy, SnapshotLimits
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerLimit, ServerSpec
@@ -262,14 +262,6 @@ class Restored(Struct, frozen=True):
     n_tokens: int
     seconds: float
     rewrite_s: float = 0.0
-
-
-class Blame(Enum):
-    """Cause of a failed restore."""
-
-    FILE = "file"  # the file is not what was committed
-    DISK = "disk"  # the file could not be prepared for the backend
-    BACKEND = "backend"  # the backend refused the restore, or went down
 
 
 class RestoreFailed(Struct, frozen=True):

@@ -3,11 +3,10 @@
 import pytest
 
 from router.base.types import SnapshotId, Source
-from router.core.model import events as ev
 from router.core.model.effects import Delete, Restore, Save
 from router.core.model.effects import SaveReason as Why
 from router.core.model.slots import Phase
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     B0,
@@ -34,12 +33,13 @@ from tests.support.scheduler.drive import (
     saved,
     slot,
 )
+from tests.support.scheduler.driven import Driven
 
 LONG, ELSE = run_of(1000), run_of(1000, 7)
 ONE = backend("a", 1)
 
 
-def copying() -> Scheduler:
+def copying() -> Driven:
     """Return a scheduler that saves a/0 for R, which will run on b/0."""
     s = scheduler(ONE, backend("b", 1), holding={A0: run_of(500)}, coalesce_above_s=None)
     s.state.inventory.backends[A].rates = rates(prefill_s=1.0)

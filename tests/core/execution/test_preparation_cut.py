@@ -6,15 +6,13 @@ import pytest
 from msgspec.structs import replace
 
 from router.base.tokens import join
-from router.base.types import MemoryKind, SnapshotId, Source, StateShape
-from router.core.execution.job_steps import next_step
-from router.core.model import events as ev
+from router.base.types import MemoryKind, SnapshotId, Source, StateShape, Tenant
 from router.core.model.effects import Cut, Delete, Restore
-from router.core.model.jobs import CutStep
 from router.core.model.policy import SnapshotLimits
 from router.core.model.rates import LinearFit
+from router.core.model.slots import Content, Resident
 from router.core.planning.planner import plan
-from router.core.scheduler import Scheduler
+from tests.support.scheduler import events as ev
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -30,6 +28,7 @@ from tests.support.scheduler.build import (
     snapshot,
 )
 from tests.support.scheduler.drive import NOW, arrive, cancel, held, names, plan_of, restored
+from tests.support.scheduler.driven import Driven
 
 CUTS = backend(cuts=True)
 LONG = snapshot("s", run_of(8000), size=8_000_000)
@@ -42,14 +41,14 @@ def by_size() -> LinearFit:
     return LinearFit(1e-3, 1e-9)
 
 
-def cutting(info: Any = CUTS, **more: Any) -> Scheduler:
+def cutting(info: Any = CUTS, **more: Any) -> Driven:
     s = scheduler(info, snapshots=[LONG], coalesce_above_s=None, **more)
     s.state.inventory.backends[A].rates.restore = LinearFit(1e-3, 1e-8)
     s.state.inventory.backends[A].rates.rewrite = by_size()
     return s
 
 
-def begun() -> Scheduler:
+def begun() -> Driven:
     s = cutting()
     assert arrive(s, ids=SHORT) == [Cut(R, LONG, 500)]
     return s
@@ -185,15 +184,12 @@ def test_a_backend_that_goes_meanwhile() -> None:
 
 
 def test_a_snapshot_that_is_lost_before_its_turn_is_not_cut() -> None:
-    s = begun()
-    job = s.state.job_of(R)
-    assert isinstance(job.doing, CutStep)
-    job.steps.appendleft(job.doing)  # as if a save came before the cut
+    s = cutting()
+    s.state.inventory.slots[A0].hold(Content(Resident(run_of(900, 7)), Tenant("x"), savable=False))
+    assert names(arrive(s, ids=SHORT)) == ["Erase"]
     s.handle(ev.SnapshotLost(SnapshotId("s")), NOW)
 
-    s.state.out = []
-    next_step(s.state, job, NOW)
-    assert names(s.state.out) == ["Dispatch"]
+    assert names(s.handle(ev.Erased(R, A0), NOW)) == ["Dispatch"]
 
 
 def test_kinds_that_cannot_go_back_are_not_cut() -> None:
