@@ -22,6 +22,7 @@ class Scheduler:
 
     def __init__(self, state: State) -> None:
         self.state = state
+        self._may_be_over = False  # there may be snapshots to evict
 
     def do(
         self,
@@ -39,6 +40,7 @@ class Scheduler:
             idle_saves.end_backoffs(state, now)
         state.inventory.catalog.lapse(now)
         take(state, *args, **kwargs)
+        self._may_be_over = self._may_be_over or take not in _USUAL
         if take not in _FREES_NO_SLOT:
             state.idle_saves_at = min(state.idle_saves_at, now)
         state.dirty = bool(state.scanned) and (state.dirty or take is not tick)
@@ -82,7 +84,7 @@ class Scheduler:
             min(state.idle_saves_at, state.backoffs_end_at) < at
             or bool(state.unexplained or state.queue.waiting or state.inventory.servers.by_name)
             or state.has_waiting_jobs()
-            or state.inventory.catalog.is_over
+            or (self._may_be_over and state.inventory.catalog.is_over)
         )
 
     def next_wakeup(self, now: float) -> float | None:
@@ -90,6 +92,7 @@ class Scheduler:
         state = self.state
         if state.inventory.catalog.is_over:
             return now
+        self._may_be_over = False
         at = state.backoffs_end_at
         if state.idle_saves_at < inf:
             state.idle_saves_at = idle_saves.wakeup(state)
@@ -119,3 +122,5 @@ _FREES_NO_SLOT = (
     prefill_queue.begun,
     job_ends.launched,
 )
+# These add no snapshot, so that there is none more to evict.
+_USUAL = (*_FREES_NO_SLOT, job_ends.finished)

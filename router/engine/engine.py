@@ -476,12 +476,14 @@ class Engine:
 
     def _set_alarm(self) -> None:
         self._alarm_due = False
+        self._scheduler.explain_admitted()
+        if not self._scheduler.is_due_before(self._wakes_at):
+            return
+        now = self._clock.now()
+        at = None if self._closed else self._scheduler.next_wakeup(now)
         if self._wakeup is not None:
             self._wakeup.cancel()
             self._wakeup = None
-        self._scheduler.explain_admitted()
-        now = self._clock.now()
-        at = None if self._closed else self._scheduler.next_wakeup(now)
         self._wakes_at = inf if at is None else at
         if at is not None:
             # 1 ms late rather than early: an early tick would find nothing to do.

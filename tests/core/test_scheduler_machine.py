@@ -24,7 +24,7 @@ from router.base.types import (
     Tenant,
 )
 from router.core.admission.backend_attach import probe_name
-from router.core.execution import placement_gate
+from router.core.execution import idle_saves, placement_gate
 from router.core.model import effects as ef
 from router.core.model.jobs import AtGate, InPrefillQueue, RequestJob
 from router.core.model.policy import PolicyName, SnapshotLimits
@@ -410,16 +410,9 @@ class SchedulerMachine(World, RuleBasedStateMachine):
 
     @invariant()
     def what_was_kept_is_what_looking_would_find(self) -> None:
-        """Check cached values: updated only for changed slots, and reach with the catalog."""
+        """Check cached values: the next look at idle slots, and reach with the catalog."""
         inventory = self.scheduler.state.inventory
-        since: dict[BackendId, float] = {}
-        for slot in inventory.slots:
-            phases = slot.backend.phases
-            if slot.is_unsaved and not (phases[Phase.RUNNING] or phases[Phase.PREPARING]):
-                first = since.get(slot.id.backend, slot.last_used)
-                since[slot.id.backend] = min(first, slot.last_used)
-        known = {name: one.unsaved_since for name, one in inventory.backends.items()}
-        assert {name: at for name, at in known.items() if at < inf} == since
+        assert self.scheduler.state.idle_saves_at <= idle_saves.wakeup(self.scheduler.state)
         for slot in inventory.slots:
             info = inventory.info(slot.id.backend)
             if info is not None:

@@ -52,10 +52,27 @@ def arrived(state: State, request: Request) -> None:
         state.reject(request.id, failed)
     elif request.caller and (used := state.budget.refusal(request.caller.tenant)):
         state.reject(request.id, used)
-    else:
+    elif state.queue.waiting or not _starts_at_once(state, request, now):
         state.queue.add(request, now)
         if not state.inventory.slots.any_idle():
             _keep_prefix(state.inventory, request, now)
+
+
+def _starts_at_once(state: State, request: Request, now: float) -> bool:
+    """Grant a request that finds no queue, if it can start now; return whether it could.
+
+    Jobs that wait for their turn come first: then it is queued, for no time perhaps.
+    """
+    inventory = state.inventory
+    if state.has_waiting_jobs() or not inventory.has_idle(request.model):
+        return False
+    if Budgets(state).pick(request) is None:
+        return False
+    decision = decide(inventory, request, now, 0.0)
+    if decision is None or decision.plan.chosen.wait_for is not None:
+        return False
+    _grant(state, Waiting(request, now), decision.plan, now, pinnable=decision.request.pinnable)
+    return True
 
 
 def _keep_prefix(inventory: Inventory, request: Request, now: float) -> None:
@@ -406,7 +423,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     slot.lease(job, work)
     inventory.jobs[job.id] = job
     state.unexplained.append(job)
-    state.queue.serve(request.id, needs_s - chosen.price.wait_s)  # the wait is other clients' time
+    state.queue.serve(request, needs_s - chosen.price.wait_s)  # the wait is other clients' time
     crowding = _lease_others(inventory, job, slot)
     if not backend.info.is_managed:  # the router keeps no tokens there
         for used in job.held:

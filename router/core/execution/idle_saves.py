@@ -31,12 +31,10 @@ def save_idle(state: State, now: float) -> None:
     if state.gives_up_content:
         return
     for name, backend in state.inventory.up.items():
-        if backend.unsaved_since == inf or backend.gate.is_closed:
-            continue
         leaves = state.stopping or name in state.inventory.draining
-        while True:
-            due, slot = _first_due(state.inventory, backend)
-            if slot is None or (due > now and not leaves):
+        while unsaved := backend.unsaved:
+            due, slot = _first_due(state.inventory, backend, unsaved)
+            if due > now and not leaves:
                 state.idle_saves_at = min(state.idle_saves_at, due)
                 break
             if saving_pays(state.inventory, slot, last=leaves)[2]:
@@ -45,21 +43,20 @@ def save_idle(state: State, now: float) -> None:
             slot.hold(replace(slot.content, save_decided=True))  # ruled out, and considered once
 
 
-def _first_due(inventory: Inventory, backend: Backend) -> tuple[float, Slot | None]:
-    """Return the idle slot of a backend to save next, and when, in clock seconds; inf: never.
+def _first_due(inventory: Inventory, backend: Backend, unsaved: list[Slot]) -> tuple[float, Slot]:
+    """Return the slot of these to save next, and when, in clock seconds; inf: never.
 
     On a disk, where each save writes a state whole (docs/adr/0039): late if no other content needs
     the slot, or if its conversation usually goes on sooner. With half of the slots saved or empty,
     newcomers find one without a save.
     """
-    policy, slots = inventory.policy, backend.slots
-    unsaved = [slot for slot in slots if slot.is_unsaved]
-    if policy.idle_save_after_s is None or not unsaved:
-        return inf, unsaved[0] if unsaved else None
+    policy = inventory.policy
+    if policy.idle_save_after_s is None:
+        return inf, unsaved[0]
     if not (policy.saves_late and backend.info.on_disk):
         first = unsaved[0] if len(unsaved) == 1 else min(unsaved, key=lambda slot: slot.last_used)
         return first.last_used + policy.idle_save_after_s, first
-    n_spare = sum(slot.is_idle and not slot.is_unsaved for slot in slots)
+    n_spare = backend.phases[Phase.IDLE] - len(unsaved)
     least_s = _LATE_S if 2 * n_spare >= backend.info.n_slots else policy.idle_save_after_s
 
     def due(slot: Slot) -> float:
@@ -137,8 +134,8 @@ def wakeup(state: State) -> float:
     inventory = state.inventory
     if state.stopping or not inventory.policy.name.moves_kv:
         return inf
-    quiet = (one for one in inventory.up.values() if one.unsaved_since < inf)
-    ends = (_first_due(inventory, one)[0] for one in quiet if not one.gate.is_closed)
+    known = ((one, one.unsaved) for one in inventory.up.values())
+    ends = (_first_due(inventory, one, unsaved)[0] for one, unsaved in known if unsaved)
     return min(ends, default=inf)
 
 

@@ -114,8 +114,10 @@ class Slot:
 
     @property
     def is_unsaved(self) -> bool:
-        """Return whether the slot is idle and its content is due for an idle save."""
-        return self.phase is Phase.IDLE and self.content.is_unsaved
+        """Return whether the slot is idle, and no idle save was made or ruled out."""
+        held = self.content
+        undecided = self.phase is Phase.IDLE and held.savable and not held.save_decided
+        return undecided and bool(held.resident.tokens or held.resident.unread)
 
     @property
     def holder(self) -> RequestId | None:
@@ -135,7 +137,6 @@ class Slot:
         backend.phases[self.phase] -= 1
         backend.phases[after] += 1
         self.phase = after
-        backend.changes += 1
 
     def lease(self, job: LeaseHolder, work: Work) -> "Slot":
         """Lease the slot to a job for `work`, until `release` or `lose`; return the slot."""
@@ -180,7 +181,6 @@ class Slot:
     def hold(self, content: Content) -> None:
         """Change the content."""
         self.content = content
-        self.backend.changes += 1
 
     def do(self, work: Work) -> None:
         """Change the work under the lease."""
@@ -315,9 +315,6 @@ class Backend:
     phases: dict[Phase, int] = field(
         default_factory=lambda: dict.fromkeys(Phase, 0)
     )  # slots in each
-    changes: int = 0  # of the phase or the content of its slots so far
-    # Since when a slot is idle and unsaved while nothing runs or prepares; and `changes` then.
-    unsaved: tuple[int, float] = (-1, inf)
     gate: PlacementGate = field(default_factory=PlacementGate)
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
     backoff: WriteBackoff = field(default_factory=WriteBackoff)
@@ -352,7 +349,6 @@ class Backend:
             for index, content in enumerate(contents)
         ]
         self.phases = dict.fromkeys(Phase, 0) | {Phase.IDLE: n_slots}
-        self.changes += 1
 
     @property
     def has_idle(self) -> bool:
@@ -381,16 +377,12 @@ class Backend:
         return self.phases[Phase.RUNNING] + len(self.prefilling)
 
     @property
-    def unsaved_since(self) -> float:
-        """Return when the first unsaved slot became idle, while none is RUNNING or PREPARING.
-
-        In clock seconds; inf: there is none.
-        """
-        if self.unsaved[0] != self.changes:
-            busy = self.phases[Phase.RUNNING] or self.phases[Phase.PREPARING]
-            times = [] if busy else [slot.last_used for slot in self.slots if slot.is_unsaved]
-            self.unsaved = self.changes, min(times, default=inf)
-        return self.unsaved[1]
+    def unsaved(self) -> list[Slot]:
+        """Return the idle slots to save; none while a save would delay a request."""
+        phases = self.phases
+        if phases[Phase.RUNNING] or phases[Phase.PREPARING] or self.gate.holder is not None:
+            return []
+        return [slot for slot in self.slots if slot.is_unsaved]
 
     def come_up(self, info: BackendInfo) -> None:
         """Take what the backend is now. What it was seen not to do counts no longer."""
@@ -503,7 +495,7 @@ class SlotTable:
         """
         found: dict[SlotId, int] = {}
         first = tokens[:WIDTH]
-        for slot in self:
+        for slot in [slot for backend in self._backends.values() for slot in backend.slots]:
             held = slot.content.resident.tokens if slot.phase is Phase.IDLE else slot.work.pending
             if held[:WIDTH] == first and (tenant is None or slot.offered_tenant == tenant):
                 found[slot.id] = common_prefix(held, tokens)

@@ -117,6 +117,12 @@ class Queue:
         """Queue a request. A client gets no credit for time in which it had no request."""
         client = request.client
         waiting = self.waiting[request.id] = Waiting(request, now)
+        self._know(client)
+        self._clients.setdefault(client, {})[request.id] = waiting
+        self._models.setdefault(request.model, {})[request.id] = waiting
+
+    def _know(self, client: str | None) -> None:
+        """Keep the server time of a client from now on."""
         if len(self._served_s) > TUNING.clients:
             self._floor_s = sorted(self._served_s.values())[TUNING.clients // 2]
             self._served_s = {
@@ -125,15 +131,15 @@ class Queue:
                 if one in self._clients or seconds > self._floor_s
             }
         if client not in self._clients:
-            self._clients[client] = {}
             self._served_s[client] = max(self._served_s.get(client, 0.0), self._floor_s)
-        self._clients[client][request.id] = waiting
-        self._models.setdefault(request.model, {})[request.id] = waiting
 
-    def serve(self, request: RequestId, seconds: float) -> None:
-        """Remove a request and charge its client `seconds`. Raise KeyError if not queued."""
-        client = self.waiting[request].request.client
-        self.remove(request)  # first: `remove` must compute the floor without these seconds
+    def serve(self, request: Request, seconds: float) -> None:
+        """Charge the client of a request `seconds`, and remove the request if it is queued."""
+        client = request.client
+        # First: the floor is computed without these seconds.
+        if self.remove(request.id) is None:  # it never waited
+            self._know(client)
+            self._floor_s = max(self._floor_s, self._served_s[client])
         self._served_s[client] += seconds
 
     def remove(self, request: RequestId) -> Waiting | None:

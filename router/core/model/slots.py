@@ -101,11 +101,6 @@ class Content(Struct, frozen=True):
     # Seconds from an answer to the next request that went on from it, the last time; 0: not seen.
     returned_after_s: float = 0.0
 
-    @property
-    def is_unsaved(self) -> bool:
-        """Return whether it is due for an idle save."""
-        return self.savable and not self.save_decided and len(self.resident) > 0
-
     def replaced_by(self, resident: Resident, keep: Keep) -> "Content":
         """Return the content after the router computed or restored `resident`: all else is gone.
 

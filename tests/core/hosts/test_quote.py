@@ -131,9 +131,7 @@ def test_a_short_prompt_is_surely_cheap_where_a_slot_is_free() -> None:
 
 def test_asking_changes_nothing() -> None:
     made = inventory(holding={SLOT: PROMPT})
-    before = [(slot.phase, slot.content.resident, slot.backend.changes) for slot in made.slots]
+    before = [(slot.phase, slot.content.resident, slot.generation) for slot in made.slots]
     quote(request(ids=PROMPT, tenant=NO_TENANT), made, Queue(), 0.0)
 
-    assert [
-        (slot.phase, slot.content.resident, slot.backend.changes) for slot in made.slots
-    ] == before
+    assert [(slot.phase, slot.content.resident, slot.generation) for slot in made.slots] == before

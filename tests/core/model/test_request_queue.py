@@ -6,7 +6,6 @@ from math import inf
 import pytest
 from msgspec.structs import replace
 
-from router.base.types import RequestId
 from router.core.model import request_queue
 from router.core.model.request_queue import Queue, QueueLimits, Waiting
 from router.core.model.tuning import TUNING
@@ -87,12 +86,12 @@ def test_who_had_the_least_of_the_servers_time_comes_first() -> None:
     queue = Queue()
     for name in ("a1", "a2", "a3", "b1", "b2", "b3"):
         queue.add(request(name, client=name[0]), 1.0)
-    queue.serve(RequestId("a1"), 10.0)
+    queue.serve(request("a1", client="a"), 10.0)
     assert ids(queue) == ["b1", "a2", "b2", "a3", "b3"]
-    queue.serve(RequestId("b1"), 4.0)
-    queue.serve(RequestId("b2"), 4.0)
+    queue.serve(request("b1", client="b"), 4.0)
+    queue.serve(request("b2", client="b"), 4.0)
     assert ids(queue) == ["b3", "a2", "a3"]
-    queue.serve(RequestId("b3"), 4.0)
+    queue.serve(request("b3", client="b"), 4.0)
     queue.add(request("b4", client="b"), 2.0)
     assert ids(queue) == ["a2", "b4", "a3"]
 
@@ -102,7 +101,7 @@ def test_client_share_is_remembered_while_idle() -> None:
     queue = Queue()
     queue.add(request("b1", client="b"), 1.0)
     queue.add(request("a1", client="a"), 1.0)
-    queue.serve(RequestId("a1"), 10.0)
+    queue.serve(request("a1", client="a"), 10.0)
     queue.add(request("a2", client="a"), 2.0)
 
     assert ids(queue) == ["b1", "a2"]
@@ -113,14 +112,24 @@ def test_a_newcomer_has_no_claim_on_the_past() -> None:
     queue = Queue()
     for _ in range(9):
         queue.add(request("a", client="a"), 1.0)
-        queue.serve(RequestId("a"), 10.0)
+        queue.serve(request("a", client="a"), 10.0)
     queue.add(request("a", client="a"), 2.0)
     queue.add(request("b", client="b"), 3.0)
     assert ids(queue) == ["b", "a"]
 
-    queue.serve(RequestId("b"), 11.0)
+    queue.serve(request("b", client="b"), 11.0)
     queue.add(request("b", client="b"), 4.0)
     assert ids(queue) == ["a", "b"]
+
+
+def test_request_that_never_waited_counts_as_one_that_did() -> None:
+    at_once, queued = Queue(), Queue()
+    for number in range(9):
+        asked = request(f"r{number}", client="ab"[number % 2])
+        at_once.serve(asked, 10.0)
+        queued.add(asked, 1.0)
+        queued.serve(asked, 10.0)
+    assert at_once == queued
 
 
 def test_when_it_is_full_who_sent_the_most_loses_the_last() -> None:
@@ -139,7 +148,7 @@ def test_of_too_many_clients_some_are_forgotten(
     queue = Queue()
     for number in range(20):
         queue.add(request("r", client=f"{number}"), 1.0)
-        queue.serve(RequestId("r"), 1.0)
+        queue.serve(request("r", client=f"{number}"), 1.0)
 
     assert len(queue._served_s) <= 4
 

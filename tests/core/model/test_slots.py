@@ -1,7 +1,5 @@
 """Leases: taken before any work, released once, harmless when stale."""
 
-from math import inf
-
 import pytest
 from msgspec.structs import replace
 
@@ -179,27 +177,23 @@ def test_restart_raises_generations_and_changes_slot_count() -> None:
 def test_what_could_be_saved_follows_the_slots() -> None:
     made = inventory(backend("a", 2))
     table, there = made.slots, made.backends[A]
-    assert there.unsaved_since == inf
+    assert there.unsaved == []
 
-    for where, now in ((A0, 2.0), (A1, 1.0)):
-        table[where].release(leased(table[where], R, NO_WORK), HELD, now)
-    assert there.unsaved_since == 1.0
+    for where in (A0, A1):
+        table[where].hold(HELD)
+    assert there.unsaved == [table[A0], table[A1]]
 
     table[A1].hold(replace(HELD, save_decided=True))
-    assert there.unsaved_since == 2.0
+    assert there.unsaved == [table[A0]]
 
     lease = leased(table[A1], R, NO_WORK)
-    assert there.unsaved_since == inf, "a slot of the backend is in use"
+    assert there.unsaved == [], "a slot of the backend is in use"
 
     table[A1].release(lease, HELD, 5.0)
-    assert there.unsaved_since == 2.0
+    assert there.unsaved == [table[A0], table[A1]]
 
-    made.lose(A)
-    assert there.unsaved_since == inf
-
-    there.attach(1)
-    table[A0].hold(HELD)
-    assert there.unsaved_since == 0.0
+    there.gate.take(R)
+    assert there.unsaved == []
 
 
 def test_leased_slot_shares_what_its_lease_computes() -> None:
