@@ -66,7 +66,7 @@ def _starts_at_once(state: State, request: Request, now: float) -> bool:
     inventory = state.inventory
     if state.has_waiting_jobs() or not inventory.has_idle(request.model):
         return False
-    if Budgets(state).pick(request) is None:
+    if state.budget.limits and Budgets(state).pick(request) is None:
         return False
     decision = decide(inventory, request, now, 0.0)
     if decision is None or decision.plan.chosen.wait_for is not None:

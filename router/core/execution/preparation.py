@@ -332,11 +332,18 @@ def _suspect(state: State, job: RequestJob, name: SnapshotId, result: Failed) ->
         state.out.append(Quarantine(forgotten, result.reason))
 
 
-def _may_save_branch(job: RequestJob) -> bool:
-    """Return whether the last step, if any, left in the slot what a sibling could use.
+def _may_save_branch(state: State, job: RequestJob, *, is_sent_next: bool) -> bool:
+    """Return whether the slot holds now what a sibling of the prompt could use.
 
-    A save or a wait just before rules it out: the save has been made, or was decided against.
+    That is the prompt, just before it is sent. For kinds that cannot go back it is what the prompt
+    goes on from, before anything more is computed. A save or a wait just before rules it out: the
+    save has been made, or was decided against.
     """
+    slot = job.own
+    if count(slot.content.resident.tokens) < state.inventory.catalog.limits.min_tokens:
+        return False
+    if goes_back(slot.backend.info.memory_kind) is not is_sent_next:
+        return False
     return job.doing is None or isinstance(job.doing, PrefillStep | RestoreStep | EraseStep)
 
 
@@ -349,8 +356,7 @@ async def _compute(
     could use it.
     """
     tokens = job.request.prompt.tokens
-    cannot = not goes_back(job.own.backend.info.memory_kind)
-    if cannot and _may_save_branch(job) and branch_save_pays(state.inventory, job):
+    if _may_save_branch(state, job, is_sent_next=False) and branch_save_pays(state.inventory, job):
         await _save_step(state, job, job.own, SaveReason.BRANCH)
     for length, reason in stops:
         # Other requests may as well wait for the last of several prefills.
@@ -429,8 +435,7 @@ def _prefill_failed(job: RequestJob, result: PrefillFailed) -> None:
 async def _send(state: State, job: RequestJob) -> None:
     """Send the client's request, once the server will take the job's slot for it."""
     slot = job.own
-    can = goes_back(slot.backend.info.memory_kind)
-    if can and _may_save_branch(job) and branch_save_pays(state.inventory, job):
+    if _may_save_branch(state, job, is_sent_next=True) and branch_save_pays(state.inventory, job):
         await _save_step(state, job, slot, SaveReason.BRANCH)
     if job.claim is SlotClaim.STEERED:
         while not placement_gate.is_free(state, job):
@@ -438,7 +443,8 @@ async def _send(state: State, job: RequestJob) -> None:
             await _Turn(job)
         placement_gate.take(state, job)
     job.do(DispatchStep())
-    if not placement_gate.reuses_nothing_foreign(state, job):
+    is_own = job.claim is SlotClaim.PINNED and slot.content.tenant == job.request.tenant
+    if not ((is_own and not job.others) or placement_gate.reuses_nothing_foreign(state, job)):
         _refuse(state, job)
     _dispatch(state, job)
 

@@ -81,13 +81,15 @@ class Inventory:
         until it is known to run (llama-server.md section 2.2). Any slot will do where slots hold
         nothing. A steered request needs the idle slots only when it is sent (`placement_gate.py`).
         """
-        if backend.gate.is_closed or not backend.may_run_more:
+        if backend.gate.holder is not None or not backend.may_run_more:
             return False
-        wanted = request.n_slots(backend.info.n_slots)
-        if any(holds_up(request, first) for first in self._at_gate(backend)):
+        if backend.gate.waiting and any(holds_up(request, one) for one in self._at_gate(backend)):
             return False
-        phases = backend.phases
-        match self.claim(backend, request):
+        claim = self.claim(backend, request)
+        if claim is SlotClaim.PINNED:
+            return True
+        wanted, phases = request.n_slots(backend.info.n_slots), backend.phases
+        match claim:
             case SlotClaim.UNMANAGED:  # what it has no slot for waits inside of the server
                 return not request.whole_backend or phases[Phase.IDLE] == wanted
             case SlotClaim.SEVERAL if phases[Phase.IDLE] < wanted:
@@ -114,13 +116,16 @@ class Inventory:
         hinted = request.slot_hint is not None
         found = [
             backend
-            for backend in self.serving(request)
-            if backend.has_idle
+            for backend in self.up.values()
+            if backend.phases[Phase.IDLE]
+            and self.serves(backend, request)
             and self.is_open(backend, request)
             and not (hinted and not backend.free(request))
             and not (request.background and now < backend.kept_free_until(request))
             and (not backend.info.unified or self.has_cells(backend, request))
         ]
+        if len(found) < 2:
+            return found
         whole = request.prompt.n_tokens + (request.max_new_tokens or 0)
         return [backend for backend in found if backend.info.n_ctx >= whole] or found
 
@@ -181,11 +186,11 @@ class Inventory:
 
     def has_idle(self, model: str | None) -> bool:
         """Return whether a backend with the model has an idle slot and is not draining."""
-        return any(
-            backend.has_idle
-            for backend in self.up.values()
-            if backend.info.answers_to(model) and backend.id not in self.draining
-        )
+        for backend in self.up.values():
+            answers = model is None or model in backend.info.models
+            if answers and backend.phases[Phase.IDLE] and backend.id not in self.draining:
+                return True
+        return False
 
     def kind(self, request: Request) -> Hashable:
         """Return the kind of a request: either all requests of a kind have `room`, or none."""
@@ -215,6 +220,8 @@ class Inventory:
 
     def claim(self, backend: Backend, request: Request) -> SlotClaim:
         """Return how a request takes slots of the backend."""
+        if request.pinnable and backend.info.is_managed and not request.takes_several:
+            return SlotClaim.PINNED  # the usual case
         return slot_claim(request, backend.info, computes_first=self.policy.name.moves_kv)
 
     def is_computed(self, job: RequestJob) -> bool:
@@ -261,6 +268,8 @@ class Inventory:
         Before a probe the most is hoped for: the server itself finds out what a live slot can do.
         """
         held, info = slot.content.resident, slot.backend.info
+        if info.memory_kind is MemoryKind.FULL:  # the usual case
+            return max(min(common, n_prompt - 1), 0)
         return reusable_tokens(
             MemoryKind.FULL if info.untried else info.memory_kind,
             n_prompt,

@@ -361,6 +361,11 @@ class Backend:
         return self.phases[Phase.RUNNING]
 
     @property
+    def may_be_waited_for(self) -> bool:
+        """Return whether a slot is in use, or its own cache may have prompts."""
+        return self.phases[Phase.IDLE] < len(self.slots) or len(self.sent) > 0
+
+    @property
     def prefilling(self) -> list[Slot]:
         """Return the slots that the router prefills before their request, now or soon."""
         if not self.phases[Phase.PREPARING]:
@@ -374,7 +379,8 @@ class Backend:
         Requests that the router prefills first count too: without them a busy server would look
         idle.
         """
-        return self.phases[Phase.RUNNING] + len(self.prefilling)
+        running = self.phases[Phase.RUNNING]
+        return running + len(self.prefilling) if self.phases[Phase.PREPARING] else running
 
     @property
     def unsaved(self) -> list[Slot]:
@@ -398,10 +404,10 @@ class Backend:
 
     def fits(self, request: Request) -> bool:
         """Return whether it has the model and a long enough slot, and is not to be avoided."""
-        info = self.info
+        info, model = self.info, request.model
         return (
             request.prompt.n_tokens < info.n_ctx
-            and info.answers_to(request.model)
+            and (model is None or model in info.models)
             and info.id not in request.avoid
         )
 
@@ -409,8 +415,9 @@ class Backend:
     def may_run_more(self) -> bool:
         """Return whether it runs fewer requests than its operator allows (`max_running`)."""
         most, phases = self.info.max_running, self.phases
-        busy = phases[Phase.RUNNING] + phases[Phase.PREPARING] + phases[Phase.ABANDONED]
-        return most is None or busy < most
+        if most is None:
+            return True
+        return phases[Phase.RUNNING] + phases[Phase.PREPARING] + phases[Phase.ABANDONED] < most
 
     def kept_free_until(self, request: Request) -> float:
         """Return until when a background request leaves its free slots to others.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from router.base.types import Request, Source
+from router.base.types import MemoryKind, Request, Source
 from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Backend, Slot
 from router.core.model.jobs import RequestJob
@@ -47,19 +47,27 @@ def plan(
         return baseline(context, room)
     if not room:
         return None
+    has_no_say = context.has_no_say
     patient = waited_s < inventory.policy.max_wait_s
     if patient and request.max_new_tokens and _waits_for_room(context, room):
         return None
-    later = starting_later(context, 1 + losers, patient=patient)
+    later: list[Candidate] = []
+    if not has_no_say and any(backend.may_be_waited_for for backend in inventory.up.values()):
+        later = starting_later(context, 1 + losers, patient=patient)
     # Owners of a prefix compete by other rules than their price alone.
     shared = [way for way in later if way.source is Source.SNAPSHOT]
     candidates = starting_now(context, room, 1 + losers, shared) + later
-    candidates.sort(key=Candidate.order)
+    if len(candidates) > 1:
+        candidates.sort(key=Candidate.order)
     chosen = candidates[0]
     if inventory.policy.name is PolicyName.PREFER_OWNER:
         chosen = _owner_first(candidates)
-    starts = chosen.wait_for is None and not context.has_no_say
-    stops, stops_s = boundary_saves(inventory, request, chosen) if starts else ((), 0.0)
+    starts = chosen.wait_for is None and not has_no_say
+    kind = inventory.backends[chosen.slot.backend].info.memory_kind
+    stops: tuple[int, ...] = ()
+    stops_s = 0.0
+    if starts and kind is not MemoryKind.FULL:
+        stops, stops_s = boundary_saves(inventory, request, chosen)
     return Plan(
         chosen=chosen,
         losers=tuple(way for way in candidates if way is not chosen)[: max(losers, TUNING.losers)],

@@ -33,8 +33,6 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
     Included are the `n` cheapest of cases 1 and 2, the `n` cheapest of cases 3 and 4, and all of
     case 5.
     """
-    if context.has_no_say:
-        return []
     inventory, shared = context.inventory, context.shared
     may_wait = inventory.policy.name.may_wait and patient
     at_least = max(inventory.catalog.limits.min_tokens, 1)

@@ -41,6 +41,9 @@ def coverage_of(request: Request, made: Plan, inventory: Inventory) -> Coverage 
     if made.shared is None:
         return None
     chosen, tokens = made.chosen, request.prompt.tokens
+    if chosen.reused_tokens == request.prompt.n_tokens - 1:  # the last one is always computed
+        reused = chosen.reused_tokens
+        return Coverage(planned=reused, usable=reused, held=reused)
     info = inventory.backends[chosen.slot.backend].info
     most = _Most()
     usable, waiting = _in_slots(
