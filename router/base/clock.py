@@ -6,9 +6,7 @@ import time
 class MonotonicClock:
     """The machine's monotonic clock (`ports.Clock`)."""
 
-    def now(self) -> float:
-        """Return seconds that only go forward."""
-        return time.monotonic()
+    now = staticmethod(time.monotonic)  # seconds that only go forward
 
 
 def wall_ns() -> int:

@@ -95,19 +95,12 @@ async def _guard(coro: Work, name: str) -> None:
         log.exception("task_failed", task=name)
 
 
-def attempt(caught: list[Exception], call: Callable[..., T], *arguments: object) -> T | None:
-    """Return the result of a call; add its exception to `caught`, for the caller to raise.
-
-    The caller raises the first; a later one is counted and logged here.
-    """
-    try:
-        return call(*arguments)
-    except Exception as error:
-        if caught:
-            failures["attempt"] += 1
-            log.exception("attempt_failed")
-        caught.append(error)
-        return None
+def catch(caught: list[Exception], error: Exception) -> None:
+    """Keep an exception for later: the caller raises the first, others are counted and logged."""
+    if caught:
+        failures["attempt"] += 1
+        log.error("attempt_failed", exc_info=error)
+    caught.append(error)
 
 
 class Tasks:

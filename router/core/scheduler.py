@@ -38,7 +38,8 @@ class Scheduler:
             admission.explain_admitted(state)
         if now >= state.backoffs_end_at:
             idle_saves.end_backoffs(state, now)
-        state.inventory.catalog.lapse(now)
+        if state.inventory.catalog.protection.total_bytes:
+            state.inventory.catalog.lapse(now)
         take(state, *args, **kwargs)
         self._may_be_over = self._may_be_over or take not in _USUAL
         if take not in _FREES_NO_SLOT:
@@ -80,11 +81,13 @@ class Scheduler:
     def is_due_before(self, at: float) -> bool:
         """Return whether there is work to do, or a `tick` may be needed, before then."""
         state = self.state
+        if self._may_be_over:
+            self._may_be_over = state.inventory.catalog.is_over
         return (
             min(state.idle_saves_at, state.backoffs_end_at) < at
             or bool(state.unexplained or state.queue.waiting or state.inventory.servers.by_name)
+            or self._may_be_over
             or state.has_waiting_jobs()
-            or (self._may_be_over and state.inventory.catalog.is_over)
         )
 
     def next_wakeup(self, now: float) -> float | None:
@@ -92,7 +95,6 @@ class Scheduler:
         state = self.state
         if state.inventory.catalog.is_over:
             return now
-        self._may_be_over = False
         at = state.backoffs_end_at
         if state.idle_saves_at < inf:
             state.idle_saves_at = idle_saves.wakeup(state)

@@ -21,7 +21,7 @@ def stats_of(state: State, backends: Iterable[BackendId]) -> Stats:
         snapshot_bytes=catalog.total_bytes,
         snapshot_tokens=catalog.total_tokens,
         evicted=catalog.evicted,
-        protected_bytes=catalog.protected_bytes,
+        protected_bytes=catalog.protection.total_bytes,
         snapshot_bytes_limit=inf if limits.max_bytes == UNLIMITED else limits.max_bytes,
         snapshot_tokens_limit=inf if limits.max_tokens == UNLIMITED else limits.max_tokens,
         servers=tuple(

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from router.base.errors import BackendError
 from router.base.ports import Clock, Preparing, ServerRunner, SlotServer, SnapshotStore, Telemetry
-from router.base.tasks import Tasks, attempt
+from router.base.tasks import Tasks, catch
 from router.base.tokens import Tokens
 from router.base.types import (
     BackendId,
@@ -454,9 +454,15 @@ class Engine:
         try:
             while self._facts:
                 take, facts, then = self._facts.popleft()
-                attempt(failures, self._scheduler.do, self._clock.now(), take, *facts)
+                try:
+                    self._scheduler.do(self._clock.now(), take, *facts)
+                except Exception as error:  # noqa: BLE001 - raised below
+                    catch(failures, error)
                 for effect in self._scheduler.state.out:
-                    attempt(failures, self._carry_out, effect)
+                    try:
+                        self._carry_out(effect)
+                    except Exception as error:  # noqa: BLE001 - raised below
+                        catch(failures, error)
                 if then is not None:
                     then()
         finally:

@@ -234,7 +234,7 @@ async def test_a_break_ends_by_itself_and_a_list_does_not_outlive_it() -> None:
     """The list of usable peers is kept: a break has to change it at its begin and at its end."""
     now = 10.0
     clock = MonotonicClock()
-    clock.now = lambda: now  # type: ignore[method-assign]
+    clock.now = lambda: now
     async with Connections() as connections, listening(Host(hello("a"))) as host:
         peers = Peers(
             [],

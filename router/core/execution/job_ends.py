@@ -197,13 +197,15 @@ def finished(state: State, request: RequestId, end_: AnswerEnd, index: int | Non
         return
     if index is not None:
         launched(state, request, index, ())
-    job.own.backend.gate.leave(job.id)
+    gate = job.own.backend.gate
+    if gate.holder is not None or gate.waiting:
+        gate.leave(job.id)
     cost = cost_of(job, end_)
     charge(state, job.request, cost)
     state.out.append(
         Account(
             request=job.request,
-            slot=job.slot,
+            slot=job.own.id,
             plan=job.plan,
             outcome=end_.outcome,
             reported=end_.reported,
@@ -216,13 +218,13 @@ def finished(state: State, request: RequestId, end_: AnswerEnd, index: int | Non
         )
     )
     _learn(state, job, end_)
-    server = state.inventory.servers.by_name.get(job.slot.backend)
+    server = state.inventory.servers.by_name.get(job.own.id.backend)
     if server is not None and end_.outcome is Outcome.BACKEND_ERROR:
         server.lost_request(now)
     if server is not None and end_.outcome is Outcome.OK:
         server.answered()
     if end_.outcome is Outcome.OK:
-        state.inventory.note_home(job.request, job.slot.backend)
+        state.inventory.note_home(job.request, job.own.id.backend)
     if end_.outcome is Outcome.OK and job.request.prompt.is_exact:
         tokens = job.request.prompt.tokens
         compare(state, job, job.resident_at_dispatch, tokens, end_.reported, now)
@@ -398,7 +400,7 @@ def _doubt_watched(state: State, job: RequestJob) -> None:
     waits for it.
     """
     for other in state.inventory.jobs.values():
-        if isinstance(other, SlotWatch) and other.slot.backend == job.slot.backend:
+        if isinstance(other, SlotWatch) and other.own.backend is job.own.backend:
             other.doubt()
             slot = other.own
             slot.do(replace(slot.work, busy_until=inf))
@@ -537,11 +539,15 @@ def _let_go(state: State, job: Job) -> None:
     job.end()
     if isinstance(job, RequestJob):
         backend = job.own.backend
-        backend.prefills.leave(job.id)
-        backend.gate.leave(job.id)
+        if backend.prefills.holder == job.id or backend.prefills.waiting:
+            backend.prefills.leave(job.id)
+        if backend.gate.holder is not None or backend.gate.waiting:
+            backend.gate.leave(job.id)
         if job.waits is not None:
             job.stop_waiting().close()
-        if job.is_sent or not isinstance(job.doing, RestoreStep | CutStep):
+        if job.using is not None and (
+            job.is_sent or not isinstance(job.doing, RestoreStep | CutStep)
+        ):
             state.release_snapshot(job)  # else when its file is no longer read
 
 
@@ -555,7 +561,7 @@ def _learn(state: State, job: RequestJob, end_: AnswerEnd) -> None:
     if reported.generated_tokens and reported.generated_s:
         rates.observe_generation(reported.generated_tokens, reported.generated_s)
     if rates.prefill.n:
-        _teach(state, job.slot.backend)
+        _teach(state, job.own.id.backend)
 
 
 def _teach(state: State, backend: BackendId) -> None:

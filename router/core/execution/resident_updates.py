@@ -202,7 +202,7 @@ def compare(
     Only for a pinned request: of another, the slot may be another one. Nothing follows if the
     backend counts other tokens: then the prompt was read wrongly.
     """
-    backend, cached = state.inventory.up.get(job.slot.backend), reported.cached_tokens
+    backend, cached = state.inventory.up.get(job.own.id.backend), reported.cached_tokens
     if backend is None or cached is None or job.claim is not SlotClaim.PINNED:
         return
     is_other = reported.prompt_tokens not in (None, count(tokens))

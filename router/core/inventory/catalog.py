@@ -68,7 +68,7 @@ class Catalog:
     _entries: dict[SnapshotId, _Entry] = field(default_factory=dict)
     _index: dict[Namespace, PrefixIndex[SnapshotId]] = field(default_factory=dict)
     _ranks: EvictionOrder[SnapshotId] = field(default_factory=EvictionOrder)
-    _protection: Protection = field(default_factory=Protection)  # these have no rank
+    protection: Protection = field(default_factory=Protection)  # these have no rank
     _doubtful: dict[SnapshotId, None] = field(default_factory=dict)  # basis is not `OWN`
     _anew: list[SnapshotId] = field(default_factory=list)  # of these, still to value again
     _value: Callable[[Snapshot], tuple[float, Basis]] = lambda _: (0.0, Basis.GUESS)
@@ -161,9 +161,9 @@ class Catalog:
             for match in index.prefixes(snapshot.tokens)
             if subsumes(kind)
             and index.branches_at(self[match.item].tokens) == 1
-            and self._protection.until(match.item) < inf
+            and self.protection.until(match.item) < inf
         ]
-        until, owner = max([(until, owner), *map(self._protection.of, superfluous)])
+        until, owner = max([(until, owner), *map(self.protection.of, superfluous)])
         doomed = [gone for item in superfluous for gone in self.remove(item)]
         if until > -inf:
             self._protect(entry, until, owner)
@@ -388,7 +388,7 @@ class Catalog:
         entry.references += 1
         entry.uses += 1
         entry.used_at = now
-        if not entry.doomed and snapshot not in self._protection:
+        if not entry.doomed and snapshot not in self.protection:
             self._ranks.use(snapshot, entry.density)
         return entry.snapshot
 
@@ -402,32 +402,25 @@ class Catalog:
             self._protect(entry, until, owner)
 
     def _protect(self, entry: _Entry, until: float, owner: str) -> None:
-        self._protection.add(entry.snapshot.id, until, entry.snapshot.size_bytes, owner)
+        self.protection.add(entry.snapshot.id, until, entry.snapshot.size_bytes, owner)
         self._ranks.drop(entry.snapshot.id)
 
     def lapse(self, now: float) -> None:
         """End the protection of the snapshots whose time is over, or that exceed the share."""
-        if not self._protection.total_bytes:
-            return
         share = self.limits.protected_share * self.limits.max_bytes
         limited = self.limits.max_bytes != UNLIMITED
-        self._rank_again(self._protection.lapsed(now, share if limited else inf))
+        self._rank_again(self.protection.lapsed(now, share if limited else inf))
 
     def _rank_again(self, snapshots: list[SnapshotId]) -> None:
         for snapshot in snapshots:
             self._ranks.use(snapshot, self._entries[snapshot].density)
-
-    @property
-    def protected_bytes(self) -> int:
-        """Return the total size of the protected snapshots."""
-        return self._protection.total_bytes
 
     def kept_for_good(self) -> list[tuple[Snapshot, int]]:
         """Return the snapshots whose protection has no end, each with its uses."""
         return [
             (entry.snapshot, entry.uses)
             for name, entry in self._entries.items()
-            if self._protection.until(name) == inf
+            if self.protection.until(name) == inf
         ]
 
     def of(self, tenant: Tenant) -> list[SnapshotId]:
@@ -489,7 +482,7 @@ class Catalog:
             del self._index[entry.snapshot.namespace]
         self._doubtful.pop(snapshot, None)
         self._ranks.drop(snapshot)
-        self._protection.drop(snapshot)
+        self.protection.drop(snapshot)
         self.changes += 1
         self.watch(entry.snapshot, False)
         self._shared.remove(snapshot)
@@ -503,7 +496,7 @@ class Catalog:
     def _evict(self) -> list[Snapshot]:
         """Evict the least valuable snapshot. There is one, because the limits are exceeded."""
         if not len(self._ranks):  # a limit of tokens, say: it has no share for the protected
-            self._rank_again(self._protection.lapsed(-inf, 0.0))
+            self._rank_again(self.protection.lapsed(-inf, 0.0))
         while True:
             entry = self._entries[self._ranks.least()]
             before, entry.own = entry.own, self._own_share(entry)

@@ -11,8 +11,7 @@ from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Backend
 from router.core.model.plan import Plan
 from router.core.model.policy import PolicyName
-from router.core.planning.pricing import PricingContext
-from router.core.planning.start_candidates import cold, resident
+from router.core.planning.start_candidates import PricingContext, cold, resident
 
 _SHORT = 64  # characters; most session names are shorter
 

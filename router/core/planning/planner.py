@@ -23,8 +23,8 @@ from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import baseline
 from router.core.planning.early_saves import boundary_saves
 from router.core.planning.prefill import rank, rank_of, remaining_prefill_s
-from router.core.planning.pricing import PricingContext, can_save
-from router.core.planning.start_candidates import starting_now
+from router.core.planning.pricing import can_save
+from router.core.planning.start_candidates import PricingContext, starting_now
 from router.core.planning.wait_candidates import starting_later
 
 

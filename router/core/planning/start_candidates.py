@@ -1,24 +1,208 @@
 """Price every way to start a request at once, in seconds; the planner chooses."""
 
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import exp
 from typing import NamedTuple
 
-from router.base.types import BackendId, BackendInfo, SlotId, Source, StateShape
+from router.base.types import (
+    BackendId,
+    BackendInfo,
+    MemoryKind,
+    Namespace,
+    Request,
+    SlotId,
+    Snapshot,
+    Source,
+    StateShape,
+)
+from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Backend, Slot
 from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
-from router.core.model.plan import Candidate
+from router.core.model.plan import Candidate, Price
 from router.core.model.slots import Phase, Resident
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
-from router.core.planning.pricing import (
-    Cheapest,
-    Displaced,
-    Displacing,
-    Files,
-    PricingContext,
-    RestoreOption,
-    can_save,
-    saving_pays,
-)
+from router.core.planning.prefill import Ahead, ahead, before_s, rank
+from router.core.planning.pricing import Displaced, Displacing, can_save, saving_pays
+
+
+class RestoreOption(NamedTuple):
+    """A state file that could be restored: a snapshot, or its first `cut` tokens."""
+
+    snapshot: Snapshot
+    reused: int
+    length: int
+    size_bytes: int
+    cut: int | None
+
+
+class Files(NamedTuple):
+    """All files that a kind of backend could restore, and the best that any could do."""
+
+    files: list[RestoreOption]
+    most_reused: int
+    least_bytes: int
+
+
+@dataclass(slots=True)
+class PricingContext:
+    """A request put to the inventory at one moment; caches what many candidates need.
+
+    `computing`: how much of the prompt a busy slot is computing, to share it.
+    """
+
+    request: Request
+    inventory: Inventory
+    now: float
+    n_prompt: int = field(init=False)
+    computing: int = 0
+    _running: dict[BackendId, int] = field(default_factory=dict)
+    _ahead: dict[BackendId, list[Ahead]] = field(default_factory=dict)
+    _shared: dict[SlotId, int] | None = None
+    has_no_say: bool = False  # what the server reuses is not known, or not the router's choice
+    files: dict[tuple[MemoryKind, Namespace, bool], Files] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.n_prompt = request.prompt.n_tokens
+        self.has_no_say = bool(request.takes_several or request.prompt.unknown or not request.reuse)
+
+    @property
+    def shared(self) -> dict[SlotId, int]:
+        """Return how many prompt tokens each slot holds, or will hold after its lease."""
+        if self._shared is None:
+            inventory = self.inventory
+            request = self.request
+            # Without tenants, no slot's tenant has to be compared.
+            matters = request.tenant or inventory.has_tenants
+            tenant = request.tenant if matters else None
+            self._shared = inventory.slots.shared(request.prompt.tokens, tenant)
+        return self._shared
+
+    def running(self, backend: Backend) -> int:
+        """Return how many requests a transfer or a prefill would hold up on a backend."""
+        n = self._running.get(backend.id)
+        if n is None:
+            n = self._running[backend.id] = backend.held_up
+        return n
+
+    def prefill_queue_s(self, backend: Backend, prefill_s: float) -> float:
+        """Return the wait for the prefill permit; 0 for a short prefill, which needs none."""
+        if not self.inventory.policy.is_long(prefill_s):
+            return 0.0
+        known = self._ahead.get(backend.id)
+        if known is None:
+            known = self._ahead[backend.id] = ahead(self.inventory, backend, self.now)
+        return before_s(known, rank(prefill_s, 0.0, background=self.request.background))
+
+    def cut_off_s(self, backend: Backend) -> float:
+        """Return the expected loss, in seconds, if the slot ends before the answer does.
+
+        The client asks again then. Lengths of answers are taken for exponential.
+        """
+        rates, room = backend.rates, backend.info.n_ctx - self.n_prompt
+        wanted = self.request.max_new_tokens
+        usual = max(rates.output_tokens.value, 1.0)
+        if room > TUNING.answer_longest * usual or (wanted is not None and wanted <= room):
+            return 0.0
+        chance = exp(-room / usual)
+        again_s = rates.prefill_s(self.n_prompt) + room * rates.output_s_per_token.value
+        return chance * again_s
+
+    def least_s(self, backend: Backend, reused: int) -> float:
+        """Return a lower bound, in seconds, for a start there that reuses `reused` tokens."""
+        seconds = backend.rates.prefill_s(self.n_prompt - reused, reused)
+        return seconds * (1 + self.running(backend))
+
+    def least_of_s(self, backend: Backend, files: Files) -> float:
+        """Return a lower bound, in seconds, for a start there: cold or from one of `files`."""
+        rates, reused = backend.rates, files.most_reused
+        seconds = rates.prefill_s(self.n_prompt)
+        if reused:
+            restore_s = rates.restore_s(files.least_bytes)
+            seconds = min(seconds, rates.prefill_s(self.n_prompt - reused, reused) + restore_s)
+        return seconds * (1 + self.running(backend))
+
+    def candidate(
+        self,
+        slot: Slot,
+        source: Source,
+        displaced: Displaced,
+        *,
+        reused: int = 0,
+        save_s: float = 0.0,
+        rewrite_s: float = 0.0,
+        restore_s: float = 0.0,
+        stall_s: float = 0.0,
+        n_saves: int = 0,
+        file: RestoreOption | None = None,
+        copy_from: SlotId | None = None,
+    ) -> Candidate:
+        """Return a way to start now, with all that it costs this request and the others.
+
+        `displaced` is the result of `saving_pays`; `save_s`, `stall_s` and the handling of
+        `n_saves` come on top. Streams on the same backend stop for a transfer, and all but stop for
+        a prefill: they get one token for each of its batches.
+
+        Computing what another slot is computing at this moment is a loss. On an idle server the
+        request itself may lose nothing by it. All others lose those seconds of that server, if they
+        need it.
+        """
+        backend = slot.backend
+        rates = backend.rates
+        displaced_s, loss_s, save = displaced
+        prefill_s = rates.prefill_s(self.n_prompt - reused, reused)
+        if reused < self.computing:
+            twice_s = rates.prefill_s(self.computing - reused, reused)
+            loss_s += self.inventory.policy.reuse_probability * twice_s
+        loss_s += self.cut_off_s(backend)
+        stopped_s = displaced_s + restore_s + prefill_s
+        return Candidate(
+            slot=slot.id,
+            source=source,
+            reused_tokens=reused,
+            price=Price(
+                wait_s=self.prefill_queue_s(backend, prefill_s),
+                save_s=displaced_s + save_s,
+                rewrite_s=rewrite_s,
+                restore_s=restore_s,
+                handling_s=(n_saves + save) * rates.handling_s.value,
+                prefill_s=prefill_s,
+                stall_s=stopped_s * self.running(backend) + stall_s,
+                loss_s=loss_s,
+            ),
+            snapshot=file.snapshot.id if file else None,
+            cut=file.cut if file else None,
+            copy_from=copy_from,
+            save_displaced=save,
+        )
+
+
+class Cheapest:
+    """Ways to start, besides others that are `known`.
+
+    The `n` cheapest of all are sure to be among them.
+    """
+
+    def __init__(self, n: int, known: Iterable[Candidate] = ()) -> None:
+        self.ways: list[Candidate] = []
+        self._n = n
+        self._totals_s = sorted([way.price.total_s for way in known])
+
+    def add(self, way: Candidate) -> None:
+        """Add one way."""
+        self.ways.append(way)
+        insort(self._totals_s, way.price.total_s)
+
+    def beat(self, least_s: float) -> bool:
+        """Return True if a way that costs `least_s` or more need not be priced."""
+        return (
+            len(self._totals_s) >= self._n
+            and self._totals_s[self._n - 1] < least_s - TUNING.equal_s
+        )
+
 
 _NO_FILES = Files([], 0, 0)
 
@@ -26,7 +210,7 @@ _NO_FILES = Files([], 0, 0)
 class _Owner(NamedTuple):
     """The idle slot that holds most of the prompt, and can be copied elsewhere."""
 
-    slot: SlotId
+    slot: Slot
     held: Resident
     common: int
     size_bytes: int
@@ -64,41 +248,40 @@ def _residents(context: PricingContext, room: list[Backend], found: Cheapest) ->
 
     Return the slot that holds most of the prompt, if it can be copied.
     """
-    inventory, position = context.inventory, {backend.id: at for at, backend in enumerate(room)}
-    leads: list[tuple[float, SlotId, int, int]] = []
-    owners: list[tuple[int, int, SlotId]] = []
-    hinted = context.request.slot_hint is not None
-    for name, common in context.shared.items():
-        slot = inventory.slots[name]
-        if slot.phase is not Phase.IDLE or name.backend not in position:
+    inventory, request, shared = context.inventory, context.request, context.shared
+    hinted = request.slot_hint is not None
+    leads: list[tuple[float, SlotId, Slot, int, int]] = []
+    owners: list[tuple[int, int, SlotId, Slot]] = []
+    for position, backend in enumerate(room):
+        if not backend.info.is_managed or not backend.reuses(request):
             continue
-        backend = inventory.backends[name.backend]
-        if not backend.info.is_managed or not backend.reuses(context.request):
-            continue
-        if hinted and not backend.wants(slot, context.request):
-            continue
-        if reused := inventory.reusable(slot, context.n_prompt, common):
-            leads.append((context.least_s(backend, reused), name, common, reused))
-            if slot.content.savable:
-                owners.append((-reused, position[name.backend], name))
-    for least_s, name, common, reused in sorted(leads):
+        for slot in backend.slots:
+            if slot.phase is not Phase.IDLE or (common := shared.get(slot.id, 0)) == 0:
+                continue
+            if hinted and not backend.wants(slot, request):
+                continue
+            if reused := inventory.reusable(slot, context.n_prompt, common):
+                leads.append((context.least_s(backend, reused), slot.id, slot, common, reused))
+                if slot.content.savable:
+                    owners.append((-reused, position, slot.id, slot))
+    for least_s, _, slot, common, reused in sorted(leads):
         if found.beat(least_s):
             break
-        found.add(resident(context, inventory.slots[name], common, reused))
+        found.add(resident(context, slot, common, reused))
     if not owners:
         return None
-    owner = min(owners)[2]
-    backend, held = inventory.backends[owner.backend], inventory.slots[owner].content.resident
+    owner = min(owners)[3]
+    backend, held = owner.backend, owner.content.resident
     if not can_save(inventory, backend, len(held)):
         return None
     size_bytes = round(len(held) * backend.rates.bytes_per_token.value)
-    return _Owner(owner, held, context.shared[owner], size_bytes)
+    return _Owner(owner, held, shared[owner.id], size_bytes)
 
 
 def resident(context: PricingContext, slot: Slot, common: int, reused: int) -> Candidate:
     """Return the way that goes on from what an idle slot holds."""
     displaced = saving_pays(context.inventory, slot, kept=common)
-    return context.candidate(slot.id, Source.RESIDENT, displaced, reused=reused)
+    return context.candidate(slot, Source.RESIDENT, displaced, reused=reused)
 
 
 def cold(context: PricingContext, slot: Slot) -> Candidate:
@@ -113,7 +296,7 @@ def _in_its_cache(context: PricingContext, backend: Backend) -> Candidate:
     """
     reused = backend.sent_before(context.request)
     displaced, target = _target(context, backend)
-    return context.candidate(target.id, Source.NONE, displaced, reused=reused)
+    return context.candidate(target, Source.NONE, displaced, reused=reused)
 
 
 def _any_slot(context: PricingContext, backend: Backend) -> Candidate:
@@ -141,7 +324,7 @@ def _where_served(context: PricingContext, room: list[Backend]) -> list[Backend]
 
 def _from_nothing(context: PricingContext, slot: Slot, displaced: Displaced) -> Candidate:
     source = Source.NONE if context.has_no_say else Source.COLD
-    return context.candidate(slot.id, source, displaced)
+    return context.candidate(slot, source, displaced)
 
 
 def _target(context: PricingContext, backend: Backend) -> tuple[Displaced, Slot]:
@@ -165,14 +348,14 @@ def _elsewhere(
     if found.beat(least_s + save_s * (1 + context.running(backend)) + loss_s):
         return
     info = backend.info
-    found.add(context.candidate(target.id, Source.COLD, displaced))
+    found.add(context.candidate(target, Source.COLD, displaced))
     if not backend.reuses(context.request):
         return
     for file in _files(context, info, owner).files:
         # A longer file "does not fit in the slot context" (llama-server.md section 1.1).
         if file.length <= info.n_ctx and (backend.may_write or _is_there(info, file)):
             found.add(_restore(context, target, displaced, backend, file))
-    if owner is not None and owner.slot.backend != backend.id:
+    if owner is not None and owner.slot.backend is not backend:
         way = _copy(context, target, displaced, backend, owner)
         if way is not None:
             found.add(way)
@@ -235,7 +418,7 @@ def _restore(
     """Return the way that restores a file into a slot, rewritten if need be."""
     rates = backend.rates
     return context.candidate(
-        target.id,
+        target,
         Source.SNAPSHOT,
         displaced,
         reused=file.reused,
@@ -254,7 +437,7 @@ def _copy(
 ) -> Candidate | None:
     """Return the way that saves the slot of `owner` and restores it into a slot elsewhere."""
     here, n_held = backend.info, len(owner.held)
-    source = context.inventory.backends[owner.slot.backend]
+    source = owner.slot.backend
     there = source.info
     reused = reusable_tokens(here.memory_kind, context.n_prompt, owner.common, n_held)
     fits = here.kv_dir is not None and can_restore(here.memory_kind) and here.n_ctx >= n_held
@@ -264,7 +447,7 @@ def _copy(
     rewritten = StateShape(there.n_stream).needs_restream(here.n_stream)
     rewrite_s = source.rates.rewrite_s(owner.size_bytes)
     return context.candidate(
-        target.id,
+        target,
         Source.COPY,
         displaced,
         reused=reused,
@@ -273,5 +456,5 @@ def _copy(
         restore_s=backend.rates.restore_s(owner.size_bytes),
         stall_s=save_s * context.running(source),
         n_saves=1,
-        copy_from=owner.slot,
+        copy_from=owner.slot.id,
     )

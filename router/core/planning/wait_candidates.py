@@ -12,7 +12,8 @@ from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Candidate, Price
 from router.core.model.slots import Phase
 from router.core.model.tuning import TUNING
-from router.core.planning.pricing import Cheapest, PricingContext, can_save
+from router.core.planning.pricing import can_save
+from router.core.planning.start_candidates import Cheapest, PricingContext
 
 _SOON = (Phase.PREPARING, Phase.ABANDONED)
 _MAY_WAIT = (*_SOON, Phase.RUNNING)

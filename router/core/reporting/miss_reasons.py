@@ -4,7 +4,7 @@ Reuse is always a prefix of the prompt, and so is what a slot or a snapshot shar
 `Coverage` has the lengths of these prefixes, and `missed` divides the computed tokens at them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from router.base.tokens import EMPTY, WIDTH, Tokens, count
@@ -205,32 +205,28 @@ def missed(
     if coverage is None:
         reason = Miss.UNKNOWN if request.prompt.unknown else Miss.DECLINED
         return {reason: computed_tokens} if computed_tokens else {}
+    n, held = prompt_tokens, coverage.held
+    known = max(held, coverage.evicted, coverage.displaced)
+    if known >= n - 1 or (known and not coverage.goes_on):
+        rest = Miss.NEW
+    else:
+        rest = Miss.DIVERGED if known >= coverage.worth else Miss.COLD
     found: dict[Miss, int] = {}
-    at = prompt_tokens - computed_tokens
-    for reason, end in _ends(coverage, prompt_tokens, failed=failed):
+    at = n - computed_tokens
+    for reason, end in (
+        (Miss.FAILED if failed else Miss.MISPREDICTED, min(coverage.planned, n)),
+        (Miss.PRICE, min(coverage.usable, n - 1)),
+        (Miss.BUSY, min(coverage.waiting, n - 1)),
+        (Miss.KIND, min(held, n - 1)),
+        (Miss.EVICTED, min(coverage.evicted, n - 1)),
+        (Miss.DISPLACED, min(coverage.displaced, n - 1)),
+        (Miss.FOREIGN, min(coverage.foreign, n - 1)),
+        (rest, n),
+    ):
         if end > at:
-            found[reason] = found.get(reason, 0) + end - at
+            found[reason] = end - at
             at = end
     return found
-
-
-def _ends(coverage: Coverage, n: int, *, failed: bool) -> Iterator[tuple[Miss, int]]:
-    """Yield the reasons in order, each with the length up to which it applies."""
-    yield (Miss.FAILED if failed else Miss.MISPREDICTED), min(coverage.planned, n)
-    for reason, end in (
-        (Miss.PRICE, coverage.usable),
-        (Miss.BUSY, coverage.waiting),
-        (Miss.KIND, coverage.held),
-        (Miss.EVICTED, coverage.evicted),
-        (Miss.DISPLACED, coverage.displaced),
-        (Miss.FOREIGN, coverage.foreign),
-    ):
-        yield reason, min(end, n - 1)
-    known = max(coverage.held, coverage.evicted, coverage.displaced)
-    if known >= n - 1 or (known and not coverage.goes_on):
-        yield Miss.NEW, n
-    else:
-        yield (Miss.DIVERGED if known >= coverage.worth else Miss.COLD), n
 
 
 def record_of(account: Account, ttft_s: float | None, total_s: float) -> RequestRecord:

@@ -586,4 +586,4 @@ def test_what_a_waiting_request_begins_with_is_not_evicted(waits: bool) -> None:
 
     s.handle(ev.Tick(), NOW + TUNING.queued_prefix_kept_s + 1)
     catalog.add(snapshot("last", run_of(900, 99), size=100), MemoryKind.FULL, 50.0)
-    assert catalog.protected_bytes == 0
+    assert catalog.protection.total_bytes == 0

@@ -24,7 +24,7 @@ S1 = SnapshotId("s1")
 
 
 def until(s: Driven, name: SnapshotId = S1) -> float:
-    return s.state.inventory.catalog._protection.until(name)
+    return s.state.inventory.catalog.protection.until(name)
 
 
 def answered(keep_s: float = 0.0) -> Driven:
@@ -56,7 +56,7 @@ def test_a_key_that_nobody_checks_is_no_owner() -> None:
 def test_without_a_hint_nothing_is_protected() -> None:
     s = answered()
     idle_save(s)
-    assert s.state.inventory.catalog.protected_bytes == 0
+    assert s.state.inventory.catalog.protection.total_bytes == 0
 
 
 def test_the_last_request_of_a_slot_decides() -> None:

@@ -32,7 +32,7 @@ def test_a_protected_snapshot_is_not_evicted() -> None:
     catalog = filled()
     catalog.protect(S1, 100.0)
     assert newcomer(catalog) == ["s2"]
-    assert catalog.protected_bytes == 10
+    assert catalog.protection.total_bytes == 10
 
 
 def test_protection_ends_with_its_time() -> None:
@@ -41,9 +41,9 @@ def test_protection_ends_with_its_time() -> None:
     catalog.protect(S1, 50.0)  # a shorter time takes nothing away
 
     catalog.lapse(99.0)
-    assert catalog.protected_bytes == 10
+    assert catalog.protection.total_bytes == 10
     catalog.lapse(100.0)
-    assert catalog.protected_bytes == 0
+    assert catalog.protection.total_bytes == 0
     assert catalog.add_reference(S1, 100.0).id == S1
 
 
@@ -53,7 +53,7 @@ def test_beyond_the_share_those_end_that_end_first() -> None:
     catalog.protect(S2, 100.0)
     catalog.lapse(0.0)
 
-    assert catalog.protected_bytes == 10
+    assert catalog.protection.total_bytes == 10
     assert newcomer(catalog) == ["s2"]
 
 
@@ -85,9 +85,9 @@ def test_a_removed_snapshot_is_protected_no_more() -> None:
     catalog = filled()
     catalog.protect(S1, 100.0)
     catalog.remove(S1)
-    assert catalog.protected_bytes == 0
+    assert catalog.protection.total_bytes == 0
     catalog.protect(S1, 100.0)  # it is gone
-    assert catalog.protected_bytes == 0
+    assert catalog.protection.total_bytes == 0
 
 
 def test_a_longer_snapshot_inherits_the_time() -> None:
@@ -98,7 +98,7 @@ def test_a_longer_snapshot_inherits_the_time() -> None:
     catalog.add(snapshot("s2", run_of(20), size=5), FULL, 1.0)
 
     assert S1 not in catalog
-    assert catalog.protected_bytes == 5
+    assert catalog.protection.total_bytes == 5
     assert catalog.equal(NS, run_of(20)) == S2
     assert catalog.equal(NS, run_of(19)) is None
 

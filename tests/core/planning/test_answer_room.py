@@ -5,7 +5,7 @@ import pytest
 from router.core.model.effects import Dispatch
 from router.core.model.rates import Mean
 from router.core.model.slots import Content, Resident
-from router.core.planning.pricing import PricingContext
+from router.core.planning.start_candidates import PricingContext
 from tests.support.scheduler.build import A0, B0, A, B, backend, busy, request, run_of, scheduler
 from tests.support.scheduler.drive import NOW, arrive, plan_of
 
