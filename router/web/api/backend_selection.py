@@ -1,7 +1,7 @@
 """Select backends for a request: by model, by state, by load; and read its prompt."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import suppress
 
 from msgspec.structs import replace
@@ -15,6 +15,7 @@ from router.base.errors import (
 )
 from router.base.types import (
     BackendId,
+    BackendInfo,
     MemoryKind,
     Namespace,
     Prompt,
@@ -141,14 +142,14 @@ class BackendSelection:
         one would have to repeat the same work.
         """
         unknown = "no backend to tokenize with"
-        while (backend := self._who_reads(model, but)) is not None:
+        while (backend := self._who_reads(able := self._answering(model), but)) is not None:
             but |= {backend}
             reader = self._readers[backend].of(tenant)
             try:
                 prompt = await reader.read(
                     parsed,
-                    boundaries=self.wants_boundaries(model),
-                    n_ctx=max(i.n_ctx for i in self._engine.infos.values() if i.answers_to(model)),
+                    boundaries=any(_is_only_extended(info) for info in able),
+                    n_ctx=max(info.n_ctx for info in able),
                 )
             except BackendError as error:
                 self.doubt(backend)
@@ -157,34 +158,25 @@ class BackendSelection:
                 return prompt, reader
         return Prompt(unknown=unknown), None
 
-    def _who_reads(self, model: str | None, but: Set[BackendId]) -> BackendId | None:
-        """Return the backend that reads prompts for a model, none of `but`; None if there is none.
+    def _answering(self, model: str | None) -> list[BackendInfo]:
+        """Return the backends that are up and have a model; None: any."""
+        infos = self._engine.infos.values()
+        return [info for info in infos if model is None or model in info.models]
+
+    def _who_reads(self, able: Sequence[BackendInfo], but: Set[BackendId]) -> BackendId | None:
+        """Return which of these backends reads prompts, none of `but`; None if there is none.
 
         The choice is the same each time, since each reader remembers what it has read. A doubted
         backend is chosen only if there is no other.
         """
-        able = [
-            info.id
-            for info in self._engine.infos.values()
-            if info.id in self._readers and info.id not in but and info.answers_to(model)
-        ]
-        return min(able, key=lambda name: self.monitors[name].client.doubted, default=None)
+        readers = [one.id for one in able if one.id in self._readers and one.id not in but]
+        if len(readers) < 2:
+            return readers[0] if readers else None
+        return min(readers, key=lambda name: self.monitors[name].client.doubted)
 
     def reader_of(self, backend: BackendId) -> PromptReader | None:
         """Return the prompt reader of a backend; None if it has none yet."""
         return self._readers.get(backend)
-
-    def wants_boundaries(self, model: str | None) -> bool:
-        """Return whether requests for `model` need boundaries.
-
-        True if a backend saves state files that can perhaps only be extended.
-        """
-        return any(
-            info.memory_kind not in (MemoryKind.FULL, MemoryKind.UNKNOWN)
-            and info.kv_dir is not None
-            for info in self._engine.infos.values()
-            if info.answers_to(model)
-        )
 
     def can_wait_for_reader(self, model: str | None) -> bool:
         """Return True if no backend can read prompts for `model` now, but one may soon."""
@@ -192,7 +184,7 @@ class BackendSelection:
             return False
         # The model names are known only when the first backend is up: resolve the model each time.
         model = self.resolve(model)
-        return self._who_reads(model, self.without_kv(model)) is None
+        return self._who_reads(self._answering(model), self.without_kv(model)) is None
 
     async def wait_for_reader(self, model: str | None, request: RequestId) -> None:
         """Wait until prompts for `model` can be read; return at once if they never can.
@@ -354,3 +346,12 @@ class BackendSelection:
         """Return whether any backend but this one could serve a request."""
         view, infos = self._engine.view, self._engine.infos
         return any(view.serves(other, request) for other in infos if other != backend)
+
+
+def _is_only_extended(info: BackendInfo) -> bool:
+    """Return whether a backend saves states that can perhaps only be extended.
+
+    Its requests need boundaries.
+    """
+    kinds = (MemoryKind.FULL, MemoryKind.UNKNOWN)
+    return info.memory_kind not in kinds and info.kv_dir is not None
