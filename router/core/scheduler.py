@@ -22,7 +22,7 @@ class Scheduler:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self._may_be_over = False  # there may be snapshots to evict
+        self._is_over = False  # there are snapshots to evict
 
     def do(
         self,
@@ -41,11 +41,12 @@ class Scheduler:
         if state.inventory.catalog.protection.total_bytes:
             state.inventory.catalog.lapse(now)
         take(state, *args, **kwargs)
-        self._may_be_over = self._may_be_over or take not in _USUAL
         if take not in _FREES_NO_SLOT:
             state.idle_saves_at = min(state.idle_saves_at, now)
         state.dirty = bool(state.scanned) and (state.dirty or take is not tick)
         self._settle(now)
+        if take not in _USUAL:
+            self._is_over = state.inventory.catalog.is_over
         return state.out
 
     def _settle(self, now: float) -> None:
@@ -81,12 +82,10 @@ class Scheduler:
     def is_due_before(self, at: float) -> bool:
         """Return whether there is work to do, or a `tick` may be needed, before then."""
         state = self.state
-        if self._may_be_over:
-            self._may_be_over = state.inventory.catalog.is_over
         return (
             min(state.idle_saves_at, state.backoffs_end_at) < at
             or bool(state.unexplained or state.queue.waiting or state.inventory.servers.by_name)
-            or self._may_be_over
+            or self._is_over
             or state.has_waiting_jobs()
         )
 

@@ -51,7 +51,6 @@ from router.core.hosts.quote import is_surely_cheap
 from router.core.hosts.quote import quote as make_quote
 from router.core.inventory.inventory import Inventory
 from router.core.model import effects as ef
-from router.core.model.backend import Slot
 from router.core.model.effects import AnswerEnd
 from router.core.model.plan import Plan, Quote
 from router.core.model.policy import Policy, SnapshotLimits
@@ -284,7 +283,8 @@ class Engine:
         """Borrow idle slots for a probe, until its end or the backend's; return their indices."""
         self._feed(backend_attach.probe_due, backend)
         ours = probe_name(backend)
-        return {slot.id.index for slot in self._slots_of(backend) if slot.holder == ours}
+        slots = self._scheduler.state.inventory.slots.of(backend)
+        return {slot.id.index for slot in slots if slot.holder == ours}
 
     def backend_down(self, backend: BackendId) -> None:
         """Take a backend out of use: the content of its slots is lost."""
@@ -597,6 +597,3 @@ class Engine:
             self._feed(job_ends.launched, effect.request, found[0], frozenset(found[1:]))
         if end is not None:
             end(found[0] if len(found) == 1 else None)
-
-    def _slots_of(self, backend: BackendId) -> tuple[Slot, ...]:
-        return tuple(self._scheduler.state.inventory.slots.of(backend))

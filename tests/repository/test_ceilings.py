@@ -9,12 +9,12 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_210,
+    "router": 53_205,
     "router/assembly": 2_369,
     "router/base": 1_731,
     "router/config": 1_958,
-    "router/core": 9_764,
-    "router/engine": 2_234,
+    "router/core": 9_762,
+    "router/engine": 2_231,
     "router/hosts": 1_411,
     "router/llama": 5_977,
     "router/prompts": 2_348,

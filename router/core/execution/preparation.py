@@ -284,8 +284,7 @@ async def _restore(state: State, job: RequestJob, name: SnapshotId) -> None:
         return
     job.do(RestoreStep(name))
     snapshot, held = catalog[name], job.own.content.resident
-    erase = len(held) > 0 or held.may_hold_more
-    result = await Restore(job.id, job.slot, snapshot, erase)
+    result = await Restore(job.id, job.slot, snapshot, len(held) > 0 or held.may_hold_more)
     if isinstance(result, Restored):
         catalog.note_restore(name, failed=False)
         if not job.is_over:
@@ -481,7 +480,7 @@ async def _save_step(
     save_s = slot.backend.rates.save_s(len(slot.content.resident))
     prefill_queue.save(state, job, save_s, state.now)
     snapshot = await save(state, job, slot, reason)
-    if reason is not SaveReason.COPY:
+    if reason is not SaveReason.COPY:  # of which the source is still to be released
         _still(job)
     return snapshot
 
