@@ -123,14 +123,15 @@ async def prepare(state: State, job: RequestJob, crowding: Sequence[Slot]) -> No
     # request has one token left to compute, and none is computed twice.
     n_first = n_prompt if request.warms else n_prompt - 1
     last: SaveReason | None = None
-    backend = job.own.backend
+    backend, copied = job.own.backend, plan.chosen.copy_from
+    source = None if copied is None else job.slot_at(copied)
     # Of kinds that cannot go back, the boundary saves are those that others can use.
     if request.warms and goes_back(backend.info.memory_kind):
         last = SaveReason.WARM if can_save(state.inventory, backend, n_first) else None
     try:
         await _make_room(state, job, plan.chosen, crowding)
-        if plan.chosen.copy_from is not None:
-            await _copy(state, job, state.inventory.slots[plan.chosen.copy_from])
+        if source is not None:
+            await _copy(state, job, source)
         elif plan.chosen.cut is not None:
             await _cut(state, job, plan.chosen.cut)
         if job.using is not None:

@@ -124,3 +124,14 @@ def test_copy_from_a_lost_source_is_a_cold_start() -> None:
 
     effects = saved(s, snapshot("x", ELSE), at=B0)
     assert plan_of(effects).reason == "the backend of the copy's source went down"
+
+
+def test_copy_from_a_removed_source_is_a_cold_start() -> None:
+    """Regression: the slot was looked up by its id after the save, and was gone."""
+    s = scheduler(ONE, backend("b", 1), holding={A0: run_of(500), B0: ELSE}, coalesce_above_s=None)
+    s.state.inventory.backends[A].rates = rates(prefill_s=1.0)
+    assert arrive(s, ids=LONG) == [Save(R, B0, NS, Why.DISPLACED)]
+    s.handle(ev.BackendDown(A), NOW)
+    s.handle(ev.Removed(A), NOW)
+
+    assert names(saved(s, snapshot("x", ELSE), at=B0)) == ["Dispatch"]
