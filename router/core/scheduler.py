@@ -58,7 +58,7 @@ class Scheduler:
             admission.serve_queue(state, now)
             admission.turn_away(state)
             # A request refused at once may have kept a job at the placement gate, and freed a slot.
-            if state.has_waiting_jobs() and preparation.pass_gate(state, now):
+            if state.has_waiting_jobs() and preparation.pass_gate(state):
                 state.resume_scan_at = now
         if state.queue.waiting or state.unserved:
             admission.note_unserved(state, now)

@@ -9,11 +9,11 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_205,
+    "router": 53_201,
     "router/assembly": 2_369,
     "router/base": 1_731,
     "router/config": 1_958,
-    "router/core": 9_762,
+    "router/core": 9_758,
     "router/engine": 2_231,
     "router/hosts": 1_411,
     "router/llama": 5_977,
@@ -23,7 +23,7 @@ CEILINGS: dict[str, int] = {
     "router/telemetry": 1_846,
     "router/tools": 7_951,
     "router/web": 7_847,
-    "tests": 66_985,
+    "tests": 66_996,
     "bench": 8_953,
 }
 # A part may shrink so far before its ceiling has to follow.

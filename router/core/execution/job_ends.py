@@ -135,7 +135,7 @@ def launched(state: State, request: RequestId, index: int, others: Collection[in
     job.own.backend.gate.leave(job.id)
     slots = job.own.backend.slots
     actual = next((slot for slot in slots if slot.id.index == index), None)
-    waits = placement_gate.waits_in(state, actual) if actual is not None else None
+    waits = placement_gate.waits_in(actual) if actual is not None else None
     known = index == job.slot.index or bool(job.others)
     if not known and waits is not None:
         placement_gate.swap_leases(state, job, waits)
@@ -197,9 +197,7 @@ def finished(state: State, request: RequestId, end_: AnswerEnd, index: int | Non
         return
     if index is not None:
         launched(state, request, index, ())
-    gate = job.own.backend.gate
-    if gate.holder is not None or gate.waiting:
-        gate.leave(job.id)
+    job.own.backend.gate.leave(job.id)
     cost = cost_of(job, end_)
     charge(state, job.request, cost)
     state.out.append(
@@ -539,15 +537,11 @@ def _let_go(state: State, job: Job) -> None:
     job.end()
     if isinstance(job, RequestJob):
         backend = job.own.backend
-        if backend.prefills.holder == job.id or backend.prefills.waiting:
-            backend.prefills.leave(job.id)
-        if backend.gate.holder is not None or backend.gate.waiting:
-            backend.gate.leave(job.id)
+        backend.prefills.leave(job.id)
+        backend.gate.leave(job.id)
         if job.waits is not None:
             job.stop_waiting().close()
-        if job.using is not None and (
-            job.is_sent or not isinstance(job.doing, RestoreStep | CutStep)
-        ):
+        if job.is_sent or not isinstance(job.doing, RestoreStep | CutStep):
             state.release_snapshot(job)  # else when its file is no longer read
 
 

@@ -57,7 +57,7 @@ def next_through(state: State) -> RequestJob | None:
     return next((job for job in jobs if is_free(state, job)), None)
 
 
-def reuses_nothing_foreign(state: State, job: RequestJob) -> bool:
+def reuses_nothing_foreign(job: RequestJob) -> bool:
     """Return True if the request can be sent without reusing another tenant's tokens.
 
     If all went as planned, it can. Where the server picks the slot, a failed prefill or restore
@@ -99,7 +99,7 @@ def mix(state: State, job: RequestJob) -> None:
     request = job.request
     computed = job.resident_at_dispatch.covers(request.prompt)
     for slot in job.own.backend.slots:
-        if waits_in(state, slot) is None:
+        if waits_in(slot) is None:
             continue
         if computed and not may_hold(slot.content.resident, request.prompt):
             continue
@@ -123,7 +123,7 @@ def _is_in_the_way(state: State, job: RequestJob, slot: Slot, computed: bool) ->
     holder = slot.job
     if holder is None or not holder.is_ours:  # (3)
         return not computed
-    other = waits_in(state, slot)
+    other = waits_in(slot)
     if not computed:  # (4)
         return other is None
     if other is not None:  # (5)
@@ -151,7 +151,7 @@ def _restored(state: State, job: RequestJob) -> list[Tokens]:
     return tokens if job.using is None else [*tokens, inventory.catalog[job.using].tokens]
 
 
-def waits_in(state: State, slot: Slot) -> RequestJob | None:
+def waits_in(slot: Slot) -> RequestJob | None:
     """Return the job that waits at the gate with this slot. None: there is none."""
     job = slot.job
     if not (isinstance(job, RequestJob) and isinstance(job.doing, AtGate)):

@@ -42,7 +42,7 @@ def must_wait(state: State, job: RequestJob, tokens: Tokens, now: float) -> bool
     1. The chunk does not take long.
     2. No other job holds the permit, and none waits for it.
     """
-    inventory, queue = state.inventory, _queue(state.inventory, job)
+    inventory, queue = state.inventory, _queue(job)
     if not _is_long(inventory, job, tokens):
         return False
     taken = queue.holder != job.id and now < queue.permit_until
@@ -51,7 +51,7 @@ def must_wait(state: State, job: RequestJob, tokens: Tokens, now: float) -> bool
 
 def wait(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
     """Let a job wait in the prefill queue; the permit of its last chunk ends."""
-    queue = _queue(state.inventory, job)
+    queue = _queue(job)
     job.begin_chunk(0.0)
     job.do(InPrefillQueue(tokens, now))
     queue.wait(job.id)
@@ -73,7 +73,7 @@ def take_next(state: State, now: float) -> list[RequestJob]:
 
 def enter(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
     """Give the permit to a job that need not wait, if it is free and the whole prompt is long."""
-    queue = _queue(state.inventory, job)
+    queue = _queue(job)
     if state.inventory.policy.coalesce_above_s is None:
         return
     queue.end_permit(job.id)  # of its last chunk
@@ -87,7 +87,7 @@ def begin(state: State, job: RequestJob, piece_s: float, now: float) -> None:
 
     Its permit, if it has one, ends then, or a little later.
     """
-    queue = _queue(state.inventory, job)
+    queue = _queue(job)
     job.begin_chunk(now + piece_s)
     if queue.has_permit(job.id, now):
         least_s, most_s = TUNING.chunk_overrun_least_s, TUNING.chunk_overrun_most_s
@@ -97,7 +97,7 @@ def begin(state: State, job: RequestJob, piece_s: float, now: float) -> None:
 
 def save(state: State, job: RequestJob, save_s: float, now: float) -> None:
     """Extend the permit: the slot is saved for others before its request is sent."""
-    queue = _queue(state.inventory, job)
+    queue = _queue(job)
     if queue.has_permit(job.id, now):
         queue.grant(job.id, queue.permit_until + save_s)
 
@@ -107,7 +107,7 @@ def hand_over(state: State, job: RequestJob, now: float) -> None:
 
     Unless it streams, the first token is not seen, so the permit ends now.
     """
-    queue = _queue(state.inventory, job)
+    queue = _queue(job)
     if queue.has_permit(job.id, now):
         queue.grant(job.id, now + TUNING.handed_over_s if job.request.streams else 0.0)
 
@@ -115,12 +115,12 @@ def hand_over(state: State, job: RequestJob, now: float) -> None:
 def begun(state: State, request: RequestId) -> None:
     """End the permit of a request that has its first token."""
     if (job := state.request_job(request)) is not None:
-        _queue(state.inventory, job).end_permit(job.id)
+        _queue(job).end_permit(job.id)
 
 
 def broke_off(state: State, job: RequestJob) -> None:
     """End the permit with the chunk: the server computes no more than all of it."""
-    _queue(state.inventory, job).end_permit(job.id, job.chunk_until)
+    _queue(job).end_permit(job.id, job.chunk_until)
 
 
 def wakeup(state: State) -> float:
@@ -129,7 +129,7 @@ def wakeup(state: State) -> float:
     return min((queue.permit_until for queue in queues if queue.waiting), default=inf)
 
 
-def _queue(inventory: Inventory, job: RequestJob) -> PrefillQueue:
+def _queue(job: RequestJob) -> PrefillQueue:
     return job.own.backend.prefills
 
 

@@ -443,8 +443,7 @@ async def _send(state: State, job: RequestJob) -> None:
             await _Turn(job)
         placement_gate.take(state, job)
     job.do(DispatchStep())
-    is_own = job.claim is SlotClaim.PINNED and slot.content.tenant == job.request.tenant
-    if not ((is_own and not job.others) or placement_gate.reuses_nothing_foreign(state, job)):
+    if not placement_gate.reuses_nothing_foreign(job):
         _refuse(state, job)
     _dispatch(state, job)
 
@@ -545,14 +544,14 @@ def go_on(state: State, now: float) -> None:
     while called := prefill_queue.take_next(state, now):
         for job in called:
             _advance(state, job.stop_waiting(), None)
-    pass_gate(state, now)
+    pass_gate(state)
     if late := deadline.reject_late(state, now):
         for job in late:
             end(state, job, now)
-        pass_gate(state, now)
+        pass_gate(state)
 
 
-def pass_gate(state: State, now: float) -> int:
+def pass_gate(state: State) -> int:
     """Let jobs at the gate send their requests; return how many did."""
     passed = 0
     while (job := placement_gate.next_through(state)) is not None:

@@ -26,13 +26,13 @@ from router.core.planning.pricing import worth_of
 
 @dataclass(slots=True)
 class State:
-    """Inventory and queue; `out` collects the effects of the current event."""
+    """Inventory and queue; `out` collects the effects of the current fact."""
 
     inventory: Inventory = field(default_factory=Inventory)
-    now: float = 0.0  # of the event that is handled, in clock seconds
+    now: float = 0.0  # of the fact that is taken in, in clock seconds
     queue: Queue = field(default_factory=Queue)
     budget: Budget = field(default_factory=Budget)
-    unexplained: list[RequestJob] = field(default_factory=list)  # admitted by the last event
+    unexplained: list[RequestJob] = field(default_factory=list)  # admitted by the last fact
     # Orders that are carried out, by identity, and the steps that await them. A job that ends with
     # its backend leaves its last one here, with the snapshot that is still being read.
     under_way: dict[int, tuple[Order[Any], Coroutine[Any, Any, None]]] = field(default_factory=dict)

@@ -187,8 +187,11 @@ class Inventory:
     def has_idle(self, model: str | None) -> bool:
         """Return whether a backend with the model has an idle slot and is not draining."""
         for backend in self.up.values():
-            answers = model is None or model in backend.info.models
-            if answers and backend.phases[Phase.IDLE] and backend.id not in self.draining:
+            if (
+                backend.info.answers_to(model)
+                and backend.phases[Phase.IDLE]
+                and backend.id not in self.draining
+            ):
                 return True
         return False
 

@@ -379,8 +379,7 @@ class Backend:
         Requests that the router prefills first count too: without them a busy server would look
         idle.
         """
-        running = self.phases[Phase.RUNNING]
-        return running + len(self.prefilling) if self.phases[Phase.PREPARING] else running
+        return self.running + len(self.prefilling)
 
     @property
     def unsaved(self) -> list[Slot]:
@@ -404,10 +403,10 @@ class Backend:
 
     def fits(self, request: Request) -> bool:
         """Return whether it has the model and a long enough slot, and is not to be avoided."""
-        info, model = self.info, request.model
+        info = self.info
         return (
             request.prompt.n_tokens < info.n_ctx
-            and (model is None or model in info.models)
+            and info.answers_to(request.model)
             and info.id not in request.avoid
         )
 
@@ -502,7 +501,7 @@ class SlotTable:
         """
         found: dict[SlotId, int] = {}
         first = tokens[:WIDTH]
-        for slot in [slot for backend in self._backends.values() for slot in backend.slots]:
+        for slot in self:
             held = slot.content.resident.tokens if slot.phase is Phase.IDLE else slot.work.pending
             if held[:WIDTH] == first and (tenant is None or slot.offered_tenant == tenant):
                 found[slot.id] = common_prefix(held, tokens)

@@ -161,7 +161,7 @@ class BackendSelection:
     def _answering(self, model: str | None) -> list[BackendInfo]:
         """Return the backends that are up and have a model; None: any."""
         infos = self._engine.infos.values()
-        return [info for info in infos if model is None or model in info.models]
+        return [info for info in infos if info.answers_to(model)]
 
     def _who_reads(self, able: Sequence[BackendInfo], but: Set[BackendId]) -> BackendId | None:
         """Return which of these backends reads prompts, none of `but`; None if there is none.
