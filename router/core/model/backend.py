@@ -169,18 +169,20 @@ class Slot:
         """Release the slot, holding `content`. Raise StaleLeaseError if the job has it no more."""
         self._check(job)
         self._move(Move.RELEASE)
-        self.job, self.content, self.work = None, content, NO_WORK
+        self.job, self.work = None, NO_WORK
+        self.hold(content)
         self.last_used = now
 
     def lose(self) -> None:
         """Drop the slot's content and its lease, because the backend is down."""
         self._move(Move.LOSE)
         self.job, self.work = None, NO_WORK
-        self.content = Content(savable=self.content.savable)
+        self.hold(Content(savable=self.content.savable))
 
     def hold(self, content: Content) -> None:
-        """Change the content."""
+        """Change the content. Nothing of the former one is kept: it may be purged."""
         self.content = content
+        self.reached = None
 
     def do(self, work: Work) -> None:
         """Change the work under the lease."""

@@ -126,6 +126,22 @@ def test_a_lost_slot_holds_nothing_and_is_held_by_nobody() -> None:
     assert (slot.content, slot.work) == (Content(savable=False), NO_WORK)
 
 
+@pytest.mark.parametrize("change", ["hold", "release", "lose"])
+def test_of_a_former_content_nothing_is_kept(change: str) -> None:
+    """It may be purged, and its tokens must not stay in memory with a price made from them."""
+    slot, lease = slot_in(Phase.PREPARING)
+    slot.hold(HELD)
+    slot.note_reach((HELD.resident, slot.backend.info, HELD.tenant, 0, 2))
+    if change == "hold":
+        slot.hold(EMPTY_SLOT)
+    elif change == "release":
+        slot.release(lease, EMPTY_SLOT, 1.0)
+    else:
+        slot.lose()
+
+    assert slot.reached is None
+
+
 def test_unread_tokens_count() -> None:
     assert len(Resident(tokens(1, 2), unread=3)) == 5
 
