@@ -286,13 +286,13 @@ class Inventory:
 
         The price of displacing any slot depends on this number, which seldom changes.
         """
-        resident, info = slot.content.resident, slot.backend.info
-        tenant, changes = slot.content.tenant, self.catalog.changes
+        content, info, changes = slot.content, slot.backend.info, self.catalog.changes
         known = slot.reached
-        if known and known[0] is resident and known[1] is info and known[2:4] == (tenant, changes):
-            return known[4]
-        reach = self.catalog.reach(info.memory_kind, namespace_of(info, tenant), resident.tokens)
-        slot.note_reach((resident, info, tenant, changes, reach))
+        if known and known[0] is info and known[1] == changes:
+            return known[2]
+        namespace = namespace_of(info, content.tenant)
+        reach = self.catalog.reach(info.memory_kind, namespace, content.resident.tokens)
+        slot.note_reach((info, changes, reach))
         return reach
 
     def reuse_chance(self, keep_s: float, fate: Fate | None) -> float:

@@ -31,7 +31,6 @@ from router.core.model.slots import (
     Fate,
     Move,
     Phase,
-    Resident,
     Work,
 )
 from router.core.model.tuning import TUNING
@@ -100,8 +99,8 @@ class Slot:
     last_used: float = 0.0
     fate: Fate | None = None  # of its content
     used_no: int = 0  # its place among all uses of slots of its model (`Inventory.note_use`)
-    # The last result of `Inventory.reach`, and what it was made from.
-    reached: tuple[Resident, BackendInfo, Tenant, int, int] | None = field(default=None, repr=False)
+    # The last result of `Inventory.reach` for this content, and what else it was made from.
+    reached: tuple[BackendInfo, int, int] | None = field(default=None, repr=False)
 
     @property
     def is_idle(self) -> bool:
@@ -180,9 +179,8 @@ class Slot:
         self.hold(Content(savable=self.content.savable))
 
     def hold(self, content: Content) -> None:
-        """Change the content. Nothing of the former one is kept: it may be purged."""
-        self.content = content
-        self.reached = None
+        """Change the content."""
+        self.content, self.reached = content, None
 
     def do(self, work: Work) -> None:
         """Change the work under the lease."""
@@ -196,7 +194,7 @@ class Slot:
         """Note its place among all uses of slots of its model."""
         self.used_no = number
 
-    def note_reach(self, reached: tuple[Resident, BackendInfo, Tenant, int, int]) -> None:
+    def note_reach(self, reached: tuple[BackendInfo, int, int]) -> None:
         """Keep a result of `Inventory.reach`."""
         self.reached = reached
 

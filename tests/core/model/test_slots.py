@@ -90,10 +90,12 @@ def test_a_released_slot_holds_what_it_was_released_with() -> None:
     slot = Slot(A0, Backend(backend()), content=Content(save_decided=True))
     lease = leased(slot, R, NO_WORK)
     slot.do(Work(pending=tokens(9), sharing=True))
+    slot.note_reach((slot.backend.info, 0, 2))
 
     slot.release(lease, HELD, 5.0)
 
     assert (slot.content, slot.work, slot.last_used) == (HELD, NO_WORK, 5.0)
+    assert slot.reached is None, "it was of the former content"
     assert slot.is_idle
     assert slot.job is None
 
@@ -124,22 +126,6 @@ def test_a_lost_slot_holds_nothing_and_is_held_by_nobody() -> None:
 
     assert slot.job is None
     assert (slot.content, slot.work) == (Content(savable=False), NO_WORK)
-
-
-@pytest.mark.parametrize("change", ["hold", "release", "lose"])
-def test_of_a_former_content_nothing_is_kept(change: str) -> None:
-    """It may be purged, and its tokens must not stay in memory with a price made from them."""
-    slot, lease = slot_in(Phase.PREPARING)
-    slot.hold(HELD)
-    slot.note_reach((HELD.resident, slot.backend.info, HELD.tenant, 0, 2))
-    if change == "hold":
-        slot.hold(EMPTY_SLOT)
-    elif change == "release":
-        slot.release(lease, EMPTY_SLOT, 1.0)
-    else:
-        slot.lose()
-
-    assert slot.reached is None
 
 
 def test_unread_tokens_count() -> None:
