@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import shlex
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
@@ -19,10 +20,13 @@ from router.core.model.policy import PolicyName
 from router.telemetry.logs import set_up_logging
 from router.tools.bench.command import add_options as add_bench_options
 from router.tools.console.client import DEFAULT_URL, CallError
+from router.tools.console.explain import explain
+from router.tools.console.operations import drain, reload, undrain
 from router.tools.console.servers import add_options as add_servers_options
 from router.tools.console.servers import servers
 from router.tools.console.snapshots import add_options as add_snapshot_options
 from router.tools.console.snapshots import snapshots
+from router.tools.console.top import top
 from router.tools.console.usage import add_usage_options, usage
 from router.tools.console.warm import add_warm_options, warm
 from router.tools.doctor.check import check_text
@@ -39,14 +43,17 @@ from router.tools.simulate.command import add_options, simulate
 
 OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
 
-_ONE_HOST = "one host is simulated, with whole files; docs/benchmarks/hosts.md has measured fleets"
-_FEWER = "use --tenant, --older-than or --id"
-_DAMAGED = "a damaged file is found when it is read, and put aside"
-_GONE = {  # what each command no longer takes
-    "snapshots": {"verify": _DAMAGED}
-    | dict.fromkeys(("--namespace", "--min-tokens", "--larger-than", "--unused"), _FEWER),
-    "simulate": dict.fromkeys(("--hosts", "--link", "--whole-files", "--write-after"), _ONE_HOST),
-}
+_UNKNOWN = "unrecognized arguments: "  # argparse's words
+# What those who know llama-server's flags type, and how to say it here.
+_FLAGS_HERE = (
+    {"-m": "--model FILE", "--models-preset": "--config with what `kvferry import FILE` prints"}
+    | dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "--model hf:USER/REPOSITORY:QUANT")
+    | dict.fromkeys(("-a", "--alias"), "--model NAME=FILE")
+    | dict.fromkeys(("-c", "--ctx-size"), "--ctx N, for each slot")
+    | dict.fromkeys(("-np", "--parallel"), "--slots N")
+    | dict.fromkeys(("--host", "--port"), "--listen HOST:PORT")
+    | dict.fromkeys(("--api-key", "--api-key-file"), "auth.keys in a file, made by `kvferry key`")
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--server-args" in words[:-1]:  # else a value such as "--jinja" is taken for a flag
         at = words.index("--server-args")
         words[at : at + 2] = [f"--server-args={words[at + 1]}"]
-    options = command_parser().parse_args(words)
+    parser = command_parser()
+    if words[:1] == ["serve"]:
+        _refuse_flags_of_servers(parser, words[1:])
+    options = parser.parse_args(words)
     try:
         code: int = options.run(options)
     except ConfigError as error:
@@ -73,15 +83,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _refuse_flags_of_servers(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Exit if a flag of llama-server has another name here, which the error tells.
+
+    Before `argparse` sees it: it would read `-hf` as `-h`, and print the help.
+    """
+    flags = [word.partition("=")[0] for word in words]
+    told = [f"instead of {flag}: {here}" for flag, here in _FLAGS_HERE.items() if flag in flags]
+    if told:
+        parser.error("; ".join(told))
+
+
 class _Parser(argparse.ArgumentParser):
     command = ""  # the one that was typed
 
+    def __init__(self, **options: Any) -> None:
+        """Take no part of a flag for the flag: `--host` would be `--host-name`."""
+        super().__init__(**options, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
-        """Refuse what was typed; of what is gone, say what to do instead."""
-        typed = message.replace("'", " ").replace("=", " ").split()
-        gone = _GONE.get(self.command, {})
-        told = [f"{name} is gone: {why}" for name, why in gone.items() if name in typed]
-        super().error("; ".join(told) or message)
+        """Refuse what was typed; of what may be llama-server's, say where it goes."""
+        unknown = message.removeprefix(_UNKNOWN)
+        if self.command == "serve" and unknown != message:
+            message += f"; if llama-server knows them: --server-args {shlex.quote(unknown)}"
+            if unknown.endswith(".gguf") and " " not in unknown:
+                message = f"instead of {unknown}: --model {unknown}"
+        super().error(message)
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -116,10 +143,8 @@ def command_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "id", metavar="ID", help="x-kvferry-request-id of the response, or a prefix"
     )
-    command.add_argument(
-        "--url", default="http://127.0.0.1:8080", help="the router; default %(default)s"
-    )
-    command.set_defaults(run=_explain)
+    _where(command)
+    command.set_defaults(run=lambda options: explain(options.url, options.id))
 
     command = commands.add_parser("demo", help="start two llama-servers and show what kvferry does")
     command.add_argument("--model", type=Path, help="a .gguf file; default: fetch a small one")
@@ -132,18 +157,18 @@ def command_parser() -> argparse.ArgumentParser:
     command.add_argument("--tenant", help="tenant of the key; default: NAME")
     command.set_defaults(run=_key)
 
-    for name, doing in (
-        ("drain", "finish a backend's requests, save its KV, and stop using it"),
-        ("undrain", "use a backend again"),
+    for act, doing in (
+        (drain, "finish a backend's requests, save its KV, and stop using it"),
+        (undrain, "use a backend again"),
     ):
-        command = commands.add_parser(name, help=doing)
+        command = commands.add_parser(act.__name__, help=doing)
         command.add_argument("backend", metavar="NAME", help="its name in the configuration")
         _where(command)
-        command.set_defaults(run=_drain if name == "drain" else _undrain)
+        command.set_defaults(run=lambda o, act=act: asyncio.run(act(o.url, o.backend)))
 
     command = commands.add_parser("reload", help="read the configuration file again")
     _where(command)
-    command.set_defaults(run=_reload)
+    command.set_defaults(run=lambda options: asyncio.run(reload(options.url)))
 
     command = commands.add_parser("top", help="watch a running router")
     _where(command)
@@ -353,37 +378,11 @@ def _key(options: argparse.Namespace) -> int:
     return OK
 
 
-def _drain(options: argparse.Namespace) -> int:
-    from router.tools.console.operations import drain
-
-    return asyncio.run(drain(options.url, options.backend))
-
-
-def _undrain(options: argparse.Namespace) -> int:
-    from router.tools.console.operations import undrain
-
-    return asyncio.run(undrain(options.url, options.backend))
-
-
-def _reload(options: argparse.Namespace) -> int:
-    from router.tools.console.operations import reload
-
-    return asyncio.run(reload(options.url))
-
-
 def _top(options: argparse.Namespace) -> int:
-    from router.tools.console.top import top
-
     try:
         return asyncio.run(top(options.url, once=options.once))
     except KeyboardInterrupt:  # Ctrl-C is the normal way to quit
         return OK
-
-
-def _explain(options: argparse.Namespace) -> int:
-    from router.tools.console.explain import explain
-
-    return explain(options.url, options.id)
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_201,
+    "router": 53_200,
     "router/assembly": 2_369,
     "router/base": 1_731,
     "router/config": 1_958,
@@ -21,9 +21,9 @@ CEILINGS: dict[str, int] = {
     "router/servers": 1_166,
     "router/store": 6_592,
     "router/telemetry": 1_846,
-    "router/tools": 7_951,
+    "router/tools": 7_950,
     "router/web": 7_847,
-    "tests": 66_996,
+    "tests": 66_994,
     "bench": 8_953,
 }
 # A part may shrink so far before its ceiling has to follow.
