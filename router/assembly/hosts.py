@@ -149,8 +149,8 @@ async def hosts_of(
     told = count(1)
 
     def hello() -> Hello:
-        view = engine.view
-        slots = [slot for slot in view.slots() if slot.phase is not Phase.LOST]
+        state = engine.state
+        slots = [slot for slot in state.inventory.slots if slot.phase is not Phase.LOST]
         return Hello(
             name=name,
             incarnation=incarnation,
@@ -160,10 +160,10 @@ async def hosts_of(
             models=_served(engine),
             slots=len(slots),
             busy=sum(slot.phase is not Phase.IDLE for slot in slots),
-            waiting=len(view.queue()) + selection.waiting,
-            stopping=view.is_stopping,
+            waiting=len(state.queue) + selection.waiting,
+            stopping=state.stopping,
             keeps_apart=keys.known.keeps_apart,
-            snapshots=view.store.n_snapshots,
+            snapshots=len(state.inventory.catalog),
             told=next(told),
             purges=purges(),
         )
@@ -232,9 +232,9 @@ class _Kept:
 
     def snapshots(self) -> Iterator[Snapshot]:
         """Yield all that are whole and in use, the most valuable first."""
-        view = self.engine.view
-        for name in view.most_valuable():
-            if (snapshot := view.snapshot(name)) is not None:
+        catalog = self.engine.state.inventory.catalog
+        for name in catalog.most_valuable():
+            if (snapshot := catalog.get(name)) is not None:
                 yield snapshot
 
     def owned(self, snapshot: Snapshot) -> Owned:
@@ -244,9 +244,9 @@ class _Kept:
 
     def tenants(self) -> set[Tenant]:
         """Return the tenants of snapshots and slots."""
-        view = self.engine.view
-        found = {tenant_of(one.namespace) for one, _, _ in view.snapshots()}
-        return found | view.slot_tenants()
+        known = self.engine.state.inventory
+        found = {tenant_of(one.namespace) for one, _, _ in known.catalog.snapshots()}
+        return found | {slot.content.tenant for slot in known.slots}
 
     async def purge(self, tenant: Tenant, note: str) -> None:
         """Delete all that is here of a tenant, and note that the purge was obeyed."""
@@ -325,7 +325,8 @@ async def _refresh(held: HeldPrefixes) -> None:
 def _served(engine: Engine) -> tuple[Served, ...]:
     """Return the models that this host takes requests for."""
     found = {
-        (tuple(sorted(info.models)), info.namespace): info.generates for info in engine.view.up()
+        (tuple(sorted(info.models)), info.namespace): info.generates
+        for info in engine.state.inventory.taking()
     }
     served = [
         Served(names, namespace, generates) for (names, namespace), generates in found.items()
@@ -333,7 +334,7 @@ def _served(engine: Engine) -> tuple[Served, ...]:
     known = [set(names) for names, _ in found]
     served += [
         Served(tuple(sorted(names)))
-        for names in engine.view.server_models
+        for names in engine.state.inventory.servers.models()
         if not any(names & those for those in known)
     ]
     return tuple(served)

@@ -101,7 +101,7 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
     tasks = Tasks()
     stack.push_async_callback(tasks.aclose)
     decision_log = DecisionLog(config.diagnostics.requests, wall_now)
-    tokenizers = TokenizerRegistry(config.tokenizer, tasks, lambda: engine.view.is_serving)
+    tokenizers = TokenizerRegistry(config.tokenizer, tasks, engine.state.inventory.is_serving)
     return Parts(
         registry,
         clock,

@@ -75,7 +75,7 @@ class BackendReactions:
         since = wall_now() - ago_s - _CLOCK_MARGIN_S
         doomed = [
             snapshot.id
-            for snapshot, _, _ in self.engine.view.snapshots()
+            for snapshot, _, _ in self.engine.state.inventory.catalog.snapshots()
             if snapshot.namespace == name and snapshot.saved_at >= since
         ]
         self.tasks.spawn(self.engine.purge(doomed), name="purge misnamed states")
@@ -93,11 +93,11 @@ class BackendReactions:
 
         Other servers may share its processor or its card, so one that runs anywhere counts.
         """
-        return self.engine.view.is_serving or self.selection.is_waited_for(backend)
+        return self.engine.state.inventory.is_serving() or self.selection.is_waited_for(backend)
 
     def known_namespaces(self) -> set[Namespace]:
         """Return all namespaces that a backend could belong to."""
-        return self.engine.view.known_namespaces()
+        return self.engine.state.inventory.known_namespaces()
 
     async def prepare(
         self,
@@ -135,11 +135,11 @@ class StoreReactions:
 
     def is_worth_writing(self, snapshot: SnapshotId) -> bool:
         """Return whether a snapshot would be kept, and not evicted next."""
-        return self.engine.keeps(snapshot)
+        return not self.engine.state.inventory.catalog.is_evicted_next(snapshot)
 
     def alike(self, snapshot: Snapshot) -> Sequence[tuple[SnapshotId, int]]:
         """Return the snapshots that begin like one, each with the tokens that they share."""
-        found = self.engine.view.alike(snapshot.namespace, snapshot.tokens)
+        found = self.engine.state.inventory.catalog.alike(snapshot.namespace, snapshot.tokens)
         return [(one.item, one.common) for one in found if one.item != snapshot.id]
 
     async def found(self, snapshots: list[Snapshot]) -> None:

@@ -71,11 +71,12 @@ class Stages:
 def live_of(made: Stages) -> Live:
     """Return the live page's events."""
     parts, selection, hosts = made.parts, made.watched.selection, made.hosts
-    engine, view = parts.engine, None if hosts is None else hosts.view
+    engine, catalog = parts.engine, parts.engine.state.inventory.catalog
+    view = None if hosts is None else hosts.view
     subject = Subject(
         picture=lambda: picture_of(engine, selection, parts.clock.now(), view, made.cold_status()),
-        n_snapshots=lambda: engine.view.store.n_snapshots,
-        survey=lambda: survey(engine.view.snapshots()),
+        n_snapshots=catalog.__len__,
+        survey=lambda: survey(catalog.snapshots()),
         decisions=parts.decision_log.recent,
     )
     return Live(subject, parts.tasks.spawn, wall_now, parts.guard.may_read)

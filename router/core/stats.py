@@ -6,7 +6,6 @@ from math import inf
 from router.base.types import BackendId, BackendStats, ServerStats, Stats
 from router.core.execution.state import State
 from router.core.model.policy import UNLIMITED
-from router.core.model.servers import Server
 from router.core.model.slots import Phase
 
 
@@ -25,18 +24,11 @@ def stats_of(state: State, backends: Iterable[BackendId]) -> Stats:
         snapshot_bytes_limit=inf if limits.max_bytes == UNLIMITED else limits.max_bytes,
         snapshot_tokens_limit=inf if limits.max_tokens == UNLIMITED else limits.max_tokens,
         servers=tuple(
-            ServerStats(one.name, one.phase, waiting_for(state, one), one.load_s.value)
+            ServerStats(one.name, one.phase, state.waiting_for(one), one.load_s.value)
             for one in state.inventory.servers
         ),
         server_swaps=state.inventory.servers.swaps,
     )
-
-
-def waiting_for(state: State, server: Server) -> int:
-    """Count the requests for a server's model that wait, read or unread."""
-    servers = state.inventory.servers
-    queued = sum(n for model, n, _ in state.queue.by_model() if server in servers.of(model))
-    return queued + sum(server in servers.of(one.model) for one in servers.unread.values())
 
 
 def _backend(state: State, backend: BackendId) -> BackendStats:

@@ -47,12 +47,13 @@ from router.core.execution import (
     resident_updates,
     state,
 )
+from router.core.hosts.handout import once_fetched
 from router.core.hosts.quote import is_surely_cheap
 from router.core.hosts.quote import quote as make_quote
 from router.core.inventory.inventory import Inventory
 from router.core.model import effects as ef
 from router.core.model.effects import AnswerEnd
-from router.core.model.plan import Plan, Quote
+from router.core.model.plan import Offered, Plan, Quote
 from router.core.model.policy import Policy, SnapshotLimits
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerLimit, ServerSpec
@@ -64,7 +65,6 @@ from router.core.stats import stats_of
 from router.engine.held_prefixes import HeldPrefixes
 from router.engine.host_saves import HostSaves
 from router.engine.loop_throttle import LoopThrottle
-from router.engine.scheduler_view import SchedulerView
 from router.engine.server_placement import LaunchWatch
 from router.engine.slot_work import SlotWork
 from router.engine.transfers import Transferred, Transfers
@@ -134,6 +134,7 @@ class Engine:
         self.listener: EngineListener = EngineListener()
         self._servers = servers
         self._scheduler = scheduler
+        self.state = scheduler.state  # to be read: only the core changes it
         self._backends = backends
         self._transfers = Transfers(backends, store, clock, telemetry)
         self._clock = clock
@@ -145,11 +146,11 @@ class Engine:
         self._timings: dict[RequestId, Timing] = {}
         self._launches = LaunchWatch(scheduler, backends)
         self._work = SlotWork(scheduler, backends, self._feed, self._send_elsewhere, throttle)
-        self.view = SchedulerView(scheduler.state, self._work.prefilled_tokens)
+        self.prefilled_tokens = self._work.prefilled_tokens
         self.host_saves = HostSaves(
             partial(self._feed, idle_saves.save_for_host),
             partial(self._feed, admission.save_unasked),
-            self.view,
+            scheduler.state.inventory,
         )
         self._facts: deque[tuple[Callable[..., None], tuple[object, ...], Then]] = deque()
         self._carries_out = False
@@ -249,28 +250,34 @@ class Engine:
 
     def plan(self, request: Request) -> Plan | None:
         """Return the plan of a request now. None: it would wait. No side effects."""
-        return make_plan(request, self._scheduler.state.inventory, self._clock.now())
+        return make_plan(request, self.state.inventory, self._clock.now())
 
     def quote(self, request: Request) -> Quote | None:
         """Return the quote of a request here. None: nothing here can serve it. No side effects.
 
         Unlike `plan`, it has an answer while every slot is busy.
         """
-        known = self._scheduler.state
+        known = self.state
         if known.stopping:
             return None
         return make_quote(request, known.inventory, known.queue, self._clock.now())
 
+    def once_fetched(
+        self, request: Request, own: Quote, offered: Offered, seconds: Callable[[int], float]
+    ) -> Quote | None:
+        """Return the quote of a request that fetches `offered` first; see `handout.py`."""
+        return once_fetched(request, self.state.inventory, own, offered, seconds)
+
     def is_surely_cheap(self, request: Request, limit_s: float) -> bool:
         """Return whether a request costs less than `limit_s` here, whatever is held."""
-        known = self._scheduler.state
+        known = self.state
         return not known.stopping and is_surely_cheap(
             request, known.inventory, known.queue, self._clock.now(), limit_s
         )
 
     def held_prefixes(self, make: Callable[[Inventory], HeldPrefixes]) -> HeldPrefixes:
         """Return the index of what this host holds that `make` makes; there may be only one."""
-        return make(self._scheduler.state.inventory)
+        return make(self.state.inventory)
 
     # -- for the monitors and the store --------------------------------------------------------
 
@@ -283,7 +290,7 @@ class Engine:
         """Borrow idle slots for a probe, until its end or the backend's; return their indices."""
         self._feed(backend_attach.probe_due, backend)
         ours = probe_name(backend)
-        slots = self._scheduler.state.inventory.slots.of(backend)
+        slots = self.state.inventory.slots.of(backend)
         return {slot.id.index for slot in slots if slot.holder == ours}
 
     def backend_down(self, backend: BackendId) -> None:
@@ -373,11 +380,7 @@ class Engine:
 
     def handed_out(self, snapshot: SnapshotId) -> None:
         """Note that another host gets a snapshot: it was not saved in vain."""
-        self._scheduler.state.inventory.returns.restored(snapshot)
-
-    def keeps(self, snapshot: SnapshotId) -> bool:
-        """Return whether a snapshot is not to be deleted, nor the next one to be evicted."""
-        return not self._scheduler.state.inventory.catalog.is_evicted_next(snapshot)
+        self.state.inventory.returns.restored(snapshot)
 
     async def purge(self, snapshots: Sequence[SnapshotId]) -> None:
         """Take snapshots out of use, a few at a time.
@@ -395,23 +398,18 @@ class Engine:
         Those in use are deleted after their last use. What slots have of it is not saved.
         """
         self._feed(idle_saves.forget_tenant, tenant)
-        held = self._scheduler.state.inventory.catalog.of(tenant)
+        held = self.state.inventory.catalog.of(tenant)
         await self.purge(held)
         return len(held)
 
     @property
     def infos(self) -> Mapping[BackendId, BackendInfo]:
         """Return the backends that are up."""
-        return {name: one.info for name, one in self._scheduler.state.inventory.up.items()}
-
-    @property
-    def draining(self) -> Set[BackendId]:
-        """Return the backends that get nothing new and are not done."""
-        return self._scheduler.state.inventory.draining
+        return {name: one.info for name, one in self.state.inventory.up.items()}
 
     def keeps_snapshots(self, backend: BackendId) -> bool:
         """Return whether saving and restoring this backend's slots has any effect."""
-        inventory = self._scheduler.state.inventory
+        inventory = self.state.inventory
         there = inventory.up.get(backend)
         return there is not None and keeps_snapshots(inventory, there)
 
@@ -435,7 +433,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """Return the numbers for gauges."""
-        return stats_of(self._scheduler.state, self._backends)
+        return stats_of(self.state, self._backends)
 
     # -- facts in, effects out ----------------------------------------------------------------
 
@@ -458,7 +456,7 @@ class Engine:
                     self._scheduler.do(self._clock.now(), take, *facts)
                 except Exception as error:  # noqa: BLE001 - raised below
                     catch(failures, error)
-                for effect in self._scheduler.state.out:
+                for effect in self.state.out:
                     try:
                         self._carry_out(effect)
                     except Exception as error:  # noqa: BLE001 - raised below
@@ -467,8 +465,8 @@ class Engine:
                     then()
         finally:
             self._carries_out = False
-        jobs = self._scheduler.state.inventory.jobs
-        if len(self._scheduler.state.queue):
+        jobs = self.state.inventory.jobs
+        if len(self.state.queue):
             self._launches.hurry()
         if self._calm is not None and not any(job.is_ours for job in jobs.values()):
             self._calm.set()

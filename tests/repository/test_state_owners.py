@@ -140,7 +140,7 @@ def test_the_tests_above_can_fail() -> None:
 
 
 def test_only_the_engine_reaches_the_state() -> None:
-    """The web layer and the tools see `engine.view`; `State` is named nowhere else."""
+    """Others read `engine.state`, and have no way to tell the scheduler a fact."""
     owners = ("router/core/", "router/engine/", "router/assembly/scheduler")
     found = [
         str(path.relative_to(ROOT))

@@ -2,6 +2,7 @@
 
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 from typing import Any
 
@@ -20,7 +21,9 @@ from router.core.inventory.inventory import Inventory
 from router.core.model.effects import Delete, Effect, Order, Reject
 from router.core.model.jobs import RequestJob
 from router.core.model.request_queue import Queue
+from router.core.model.servers import Server
 from router.core.model.tenancy import Budget
+from router.core.model.tuning import TUNING
 from router.core.planning.pricing import worth_of
 
 
@@ -106,6 +109,20 @@ class State:
         if job.using is not None:
             self.delete(self.inventory.catalog.drop_reference(job.using))
             job.use(None)
+
+    def is_waited_for(self, backend: BackendId) -> bool:
+        """Return whether a queued request could be served by a slot more of the backend."""
+        there = self.inventory.up.get(backend)
+        if there is None:
+            return bool(self.queue)
+        oldest = islice(self.queue, TUNING.checked_for_backend)
+        return any(self.inventory.serves(there, waiting.request) for waiting in oldest)
+
+    def waiting_for(self, server: Server) -> int:
+        """Count the requests for a server's model that wait, read or unread."""
+        servers = self.inventory.servers
+        queued = sum(n for model, n, _ in self.queue.by_model() if server in servers.of(model))
+        return queued + sum(server in servers.of(one.model) for one in servers.unread.values())
 
     @property
     def gives_up_content(self) -> bool:

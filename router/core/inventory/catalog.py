@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
+from router.base.prefix_hash import BLOCK
 from router.base.shared_bytes import SharedBytes
 from router.base.tokens import Tokens, count
 from router.base.types import Blob, MemoryKind, Namespace, Snapshot, SnapshotId, Tenant
@@ -89,6 +90,11 @@ class Catalog:
 
     def __getitem__(self, snapshot: SnapshotId) -> Snapshot:
         return self._entries[snapshot].snapshot
+
+    def get(self, snapshot: SnapshotId) -> Snapshot | None:
+        """Return a usable snapshot. None: it is gone."""
+        entry = self._entries.get(snapshot)
+        return None if entry is None or entry.doomed else entry.snapshot
 
     @property
     def total_bytes(self) -> int:
@@ -368,6 +374,10 @@ class Catalog:
         """Return snapshots that share a prefix with `tokens`, the longest share first."""
         index = self._index.get(namespace)
         return index.match(tokens, limit) if index else []
+
+    def alike(self, namespace: Namespace, tokens: Tokens) -> list[Match[SnapshotId]]:
+        """Return the snapshots that share most with `tokens`, a block at least, the best first."""
+        return [one for one in self.match(namespace, tokens, limit=3) if one.common >= BLOCK]
 
     def used_at(self, snapshot: SnapshotId) -> float | None:
         """Return when a snapshot was last acquired, in clock seconds.

@@ -60,6 +60,19 @@ class Inventory:
         """Return whether a backend that is up fits the request and is not draining."""
         return backend.id not in self.draining and backend.fits(request)
 
+    def can_serve(self, backend: BackendId, request: Request) -> bool:
+        """Return whether a backend is up, fits the request and is not draining."""
+        there = self.up.get(backend)
+        return there is not None and self.serves(there, request)
+
+    def taking(self) -> list[BackendInfo]:
+        """Return the backends that are up and not draining."""
+        return [one.info for name, one in self.up.items() if name not in self.draining]
+
+    def is_serving(self) -> bool:
+        """Return whether a request is prepared or runs, on any backend."""
+        return any(isinstance(job, RequestJob) for job in self.jobs.values())
+
     def serving(self, request: Request) -> Iterator[Backend]:
         """Yield the backends that could serve a request, busy or not."""
         return (backend for backend in self.up.values() if self.serves(backend, request))

@@ -435,6 +435,13 @@ class Backend:
         """Return whether there is no write backoff, so state files can be made for it."""
         return self.backoff.until is None
 
+    @property
+    def limit(self) -> str | None:
+        """Return why it does less than its probe showed; None: it does not."""
+        if not self.may_write:
+            return f"no state is written for a while, after failures: {self.backoff.reason}"
+        return self.limited or None
+
     def reuses(self, request: Request) -> bool:
         """Return whether the request can go on from what a slot holds.
 

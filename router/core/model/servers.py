@@ -266,6 +266,9 @@ class Servers:
     swaps: int = 0  # servers stopped for another model so far
     by_name: dict[BackendId, Server] = field(default_factory=dict)
 
+    def __len__(self) -> int:
+        return len(self.by_name)
+
     def __iter__(self) -> Iterator[Server]:
         return iter(self.by_name.values())
 
@@ -291,6 +294,10 @@ class Servers:
         able = [server for server in self if server.generates] or list(self)
         loaded = [server for server in able if server.is_loaded]
         return [] if not able else self.of((loaded or able)[0].spec.model)
+
+    def models(self) -> list[frozenset[str]]:
+        """Return the names of each model that has a server."""
+        return [frozenset(names) for names in {one.spec.models: None for one in self}]
 
     def may_serve(self, model: str | None, now: float) -> bool:
         """Return whether a request for a model may wait for one of its servers."""

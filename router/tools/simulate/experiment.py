@@ -47,7 +47,7 @@ def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> R
         progress=told,
     )
     meter = simulator.run()
-    store = simulator.view.store
+    catalog = simulator.catalog
     servers = simulator.servers.values()
     reused = meter.reused_tokens
     on_servers = sum(server.computed_tokens for server in servers)
@@ -75,12 +75,12 @@ def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> R
         saved_bytes=meter.saved_bytes,
         restored_bytes=meter.restored_bytes,
         cut_bytes=meter.cut_bytes,
-        evictions=store.evicted,
-        snapshots=store.n_snapshots,
-        snapshot_bytes=store.total_bytes,
+        evictions=catalog.evicted,
+        snapshots=len(catalog),
+        snapshot_bytes=catalog.total_bytes,
         peak_bytes=meter.peak_bytes,
         misses=_named(meter.misses, scale) if explain else {},
-        swaps=simulator.view.server_swaps,
+        swaps=simulator.scheduler.state.inventory.servers.swaps,
         simulated_s=simulator.ended_at,
         wall_s=perf_counter() - start,
     )

@@ -53,6 +53,7 @@ class Simulator:
         told: Told = lambda *_: None,
     ) -> None:
         self.scheduler = scheduler
+        self.catalog = scheduler.state.inventory.catalog
         self.servers = {server.info.id: server for server in servers}
         self.source = source
         self.meter = Meter()
@@ -85,7 +86,6 @@ class Simulator:
             self,
         )
         self.engine.listener = _Listener(self)
-        self.view = self.engine.view
         if self._on_demand is not None:
             self.engine.configure_servers(*self._on_demand.configured([*self.servers]))
         else:
@@ -94,7 +94,7 @@ class Simulator:
         for ask in self.source.arrivals():
             await asyncio.sleep(max(ask.at - self._loop.time(), 0.0))
             self._come(ask)
-        while self._asks or self.view.has_jobs:
+        while self._asks or self.scheduler.state.inventory.jobs:
             await self._clients.join()
             await asyncio.sleep(_LOOK_S)
         await self.engine.aclose()
@@ -206,7 +206,7 @@ class _Telemetry:
 
     def deleted(self, *_: object) -> None:
         meter = self.simulator.meter
-        meter.peak_bytes = max(meter.peak_bytes, self.simulator.view.store.total_bytes)
+        meter.peak_bytes = max(meter.peak_bytes, self.simulator.catalog.total_bytes)
 
     def request(self, *_: object) -> None: ...
     def rejected(self, *_: object) -> None: ...

@@ -6,8 +6,10 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from router.base.errors import BadRequestError, ConflictError
-from router.base.types import Outcome, Reported
-from router.core.model.tenancy import salted
+from router.base.tokens import count
+from router.base.types import BackendId, Outcome, Reported, Request
+from router.core.model.memory_kinds import goes_back
+from router.core.model.tenancy import namespace_of, salted
 from router.engine.engine import Engine, Timing
 from router.llama import json_offload
 from router.llama.bodies.hints import seconds_of
@@ -115,7 +117,7 @@ class PromptRoutes:
         computed = grant.prefilled.tokens
         reported = Reported(prompt_tokens=n, cached_tokens=n, generated_tokens=0)
         self._engine.finish(asked.id, Outcome.OK, reported, timing)
-        saved = self._engine.view.saved_tokens(grant.lease.slot.backend, asked)
+        saved = self._saved_tokens(grant.lease.slot.backend, asked)
         if not saved:
             raise ConflictError(
                 "the prompt was computed, but could not be saved: it is shorter than"
@@ -130,9 +132,23 @@ class PromptRoutes:
             }
         )
 
+    def _saved_tokens(self, backend: BackendId, request: Request) -> int:
+        """Return how many tokens of a prompt a snapshot for this backend can give back.
+
+        0 if less than nearly all, for a memory kind that can go back: such a state is another's.
+        """
+        inventory, tokens = self._engine.state.inventory, request.prompt.tokens
+        if (info := inventory.info(backend)) is None:
+            return 0
+        namespace = namespace_of(info, request.tenant)
+        reach = inventory.catalog.reach(info.memory_kind, namespace, tokens)
+        return 0 if goes_back(info.memory_kind) and reach < count(tokens) - 1 else reach
+
     async def kept(self, _: Call) -> web.Response:
         """List the snapshots that are kept until the router stops, the most used first."""
-        found = sorted(self._engine.view.kept(), key=lambda one: -one[1])
+        found = sorted(
+            self._engine.state.inventory.catalog.kept_for_good(), key=lambda one: -one[1]
+        )
         return json_response(
             {
                 "kept": [

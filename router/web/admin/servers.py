@@ -12,9 +12,8 @@ from aiohttp import web
 
 from router.base.errors import BadRequestError, NotFoundError
 from router.base.types import BackendId
-from router.core.model.servers import ServerPhase
+from router.core.model.servers import Server, ServerPhase, Servers
 from router.engine.engine import Engine
-from router.engine.scheduler_view import ServerView
 from router.web.admin.guard import Guard
 from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS, json_response
@@ -65,12 +64,12 @@ class ServerRoutes:
 
     async def all(self, _: Call) -> web.Response:
         """List all servers in the order of the configuration."""
-        now = self._now()
+        now, servers = self._now(), self._engine.state.inventory.servers
         rows = [
-            server_row(server, now) | {"pid": self._processes.pid(server.name)}
-            for server in self._engine.view.servers()
+            server_row(server, self._engine, now) | {"pid": self._processes.pid(server.name)}
+            for server in servers
         ]
-        return json_response({"swaps": self._engine.view.server_swaps, "servers": rows})
+        return json_response({"swaps": servers.swaps, "servers": rows})
 
     async def act(self, call: Call, path: str) -> web.Response:
         """Handle `NAME/start`, `NAME/stop` and `NAME/restart`; answer before it is done.
@@ -83,7 +82,7 @@ class ServerRoutes:
             raise NotFoundError("the action on a server must be start, stop or restart")
         self._find(name)
         self._engine.ask_server(BackendId(name), **_ACTIONS[action])
-        return json_response(server_row(self._find(name), self._now()))
+        return json_response(server_row(self._find(name), self._engine, self._now()))
 
     async def log(self, call: Call, path: str) -> web.Response:
         """Return the end of a server's log as text; `?bytes=` says how much.
@@ -112,12 +111,11 @@ class ServerRoutes:
         told = {"Content-Type": "text/plain; charset=utf-8", LOG_POSITION: str(position)}
         return web.Response(body=body, headers=OWN_HEADERS | told)
 
-    def _find(self, name: str) -> ServerView:
-        servers = self._engine.view.servers()
-        for server in servers:
-            if server.name == name:
-                return server
-        known = ", ".join(server.name for server in servers) or "none"
+    def _find(self, name: str) -> Server:
+        servers = self._engine.state.inventory.servers.by_name
+        if (server := servers.get(BackendId(name))) is not None:
+            return server
+        known = ", ".join(servers) or "none"
         raise NotFoundError(f"there is no server {name!r}; there are: {known}")
 
 
@@ -132,10 +130,10 @@ class LlamaSwapRoutes:
         base = f"{call.http.scheme}://{call.http.host}/upstream/"
         told = [
             {
-                "model": server.models[0],
+                "model": server.spec.model,
                 "state": _STATES[server.phase],
                 "cmd": "",  # it may hold secrets
-                "proxy": base + server.models[0],
+                "proxy": base + server.spec.model,
                 "ttl": 0,
                 "name": server.name,
                 "description": "",
@@ -156,16 +154,15 @@ class LlamaSwapRoutes:
 
     async def unload_one(self, call: Call, model: str) -> web.Response:
         """Stop the servers of a model. Raises NotFoundError."""
-        known = [one for one in self._engine.view.servers() if model in one.models]
-        if not known:
+        if not any(model in one.spec.models for one in self._servers):
             raise NotFoundError("model not found")
-        await self._stop(call, [one for one in self._loaded() if model in one.models])
+        await self._stop(call, [one for one in self._loaded() if model in one.spec.models])
         return _text("OK")
 
     async def logs(self, call: Call) -> web.Response:
         """Return the ends of all logs as text."""
         self._guard.check_log(call.http)
-        names = [server.name for server in self._engine.view.servers()]
+        names = [server.name for server in self._servers]
         tails = [await self._processes.log_tail(name, _TAIL_BYTES) for name in names]
         return _text(b"".join(tails).decode(errors="replace"))
 
@@ -175,7 +172,7 @@ class LlamaSwapRoutes:
         response = web.StreamResponse(headers=OWN_HEADERS | {"X-Accel-Buffering": "no"})
         response.content_type = "text/plain"
         await response.prepare(call.http)
-        names = [server.name for server in self._engine.view.servers()]
+        names = [server.name for server in self._servers]
         at = {name: await self._processes.log_end(name) for name in names}
         for name in names:
             await response.write(await self._processes.log_tail(name, _TAIL_BYTES))
@@ -186,10 +183,14 @@ class LlamaSwapRoutes:
                     await response.write(lines)
             await asyncio.sleep(_NEWS_S)
 
-    def _loaded(self) -> list[ServerView]:
-        return [one for one in self._engine.view.servers() if one.phase in _STATES]
+    @property
+    def _servers(self) -> Servers:
+        return self._engine.state.inventory.servers
 
-    async def _stop(self, call: Call, servers: list[ServerView]) -> None:
+    def _loaded(self) -> list[Server]:
+        return [one for one in self._servers if one.phase in _STATES]
+
+    async def _stop(self, call: Call, servers: list[Server]) -> None:
         self._guard.check(call.http)
         names = {server.name for server in servers}
         for name in names:
@@ -204,18 +205,18 @@ def _text(body: str) -> web.Response:
     return web.Response(text=body, headers=OWN_HEADERS)
 
 
-def server_row(server: ServerView, now: float) -> dict[str, object]:
+def server_row(server: Server, engine: Engine, now: float) -> dict[str, object]:
     """Return a server as JSON. Times are seconds until now, `null` where there is none."""
     failed, up = server.phase is ServerPhase.FAILED, server.phase is ServerPhase.UP
     idle = up and server.idle_since < inf
     return {
         "name": server.name,
-        "models": list(server.models),
+        "models": list(server.spec.models),
         "phase": server.phase,
         "phase_s": round(now - server.since, 3),
         "idle_s": round(now - max(server.idle_since, server.since), 3) if idle else None,
-        "waiting": server.waiting,
-        "load_s": None if server.load_s is None else round(server.load_s, 3),
+        "waiting": engine.state.waiting_for(server),
+        "load_s": round(server.load_s.value, 3) if server.load_s.n else None,
         "failures": server.failures,
         "problem": server.problem or None,
         "retry_in_s": round(max(server.retry_at - now, 0.0), 3) if failed else None,

@@ -219,10 +219,10 @@ class Snapshots:
         return parse_body(call.raw)
 
     def _items(self) -> Iterator[Item]:
-        view = self._engine.view
+        catalog = self._engine.state.inventory.catalog
         now, wall_now = self._now(), self._wall_now()
-        for snapshot, uses, references in view.snapshots():
-            used_at = view.used_at(snapshot.id)
+        for snapshot, uses, references in catalog.snapshots():
+            used_at = catalog.used_at(snapshot.id)
             age_s = max(wall_now - snapshot.saved_at, 0.0)  # the wall clock may have been set back
             idle_s = None if used_at is None else now - used_at
             yield Item(snapshot, uses, references, age_s, idle_s)
@@ -237,7 +237,8 @@ class Snapshots:
 
     def _named(self, numbers: Sequence[str]) -> list[SnapshotId]:
         """Return the snapshot ids given in full or as unique prefixes. Raises NotFoundError."""
-        known = sorted(s.id for s, _, _ in self._engine.view.snapshots()) if numbers else []
+        catalog = self._engine.state.inventory.catalog
+        known = sorted(s.id for s, _, _ in catalog.snapshots()) if numbers else []
         named = []
         for number in numbers:
             if len(number) < _LEAST_OF_AN_ID:

@@ -7,13 +7,30 @@ import asyncio
 import heapq
 from collections.abc import Iterable, Mapping
 from math import inf
+from types import MappingProxyType
 
 from msgspec import to_builtins
 
-from router.base.types import BackendId, ColdStatus, Snapshot, TierStatus
+from router.base.tokens import count
+from router.base.types import BackendId, ColdStatus, RequestId, Snapshot, TierStatus
+from router.core.model.backend import Slot
+from router.core.model.jobs import (
+    AtGate,
+    CutStep,
+    DispatchStep,
+    EraseStep,
+    InPrefillQueue,
+    PrefillStep,
+    RequestJob,
+    RestoreStep,
+    SaveJob,
+    SaveStep,
+    SlotWatch,
+    Step,
+)
+from router.core.model.request_queue import Waiting
 from router.core.model.tenancy import tenant_of
 from router.engine.engine import Engine
-from router.engine.scheduler_view import SlotView, StoreView, WaitingView
 from router.llama.attach.monitor import EMPTIES_SLOTS, NO_RAM_CACHE
 from router.web.admin.hosts import HostsView, hosts_brief
 from router.web.api.backend_selection import BackendSelection
@@ -25,6 +42,18 @@ Picture = dict[str, Rows]
 
 Changes = dict[str, dict[str, Row | None]]
 """The rows of a picture that are new or differ; None for a removed row."""
+
+_WORDS: dict[type[Step | InPrefillQueue | AtGate], str] = {
+    SaveStep: "save",
+    CutStep: "cut",
+    EraseStep: "erase",
+    RestoreStep: "restore",
+    PrefillStep: "prefill",
+    InPrefillQueue: "prefill queue",
+    AtGate: "placement gate",
+    DispatchStep: "answer",
+}
+NOTHING_COMPUTED: Mapping[RequestId, int] = MappingProxyType({})
 
 _BATCH = 1000  # snapshots per event-loop iteration
 _TOP = 10
@@ -44,7 +73,8 @@ def backend_row(name: BackendId, selection: BackendSelection, engine: Engine) ->
         }
     info, found = attached.info, attached.probe
     empties = None if info.keeps_idle_slots else f"{EMPTIES_SLOTS}; {NO_RAM_CACHE}"
-    rates = engine.view.rates(info.id)
+    backend = engine.state.inventory.backends[info.id]
+    rates, n_bytes = backend.rates, backend.rates.bytes_per_token.value
     return {
         "name": name,
         "url": monitor.client.url,
@@ -65,50 +95,71 @@ def backend_row(name: BackendId, selection: BackendSelection, engine: Engine) ->
         "snapshots": engine.keeps_snapshots(info.id),
         "keeps_idle_slots": info.keeps_idle_slots,
         "ram_cache": found.ram_cache,
-        "problem": found.problem or empties or engine.view.limit(info.id),
+        "problem": found.problem or empties or backend.limit,
         "note": "; ".join(found.remarks) or None,
         "build": attached.props.build_info,
         "rates": {
-            "prefill_tokens_per_s": round(rates.prefill_tokens_per_s, 1),
-            "save_1000_tokens_s": round(rates.save_1000_tokens_s, 5),
-            "restore_1000_tokens_s": round(rates.restore_1000_tokens_s, 5),
-            "bytes_per_token": round(rates.bytes_per_token),
-            "output_tokens_per_s": round(rates.output_tokens_per_s, 1),
+            "prefill_tokens_per_s": round(rates.speeds.prefill_tokens, 1),
+            "save_1000_tokens_s": round(rates.save_s(1000), 5),
+            "restore_1000_tokens_s": round(rates.restore_s(round(1000 * n_bytes)), 5),
+            "bytes_per_token": round(n_bytes),
+            "output_tokens_per_s": round(rates.speeds.output_tokens, 1),
         },
     }
 
 
-def slot_row(slot: SlotView) -> Row:
-    """Return the row of a slot, with what its job does."""
+def slot_row(slot: Slot, computed: Mapping[RequestId, int] = NOTHING_COMPUTED) -> Row:
+    """Return the row of a slot, with what its job does.
+
+    `doing` is a step, `prefill queue`, `placement gate`, or `answer`. `source` and `copy_from` are
+    the plan's. `pending_tokens` is what the slot will hold after the step. `prefilled`: the share
+    of a prompt that the router computes there. `computed`: the tokens of each, as told last.
+    """
+    job, held = slot.job, slot.content
+    plan = job.plan if isinstance(job, RequestJob | SlotWatch) else None
+    prefilled = None
+    if isinstance(job, RequestJob) and job.id in computed:
+        prefilled = round(min(computed[job.id] / max(job.request.prompt.n_tokens, 1), 1.0), 2)
     return {
         "backend": slot.id.backend,
         "index": slot.id.index,
         "phase": slot.phase,
-        "request": slot.request,
-        "resident_tokens": slot.resident_tokens,
-        "unread_tokens": slot.unread_tokens,
-        "tenant": slot.tenant or None,
-        "pending_tokens": slot.pending_tokens,
-        "doing": slot.doing,
-        "prefilled": None if slot.prefilled is None else round(slot.prefilled, 2),
-        "source": slot.source,
-        "copy_from": str(slot.copy_from) if slot.copy_from else None,
+        "request": slot.holder,
+        "resident_tokens": len(held.resident),
+        "unread_tokens": held.resident.unread,
+        "tenant": held.tenant or None,
+        "pending_tokens": count(slot.work.pending),
+        "doing": _doing(slot),
+        "prefilled": prefilled,
+        "source": plan.chosen.source if plan else None,
+        "copy_from": str(plan.chosen.copy_from) if plan and plan.chosen.copy_from else None,
     }
 
 
-def store_row(store: StoreView, tier: TierStatus | None, cold: ColdStatus | None) -> Row:
+def _doing(slot: Slot) -> str | None:
+    job = slot.job
+    if isinstance(job, SaveJob):
+        return _WORDS[SaveStep]
+    if not isinstance(job, RequestJob) or job.doing is None:
+        return None
+    worked_on = job.doing.slot if isinstance(job.doing, SaveStep | EraseStep) else job.slot
+    return _WORDS[type(job.doing)] if worked_on == slot.id else None
+
+
+def store_row(engine: Engine, tier: TierStatus | None, cold: ColdStatus | None) -> Row:
     """Return the totals of all snapshots, and their limits (-1: none).
 
     `blobs`: of the tier of blobs; `cold`: of the cold tier, with all that other hosts have put
     there.
     """
+    catalog = engine.state.inventory.catalog
     return {
-        "count": store.n_snapshots,
-        "size_bytes": store.total_bytes,
-        "tokens": store.total_tokens,
-        "evicted": store.evicted,
-        "max_bytes": store.max_bytes,
-        "max_tokens": store.max_tokens,
+        "count": len(catalog),
+        "size_bytes": catalog.total_bytes,
+        "tokens": catalog.total_tokens,
+        "evicted": catalog.evicted,
+        "max_bytes": catalog.limits.max_bytes,
+        "max_tokens": catalog.limits.max_tokens,
         "blobs": None if tier is None else _tier_row(tier),
         "cold": None if cold is None else to_builtins(cold),
     }
@@ -158,26 +209,28 @@ def picture_of(
     cold: ColdStatus | None = None,
 ) -> Picture:
     """Return all but the snapshots, which `survey` sums up. `now` is the engine's clock."""
-    view = engine.view
+    state = engine.state
     return {
         "host": {
-            "router": {"policy": view.policy, "stopping": view.is_stopping},
-            "queue": _queue_row(view.queue(), selection.waiting, now),
-            "store": store_row(view.store, engine.tier_status(), cold),
+            "router": {"policy": state.inventory.policy.name, "stopping": state.stopping},
+            "queue": _queue_row(list(state.queue), selection.waiting, now),
+            "store": store_row(engine, engine.tier_status(), cold),
             "servers": {
                 "items": [
-                    {"name": one.name, "phase": one.phase, "waiting": one.waiting}
-                    for one in view.servers()
+                    {"name": one.name, "phase": one.phase, "waiting": state.waiting_for(one)}
+                    for one in state.inventory.servers
                 ]
             },
             "hosts": {"items": [] if hosts is None else hosts_brief(hosts)},
         },
         "backends": {name: backend_row(name, selection, engine) for name in selection.monitors},
-        "slots": {str(slot.id): slot_row(slot) for slot in view.slots()},
+        "slots": {
+            str(slot.id): slot_row(slot, engine.prefilled_tokens) for slot in state.inventory.slots
+        },
     }
 
 
-def _queue_row(queue: list[WaitingView], waiting_for_backend: int, now: float) -> Row:
+def _queue_row(queue: list[Waiting], waiting_for_backend: int, now: float) -> Row:
     return {
         "depth": len(queue),
         "oldest_s": round(now - queue[0].since, 1) if queue else 0.0,

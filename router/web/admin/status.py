@@ -76,9 +76,9 @@ class StatusRoutes:
         if call.http.query.get("backends") == "1":
             body += await self._backend_metrics.text()
         else:
-            view = self._engine.view
-            running = sum(slot.request is not None for slot in view.slots())
-            body += await self._backend_metrics.sums(running, len(view.queue()))
+            state = self._engine.state
+            running = sum(slot.job is not None for slot in state.inventory.slots)
+            body += await self._backend_metrics.sums(running, len(state.queue))
         return web.Response(body=body, headers=OWN_HEADERS | {"Content-Type": CONTENT_TYPE_LATEST})
 
     async def brief_health(self, _: Call) -> web.Response:
@@ -95,16 +95,18 @@ class StatusRoutes:
         return self._health(brief=False)
 
     def _health(self, *, brief: bool) -> web.Response:
-        view = self._engine.view
+        state, now = self._engine.state, self._now()
         standing = {name: self._selection.standing(name) for name in self._selection.monitors}
-        usable = Standing.UP in standing.values() or view.takes_requests(self._now())
+        usable = Standing.UP in standing.values() or any(
+            server.may_serve(now) for server in state.inventory.servers
+        )
         usable = usable or any(
             what is Standing.DOWN and self._selection.monitors[name].is_ready
             for name, what in standing.items()
         )
         peers = [] if self._hosts is None else self._hosts.peers.all()
         usable = usable or any(peer.is_usable for peer in peers)
-        if view.is_stopping:
+        if state.stopping:
             usable, status = False, "stopping"
         else:
             status = "ok" if usable else "no backend"
@@ -114,7 +116,7 @@ class StatusRoutes:
                 name: self._selection.monitors[name].problem if what is Standing.DOWN else what
                 for name, what in standing.items()
             }
-            if servers := view.servers():
+            if servers := state.inventory.servers.by_name.values():
                 told["servers"] = {server.name: server.phase for server in servers}
             if peers:
                 told["peers"] = {peer.name: peer.problem or "up" for peer in peers}
@@ -122,35 +124,36 @@ class StatusRoutes:
 
     async def state(self, _: Call) -> web.Response:
         """Show backends, slots, snapshots and queue as the scheduler sees them."""
-        view, now = self._engine.view, self._now()
+        state, now = self._engine.state, self._now()
+        inventory, computed = state.inventory, self._engine.prefilled_tokens
         return json_response(
             {
-                "policy": view.policy,
+                "policy": inventory.policy.name,
                 "backends": [
                     backend_row(name, self._selection, self._engine)
                     for name in self._selection.monitors
                 ],
                 "slots": [
                     {
-                        **slot_row(slot),
+                        **slot_row(slot, computed),
                         "idle_s": round(now - slot.last_used, 3) if slot.last_used else None,
                     }
-                    for slot in view.slots()
+                    for slot in inventory.slots
                 ],
                 "snapshots": {
-                    **store_row(view.store, self._engine.tier_status(), self._cold()),
-                    "items": [snapshot_row(*one) for one in view.snapshots()[:1000]],
+                    **store_row(self._engine, self._engine.tier_status(), self._cold()),
+                    "items": [snapshot_row(*one) for one in inventory.catalog.snapshots()[:1000]],
                 },
-                "servers": [server_row(server, now) for server in view.servers()],
+                "servers": [server_row(server, self._engine, now) for server in inventory.servers],
                 "hosts": None if self._hosts is None else hosts_row(self._hosts),
                 "waiting_for_backend": self._selection.waiting,
                 "queue": [
                     {
-                        "request": waiting.request,
+                        "request": waiting.request.id,
                         "waited_s": round(now - waiting.since, 3),
-                        "prompt_tokens": waiting.prompt_tokens,
+                        "prompt_tokens": waiting.request.prompt.n_tokens,
                     }
-                    for waiting in view.queue()
+                    for waiting in state.queue
                 ],
             }
         )

@@ -24,8 +24,8 @@ from router.base.types import (
     Standing,
     Tenant,
 )
+from router.core.model.servers import Servers
 from router.engine.engine import Engine
-from router.engine.scheduler_view import ServerView
 from router.llama.attach.monitor import Monitor
 from router.llama.client import LlamaClient
 from router.llama.wire import ParsedRequest
@@ -58,14 +58,14 @@ class BackendSelection:
         self._loading: set[RequestId] = set()  # requests that wait for a server, or have waited
 
     @property
-    def servers(self) -> list[ServerView]:
+    def servers(self) -> Servers:
         """Return the servers on demand."""
-        return self._engine.view.servers()
+        return self._engine.state.inventory.servers
 
     def names(self) -> list[frozenset[str]]:
         """Return the names of each model here, as far as they are known."""
         known = [monitor.models for monitor in self.monitors.values() if monitor.models]
-        return known + self._engine.view.server_models
+        return known + self.servers.models() if self.servers.by_name else known
 
     def resolve(self, model: str | None) -> str | None:
         """Return the model to route by; None for any. Raises ModelNotFoundError.
@@ -97,7 +97,7 @@ class BackendSelection:
         """
         if self._stopping:
             raise NoBackendError("the router is stopping")
-        able = [info for info in self._engine.view.up() if info.answers_to(model)]
+        able = [info for info in self._engine.state.inventory.taking() if info.answers_to(model)]
         others = self.without_kv(model)
         able = [info for info in able if info.id not in others]
         if not able:
@@ -194,15 +194,16 @@ class BackendSelection:
         A request with an unknown prompt would be served without the snapshots that fit it.
         Raises NoBackendError after `queue.no_backend_wait`, and QueueFullError.
         """
-        limits = self._engine.view.queue_limits
+        limits = self._engine.state.queue.limits
         if not self.can_wait_for_reader(model):
             return
         if self.waiting >= limits.max_requests:
             raise QueueFullError("too many requests are waiting; try again later")
         self.waiting += 1
         try:
-            resolved, view = self.resolve(model), self._engine.view
-            if view.is_on_demand(resolved) and not view.is_loaded(resolved):
+            resolved = self.resolve(model)
+            is_loaded = self._engine.state.inventory.is_loaded(resolved)
+            if self.servers.of(resolved) and not is_loaded:
                 await self._until_loaded(resolved, request)
                 return
             async with asyncio.timeout(limits.no_backend_s):
@@ -229,7 +230,7 @@ class BackendSelection:
         try:
             # When it is over, whoever needs a backend says that there is none.
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._engine.view.queue_limits.no_backend_s):
+                async with asyncio.timeout(self._engine.state.queue.limits.no_backend_s):
                     while self.is_attaching:
                         await self._next_look()
         finally:
@@ -243,15 +244,15 @@ class BackendSelection:
 
     def is_waited_for(self, backend: BackendId) -> bool:
         """Return whether a request waits that the backend could serve with a slot more."""
-        return self.waiting > 0 or self._engine.view.is_waited_for(backend)
+        return self.waiting > 0 or self._engine.state.is_waited_for(backend)
 
     async def until_usable(self, model: str | None, request: RequestId) -> None:
         """Wait until a server on demand for `model` is up, if none is and there is one.
 
         Then call `no_longer_waits`. Raises RouterError.
         """
-        up = any(info.answers_to(model) for info in self._engine.view.up())
-        if not up and self._engine.view.is_on_demand(model):
+        up = any(info.answers_to(model) for info in self._engine.state.inventory.taking())
+        if not up and self.servers.of(model):
             await self._until_loaded(model, request)
 
     async def _until_loaded(self, model: str | None, request: RequestId) -> None:
@@ -290,8 +291,8 @@ class BackendSelection:
         A released backend counts as draining while it still sends answers that took no slot,
         as with policy `passthrough`.
         """
-        monitor = self.monitors[backend]
-        if backend in self._engine.draining or (monitor.detached and monitor.client.relaying):
+        monitor, draining = self.monitors[backend], self._engine.state.inventory.draining
+        if backend in draining or (monitor.detached and monitor.client.relaying):
             return Standing.DRAINING
         if monitor.detached:
             return Standing.DRAINED
@@ -328,9 +329,9 @@ class BackendSelection:
 
     def idle(self, request: Request) -> frozenset[BackendId]:
         """Return the backends that could serve a request and have none at work."""
-        view = self._engine.view
-        busy = {slot.id.backend for slot in view.slots() if slot.request is not None}
-        return frozenset(b for b in self._engine.infos if b not in busy and view.serves(b, request))
+        known = self._engine.state.inventory
+        busy = {slot.id.backend for slot in known.slots if slot.job is not None}
+        return frozenset(b for b in known.up if b not in busy and known.can_serve(b, request))
 
     def alone(self, request: Request, lost: BackendId | None) -> Request:
         """Return a suspect so that it is sent only where no other request is.
@@ -344,8 +345,8 @@ class BackendSelection:
 
     def others(self, backend: BackendId | None, request: Request) -> bool:
         """Return whether any backend but this one could serve a request."""
-        view, infos = self._engine.view, self._engine.infos
-        return any(view.serves(other, request) for other in infos if other != backend)
+        known = self._engine.state.inventory
+        return any(known.can_serve(other, request) for other in known.up if other != backend)
 
 
 def _is_only_extended(info: BackendInfo) -> bool:

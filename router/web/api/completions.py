@@ -149,7 +149,7 @@ class Completions:
         """
         await self.describe(call)
         clock = asyncio.get_running_loop()
-        deadline = clock.time() + self._engine.view.queue_limits.no_backend_s
+        deadline = clock.time() + self._engine.state.queue.limits.no_backend_s
         # With LoRA adapters the prompt is not read.
         while call.reader is None and call.parsed is not None and not call.parsed.lora:
             if not self._selection.can_wait_for_reader(call.model):

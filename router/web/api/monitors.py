@@ -1,17 +1,15 @@
 """What monitors of a llama-server ask, answered for all servers together: slots, properties."""
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Sequence
 
 from aiohttp import web
 
 from router.base.decoding import json_of
 from router.base.errors import BackendError, NoBackendError
 from router.base.types import BackendId, BackendInfo, RequestId
+from router.core.model.backend import Slot
 from router.core.model.tenancy import is_of
 from router.engine.engine import Engine
-from router.engine.scheduler_view import SlotView
 from router.llama.listings import Listed, of_others, slots_in, unloaded_props
 from router.llama.reply_parsers import Json, as_dict
 from router.web.api.backend_selection import BackendSelection
@@ -52,18 +50,17 @@ class MonitorRoutes:
         model = self._selection.resolve(call.model)
         infos = [info for info in self._engine.infos.values() if info.answers_to(model)]
         async with self._turn:  # who comes meanwhile gets what this one is told
-            before = self._slots()
-            await asyncio.gather(*(self._ask(info.id, before[info.id]) for info in infos))
-        slots = self._slots()
+            await asyncio.gather(*(self._ask(info.id) for info in infos))
+        slots = self._engine.state.inventory.slots
         rows: list[Json] = []
         for info in infos:
             told = self._told.get(info.id, {})
-            for slot in slots[info.id]:
+            for slot in slots.of(info.id):
                 request, row = told.get(slot.id.index, (None, {}))
-                if request != slot.request or not (request or self._settings.passthrough):
+                if request != slot.holder or not (request or self._settings.passthrough):
                     row = _known(slot, info)
                 if not self._settings.passthrough:
-                    row = row | {"is_processing": slot.request is not None}
+                    row = row | {"is_processing": slot.job is not None}
                 if not self._may_see(call, slot):
                     row = of_others(row)
                 row = row | {"id": len(rows), "backend": info.id}
@@ -71,12 +68,6 @@ class MonitorRoutes:
         if call.http.query.get("fail_on_no_slot") and all(row["is_processing"] for row in rows):
             raise NoBackendError("no slot available")
         return open_to_browsers(call.http, json_response(rows, headers=call.names()))
-
-    def _slots(self) -> dict[BackendId, list[SlotView]]:
-        found: dict[BackendId, list[SlotView]] = defaultdict(list)
-        for slot in self._engine.view.slots():
-            found[slot.id.backend].append(slot)
-        return found
 
     async def props(self, call: Call) -> web.Response | None:
         """Return the properties of a model that is not loaded, or of several servers as one.
@@ -97,19 +88,22 @@ class MonitorRoutes:
 
     def _unloaded(self, call: Call, model: str | None) -> web.Response | None:
         servers = self._selection.servers
-        found = next((s for s in servers if model is None or model in s.models), None)
+        found = next((s for s in servers if model is None or model in s.spec.models), None)
         if found is None:
             return None
-        told = unloaded_props(found.models, Listed(found.phase, found.n_ctx, found.n_slots))
+        spec = found.spec
+        told = unloaded_props(spec.models, Listed(found.phase, spec.n_ctx, spec.n_slots))
         return open_to_browsers(call.http, json_response(told, headers=call.names()))
 
-    async def _ask(self, backend: BackendId, slots: Sequence[SlotView]) -> None:
+    async def _ask(self, backend: BackendId) -> None:
         """Ask a server at work for its slots, unless that was done a moment ago.
 
-        `slots`: before the question. A row is of the request that ran there then.
+        A row is of the request that ran there before the question.
         """
+        slots = self._engine.state.inventory.slots.of(backend)
+        requests = {slot.id.index: slot.holder for slot in slots}
         now = asyncio.get_running_loop().time()
-        works = self._settings.passthrough or any(slot.request for slot in slots)
+        works = self._settings.passthrough or any(requests.values())
         monitor = self._selection.monitors.get(backend)
         recent = now - self._asked_at.get(backend, -_INTERVAL_S) < _INTERVAL_S
         if works and monitor is not None and recent:
@@ -124,25 +118,23 @@ class MonitorRoutes:
         except (BackendError, TimeoutError):
             return  # what kvferry knows is shown
         self._told[backend] = {
-            slot.id.index: (slot.request, told[slot.id.index])
-            for slot in slots
-            if slot.id.index in told
+            index: (request, told[index]) for index, request in requests.items() if index in told
         }
 
-    def _may_see(self, call: Call, slot: SlotView) -> bool:
+    def _may_see(self, call: Call, slot: Slot) -> bool:
         if not self._keys.known.keeps_apart:
             return True
-        return call.caller is not None and is_of(slot.owner, call.caller.tenant)
+        return call.caller is not None and is_of(slot.offered_tenant, call.caller.tenant)
 
 
-def _known(slot: SlotView, info: BackendInfo) -> Json:
+def _known(slot: Slot, info: BackendInfo) -> Json:
     """Return a slot as kvferry knows it, in the server's words."""
     row: Json = {
         "id": slot.id.index,
         "n_ctx": info.n_ctx,
         "speculative": False,
-        "is_processing": slot.request is not None,
+        "is_processing": slot.job is not None,
     }
-    if slot.resident_tokens:
-        row["n_prompt_tokens"] = slot.resident_tokens
+    if n_tokens := len(slot.content.resident):
+        row["n_prompt_tokens"] = n_tokens
     return row

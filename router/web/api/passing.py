@@ -182,7 +182,9 @@ class Passing:
             raise BackendError("no backend lists its models")
         # Of the replicas of a model, one that is up says most.
         ordered = sorted(servers, key=lambda server: server.phase is ServerPhase.UP)
-        found = {s.models: Listed(s.phase, s.n_ctx, s.n_slots) for s in ordered}
+        found = {
+            one.spec.models: Listed(one.phase, one.spec.n_ctx, one.spec.n_slots) for one in ordered
+        }
         listed = with_status(merge_models(answers), found)
         listed = with_names(listed, named)
         return open_to_browsers(call.http, json_response(listed, headers=call.names()))

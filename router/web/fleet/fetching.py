@@ -136,7 +136,7 @@ class Fetching:
         if own is None or offered is None or peer is None or not peer.hands_out:
             return None
         link = peer.link
-        quote = self._engine.view.once_fetched(request, own, offered, link.seconds)
+        quote = self._engine.once_fetched(request, own, offered, link.seconds)
         return None if quote is None else Way(holder, offered, quote)
 
     @property
@@ -155,7 +155,7 @@ class Fetching:
         if own is None or found is None:
             return None
         held, offered = found
-        quote = self._engine.view.once_fetched(request, own, offered, held.link.seconds)
+        quote = self._engine.once_fetched(request, own, offered, held.link.seconds)
         return None if quote is None else Way(COLD, offered, quote, held)
 
     def _found_in_cold(self, request: Request) -> tuple[Held, Offered] | None:
@@ -217,14 +217,8 @@ class Fetching:
 
     def _reader(self, request: Request) -> BackendInfo | None:
         """Return a backend that could read the state."""
-        return next(
-            (
-                info
-                for info in self._engine.infos.values()
-                if info.kv_dir is not None and self._engine.view.serves(info.id, request)
-            ),
-            None,
-        )
+        able = (backend.info for backend in self._engine.state.inventory.serving(request))
+        return next((info for info in able if info.kv_dir is not None), None)
 
     def stop(self, tenant: Tenant) -> None:
         """End the fetches of a tenant, with any salt: it is being purged."""
@@ -281,12 +275,13 @@ class Fetching:
                 if not is_ours or tenant_of(told.namespace) != tenant:
                     raise _OtherError("it is of another model or tenant")
                 namespace = namespace_of(info, tenant)
+                catalog = self._engine.state.inventory.catalog
                 reading = holder.reading(manifest, begun + limit_s)
                 snapshot = await self._store.exchange.receive(
                     manifest,
                     namespace,
                     info.memory_kind,
-                    [one.item for one in self._engine.view.alike(namespace, told.tokens)],
+                    [one.item for one in catalog.alike(namespace, told.tokens)],
                     reading,
                 )
                 else_s = self._now() - begun - offered.ready_s - reading.reading_s

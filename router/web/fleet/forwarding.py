@@ -92,10 +92,12 @@ class Forwarding:
 
     def serves_here(self, model: str | None) -> bool:
         """Return whether a backend that is up, or that can be started, has a model."""
-        view = self._engine.view
-        if view.is_stopping:
+        if self._engine.state.stopping:
             return False
-        return any(info.answers_to(model) for info in view.up()) or view.is_on_demand(model)
+        return self._is_up(model) or bool(self._selection.servers.of(model))
+
+    def _is_up(self, model: str | None) -> bool:
+        return any(one.answers_to(model) for one in self._engine.state.inventory.taking())
 
     def _must_leave(self, call: Call) -> bool:
         """Return whether only a peer can serve a call. Raises ModelNotFoundError.
@@ -220,7 +222,7 @@ class Forwarding:
         return name
 
     def _n_servers(self, model: str | None) -> int:
-        return max(sum(info.answers_to(model) for info in self._engine.view.up()), 1)
+        return max(sum(info.answers_to(model) for info in self._engine.state.inventory.taking()), 1)
 
     async def until_only_there(self, call: Call) -> None:
         """Wait until another host has the model of a call that waits here for a backend."""
@@ -251,14 +253,14 @@ class Forwarding:
         if not self._must_leave(call):
             return None
         loop, refusals = asyncio.get_running_loop(), 0
-        deadline = loop.time() + self._engine.view.queue_limits.no_backend_s
+        deadline = loop.time() + self._engine.state.queue.limits.no_backend_s
         while refusals < _MOST_REFUSALS:
             model = self._name(call.model)  # a host may come up, and know another name
             if usable := self.peers.usable(model):
                 if (answer := await self._sent_unread(call, usable)) is not None:
                     return answer
                 refusals += 1
-            if self._engine.view.is_stopping:
+            if self._engine.state.stopping:
                 raise NoBackendError("the router is stopping")
             try:
                 async with asyncio.timeout_at(deadline):
@@ -271,10 +273,10 @@ class Forwarding:
 
     def _loaded_there(self, call: Call) -> Usable | None:
         """Return the peers that have the model of a completion loaded, which is not loaded here."""
-        view, model = self._engine.view, self._name(call.model)
-        if call.parsed is None or call.hop is not None or not view.is_on_demand(model):
+        model = self._name(call.model)
+        if call.parsed is None or call.hop is not None or not self._selection.servers.of(model):
             return None
-        if any(info.answers_to(model) for info in view.up()):
+        if self._is_up(model):
             return None
         usable = self.peers.usable(model)
         found = [key for key, peer in usable.peers.items() if peer.has_loaded(model)]

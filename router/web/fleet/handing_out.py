@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from router.base.errors import KvError, NotFoundError
 from router.base.prefix_hash import split
-from router.base.tokens import Tokens
+from router.base.tokens import Tokens, head
 from router.base.types import Namespace, SlotId, SnapshotId, Tenant
 from router.core.model.plan import Handout, Offered
 from router.engine.engine import Engine
@@ -103,7 +103,7 @@ class HandingOut:
                         await self._engine.host_saves.save(slot)
                         found = look(saved=True)
                         is_there = found is not None and found.offered.reused >= enough
-                        if is_there or not self._engine.view.is_being_saved(slot):
+                        if is_there or not self._engine.host_saves.is_under_way(slot):
                             break
         if found is None or isinstance(found.content, SlotId):
             raise NotFoundError("nothing here is of use for this prompt any more")
@@ -119,14 +119,15 @@ class HandingOut:
     async def _cut(self, name: SnapshotId, n_tokens: int) -> SnapshotId:
         """Return a snapshot of the first tokens of another one, or that one if it must be."""
         async with self._cutting:  # two hosts ask for the same prefix: the second finds it
-            longer = self._engine.view.snapshot(name)
+            catalog = self._engine.state.inventory.catalog
+            longer = catalog.get(name)
             if longer is None:
                 raise KvError("the snapshot is gone")
-            known = self._engine.view.equal(longer, n_tokens)
+            known = catalog.equal(longer.namespace, head(longer.tokens, n_tokens))
             if known is not None:
                 return known
             try:
-                kind = self._engine.view.kind_of(name)
+                kind = catalog.kind_of(name)
                 return (await self._engine.cut(longer, n_tokens, kind)).id
             except KvError as error:
                 log.warning("cut_failed", snapshot=name, reason=str(error))

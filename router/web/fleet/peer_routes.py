@@ -171,7 +171,8 @@ class PeerRoutes:
             rest = _OTHER * max(ask.n_tokens - count(held), 0)
             tokens = Tokens(held[: ask.n_tokens * WIDTH] + rest)
             request = msgspec.structs.replace(request, prompt=Prompt(tokens=tokens), avoid=others)
-            if not any(self._engine.view.serves(one, request) for one in self._engine.infos):
+            known = self._engine.state.inventory
+            if not any(known.can_serve(one, request) for one in known.up):
                 request = msgspec.structs.replace(
                     request, prompt=Prompt(tokens=Tokens(_OTHER * ask.n_tokens)), avoid=frozenset()
                 )

@@ -269,7 +269,10 @@ def test_two_models_in_turn_by_hand() -> None:
     sim = play(setup(PolicyName.PREFER_IDLE, servers=2, on_demand=on_demand), source)
     took = [source.times[one.id] - one.at for one in asks]
     assert took == pytest.approx([15.12, 16.12, 11.1, 11.1], abs=0.1)
-    assert (sim.view.server_swaps, sim.meter.reused_tokens["snapshot"]) == (3, 2 * 512)
+    assert (sim.scheduler.state.inventory.servers.swaps, sim.meter.reused_tokens["snapshot"]) == (
+        3,
+        2 * 512,
+    )
 
 
 @pytest.mark.parametrize("kind", list(MemoryKind)[:2])

@@ -146,7 +146,7 @@ async def test_a_bug_before_the_answer(
 async def test_a_bug_in_a_view(
     kvferry: RunningRouter, monkeypatch: pytest.MonkeyPatch, bugs: Counter[str]
 ) -> None:
-    monkeypatch.setattr(type(kvferry.router.engine), "draining", property(_raise))
+    monkeypatch.setattr(type(kvferry.router.engine.state), "stopping", property(_raise))
     answer = await kvferry.get("/kvferry/health")
     monkeypatch.undo()
 

@@ -28,7 +28,6 @@ from router.core.model.jobs import (
 )
 from router.core.model.plan import Candidate, Plan, Price
 from router.core.model.slots import NO_WORK
-from router.engine.scheduler_view import slot_view
 from router.web.admin.state_json import Changes, Picture, changes, slot_row
 from tests.support.scheduler.build import backend, request
 
@@ -95,14 +94,14 @@ def test_a_move_is_seen_on_both_slots(
     doing: Step | None, at_source: str | None, at_target: str | None
 ) -> None:
     job = job_of(doing)
-    source, target = (slot_row(slot_view(slot)) for slot in (*job.others, job.own))
+    source, target = (slot_row(slot) for slot in (*job.others, job.own))
 
     assert (source["doing"], target["doing"]) == (at_source, at_target)
     assert (target["source"], target["copy_from"]) == ("copy", "a/0")
 
 
 def test_a_slot_that_nobody_holds() -> None:
-    row = slot_row(slot_view(slot_of(FROM)))
+    row = slot_row(slot_of(FROM))
 
     assert (row["doing"], row["source"], row["copy_from"]) == (None, None, None)
 
@@ -111,11 +110,11 @@ def test_every_step_has_a_word() -> None:
     """A step without a word would raise KeyError in every view of the state while it runs."""
     for step in get_args(Step):
         doing = step(*(TO for name in step.__struct_fields__))
-        assert slot_view(job_of(doing).own).doing
+        assert slot_row(job_of(doing).own)["doing"]
 
 
 def test_an_abandoned_slot_tells_where_its_tokens_came_from() -> None:
     own = slot_of(TO)
     own.lease(SlotWatch(id=HOLDER, own=own, request=request(), plan=job_of(None).plan), NO_WORK)
-    row = slot_row(slot_view(own))
+    row = slot_row(own)
     assert (row["doing"], row["source"], row["copy_from"]) == (None, "copy", str(FROM))
