@@ -34,16 +34,16 @@ def pieces(ids: list[int]) -> Iterator[list[int]]:
 
 def unpack(tokens: Tokens) -> list[int]:
     """Return the ids as a list of ints."""
-    return list(iterate(tokens))
+    return ints(tokens).tolist()
 
 
-def iterate(tokens: Tokens) -> Iterator[int]:
-    """Return an iterator over the ids."""
-    packed = array("i")
-    packed.frombytes(tokens)
+def ints(raw: bytes) -> "array[int]":
+    """Return little-endian int32 as an array."""
+    found = array("i")
+    found.frombytes(raw)
     if sys.byteorder == "big":  # pragma: no cover - no such machine here
-        packed.byteswap()
-    return iter(packed)
+        found.byteswap()
+    return found
 
 
 def count(tokens: Tokens) -> int:
@@ -65,12 +65,12 @@ def media_of(tokens: Tokens) -> tuple[int, ...]:
     """Return the negative ids, which stand for media; at most one look at each byte without any."""
     if max(tokens[WIDTH - 1 :: WIDTH], default=0) < 0x80:
         return ()
-    return tuple(token for token in iterate(tokens) if token < 0)
+    return tuple(token for token in ints(tokens) if token < 0)
 
 
 def before_media(tokens: Tokens) -> int:
     """Return how many tokens come before the first medium; 0 if there is none."""
-    return next((at for at, token in enumerate(iterate(tokens)) if token < 0), 0)
+    return next((at for at, token in enumerate(ints(tokens)) if token < 0), 0)
 
 
 def join(parts: Iterable[Tokens]) -> Tokens:

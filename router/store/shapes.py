@@ -18,22 +18,9 @@ from router.store.files import Identity
 from router.store.format import rewrite
 from router.store.format.blocks import TensorSection
 from router.store.format.head import MEDIA_TOKEN, Head, read_head
-from router.store.format.layout import OPAQUE, Layout, check_agreement, read_layout
+from router.store.format.layout import OPAQUE, TYPES, Layout, check_agreement, read_layout
 
 log = structlog.get_logger(__name__)
-
-# Names as in `-ctk` and `-ctv`.
-_TYPES = {
-    0: "f32",
-    1: "f16",
-    2: "q4_0",
-    3: "q4_1",
-    6: "q5_0",
-    7: "q5_1",
-    8: "q8_0",
-    20: "iq4_nl",
-    30: "bf16",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,5 +153,5 @@ def cache_types(layout: Layout) -> tuple[str, str]:
 
 
 def _types(sections: Sequence[TensorSection]) -> str:
-    names = dict.fromkeys(_TYPES.get(s.type_id, str(s.type_id)) for s in sections)
+    names = dict.fromkeys(TYPES.get(s.type_id, (str(s.type_id),))[0] for s in sections)
     return "+".join(names) or "none"

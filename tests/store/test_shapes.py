@@ -1,5 +1,6 @@
 """`router.store.shapes`: facts read from a state file, and files made from it."""
 
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_shape(path: Path, raw: bytes, shape: StateShape) -> None:
 def test_padding_is_checked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The written file is read again, as if the server had written it."""
     before = look(path, WINDOWED)
-    real = rewrite.pad(before.layout, None, len(WINDOWED))
+    real = rewrite.pad(before.layout, BytesIO(WINDOWED), len(WINDOWED))
     assert real is not None
     wrong = rewrite.Rewrite(
         real.start, (b"\xff" * (real.size_bytes - real.start),), real.size_bytes

@@ -60,7 +60,7 @@ def read_head(file: BinaryIO) -> Head:
     """
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
-    magic, version, n_words = _PREFIX.unpack(_exactly(file, _PREFIX.size, "prefix"))
+    magic, version, n_words = _PREFIX.unpack(exactly(file, _PREFIX.size, "prefix"))
     if magic != MAGIC:
         raise KvFileError(f"magic is {magic:#010x}, not {MAGIC:#010x}")
     if version < OLDEST_VERSION:
@@ -70,7 +70,7 @@ def read_head(file: BinaryIO) -> Head:
         raise KvFileError(f"token payload ends at byte {end}, the file at {size}")
     if n_words == 0:
         return Head(tok.EMPTY, (), legacy=True, end=end, version=version)
-    (word0,) = struct.unpack("<i", _exactly(file, _WORD, "token payload"))
+    (word0,) = struct.unpack("<i", exactly(file, _WORD, "token payload"))
     if word0 != MEDIA_TOKEN:
         file.seek(_PREFIX.size)
         ids = _read_tokens(file, n_words, end)
@@ -121,7 +121,7 @@ def _read_tokens(file: BinaryIO, n: int, end: int) -> Tokens:
         raise KvFileError(f"{n} tokens, more than the limit of {MAX_TOKENS}")
     if file.tell() + n * _WORD > end:
         raise KvFileError(f"{n} tokens do not fit into a token payload that ends at byte {end}")
-    return Tokens(_exactly(file, n * _WORD, "tokens"))
+    return Tokens(exactly(file, n * _WORD, "tokens"))
 
 
 def _read_media(file: BinaryIO, n_tokens: int, end: int) -> tuple[int, ...]:
@@ -131,7 +131,7 @@ def _read_media(file: BinaryIO, n_tokens: int, end: int) -> tuple[int, ...]:
         raise KvFileError(
             f"{n} media parts do not fit into {n_tokens} tokens, or not into the file"
         )
-    starts = tuple(_words(_exactly(file, n * _WORD, "media start indices")))
+    starts = tuple(_words(exactly(file, n * _WORD, "media start indices")))
     at = file.tell()
     for _ in range(n):
         file.seek(at)
@@ -150,7 +150,7 @@ def _check_media(ids: Tokens, starts: tuple[int, ...]) -> None:
     Raises KvFileError otherwise: `find_chunk` of llama-server throws, or worse, on a position that
     no part covers.
     """
-    lowest = min(tok.iterate(ids), default=0)
+    lowest = min(tok.ints(ids), default=0)
     if lowest < MEDIA_TOKEN:
         raise KvFileError(f"a token id is {lowest}")
     if lowest >= 0 and not starts:
@@ -159,7 +159,7 @@ def _check_media(ids: Tokens, starts: tuple[int, ...]) -> None:
         raise KvFileError("media start indices do not ascend")
     missing = set(starts)
     inside = False
-    for index, token in enumerate(tok.iterate(ids)):
+    for index, token in enumerate(tok.ints(ids)):
         if token != MEDIA_TOKEN:
             inside = False
             continue
@@ -175,14 +175,15 @@ def _check_media(ids: Tokens, starts: tuple[int, ...]) -> None:
 def _read_u32(file: BinaryIO, end: int, what: str) -> int:
     if file.tell() + _WORD > end:
         raise KvFileError(f"{what} is beyond the token payload, which ends at byte {end}")
-    return next(_words(_exactly(file, _WORD, what)))
+    return next(_words(exactly(file, _WORD, what)))
 
 
 def _words(raw: bytes) -> Iterator[int]:
     return (word for (word,) in struct.iter_unpack("<I", raw))
 
 
-def _exactly(file: BinaryIO, n: int, what: str) -> bytes:
+def exactly(file: BinaryIO, n: int, what: str) -> bytes:
+    """Return the next `n` bytes of a file. Raises KvFileError if there are fewer."""
     raw = file.read(n)
     if len(raw) != n:
         raise KvFileError(f"the file ends inside the {what}")

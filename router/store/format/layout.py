@@ -10,8 +10,6 @@ layers have a V. All combinations are tried, and only one may end at the end of 
 """
 
 import struct
-import sys
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import BinaryIO
@@ -19,6 +17,7 @@ from typing import BinaryIO
 import xxhash
 
 from router.base.errors import KvFileError
+from router.base.tokens import ints
 from router.base.types import MemoryKind
 from router.store.format.blocks import (
     CELL_BYTES,
@@ -30,7 +29,7 @@ from router.store.format.blocks import (
     Stream,
     TensorSection,
 )
-from router.store.format.head import MAX_TOKENS, Head
+from router.store.format.head import MAX_TOKENS, Head, exactly
 
 MAX_STREAMS = 256  # LLAMA_MAX_SEQ
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
@@ -42,18 +41,18 @@ APPENDIX_VERSION = 1
 MAX_CHECKPOINTS = 4096  # `--ctx-checkpoints` is 32 by default
 STATE_MAGIC = 0xAF143CD8  # `io_magic` in llama-context.cpp: before each state kept in memory
 
-# ggml type -> (elements, bytes) of its smallest unit: the types that `-ctk`/`-ctv` take. Recurrent
-# states use F32 and F16. Another type is refused rather than guessed.
-TYPES: dict[int, tuple[int, int]] = {
-    0: (1, 4),  # f32
-    1: (1, 2),  # f16
-    2: (32, 18),  # q4_0
-    3: (32, 20),  # q4_1
-    6: (32, 22),  # q5_0
-    7: (32, 24),  # q5_1
-    8: (32, 34),  # q8_0
-    20: (32, 18),  # iq4_nl
-    30: (1, 2),  # bf16
+# ggml type -> its name as in `-ctk` and `-ctv`, and the bytes of its smallest unit. Recurrent
+# states use f32 and f16. Another type is refused rather than guessed.
+TYPES: dict[int, tuple[str, int]] = {
+    0: ("f32", 4),
+    1: ("f16", 2),
+    2: ("q4_0", 18),
+    3: ("q4_1", 20),
+    6: ("q5_0", 22),
+    7: ("q5_1", 24),
+    8: ("q8_0", 34),
+    20: ("iq4_nl", 18),
+    30: ("bf16", 2),
 }
 
 _ROT_SINCE = 4  # the state version with the rotation of K and V in the header
@@ -336,11 +335,7 @@ class _Walk:
         k, at = self._rows(at, n_layer, n_cells)
         v: tuple[TensorSection, ...] = ()
         if has_v:
-            v, at = (
-                self._transposed(at, n_layer, n_cells)
-                if v_trans
-                else self._rows(at, n_layer, n_cells)
-            )
+            v, at = self._rows(at, n_layer, n_cells, transposed=bool(v_trans))
         return Stream(offset, n_cells, low, high, k, v, at), (v_trans, n_layer, n_rot_k, n_rot_v)
 
     def _recurrent(self, at: int) -> RecurrentBlock:
@@ -388,10 +383,7 @@ class _Walk:
         self._file.seek(at)
         while n > 0:
             now = min(n, _CELLS_AT_ONCE)
-            cells = array("i")
-            cells.frombytes(_exactly(self._file, now * words * 4, "cells"))
-            if sys.byteorder == "big":  # pragma: no cover - no such machine here
-                cells.byteswap()
+            cells = ints(exactly(self._file, now * words * 4, "cells"))
             counts = cells[1::words]
             if counts.count(n_seq_id) != now:
                 raise KvFileError(f"a cell before byte {self._file.tell()} is in no one sequence")
@@ -403,28 +395,24 @@ class _Walk:
             n -= now
         return (low, high) if high >= 0 else (-1, -1)
 
-    def _rows(self, at: int, n_layer: int, n_cells: int) -> tuple[tuple[TensorSection, ...], int]:
-        sections: list[TensorSection] = []
-        for _ in range(n_layer):
-            type_id, row = self._unpack(_ROW, at, "row header")
-            section = TensorSection(type_id, row, at + _ROW.size)
-            if not row:
-                raise KvFileError(f"a row at byte {at} is empty")
-            at = self._skip(section, n_cells)
-            sections.append(section)
-        return tuple(sections), at
-
-    def _transposed(
-        self, at: int, n_layer: int, n_cells: int
+    def _rows(
+        self, at: int, n_layer: int, n_cells: int, *, transposed: bool = False
     ) -> tuple[tuple[TensorSection, ...], int]:
         sections: list[TensorSection] = []
         for _ in range(n_layer):
-            type_id, element, n = self._unpack(_ROW_TRANSPOSED, at, "transposed header")
-            # `element` has the bytes of one unit. A unit of a quantised type is more than one
-            # element, but llama.cpp takes no quantised V without flash attention.
-            if element != TYPES.get(type_id, (0, 0))[1] or not n:
-                raise KvFileError(f"no transposed V at byte {at}: type {type_id}, {element} bytes")
-            section = TensorSection(type_id, element * n, at + _ROW_TRANSPOSED.size, element)
+            if transposed:
+                type_id, element, n = self._unpack(_ROW_TRANSPOSED, at, "transposed header")
+                # `element` has the bytes of one unit. A unit of a quantised type is more than one
+                # element, but llama.cpp takes no quantised V without flash attention.
+                if element != TYPES.get(type_id, ("", 0))[1] or not n:
+                    told = f"type {type_id}, {element} bytes"
+                    raise KvFileError(f"no transposed V at byte {at}: {told}")
+                section = TensorSection(type_id, element * n, at + _ROW_TRANSPOSED.size, element)
+            else:
+                type_id, row = self._unpack(_ROW, at, "row header")
+                section = TensorSection(type_id, row, at + _ROW.size)
+                if not row:
+                    raise KvFileError(f"a row at byte {at} is empty")
             at = self._skip(section, n_cells)
             sections.append(section)
         return tuple(sections), at
@@ -445,15 +433,8 @@ class _Walk:
         if at + what.size > self._size:
             raise KvFileError(f"the file ends inside the {name} at byte {at}")
         self._file.seek(at)
-        values: tuple[int, ...] = what.unpack(_exactly(self._file, what.size, name))
+        values: tuple[int, ...] = what.unpack(exactly(self._file, what.size, name))
         return values
-
-
-def _exactly(file: BinaryIO, n: int, name: str) -> bytes:
-    raw = file.read(n)
-    if len(raw) != n:
-        raise KvFileError(f"the file ends inside the {name}")
-    return raw
 
 
 def _shapes(sections: Iterable[TensorSection]) -> set[tuple[int, int]]:

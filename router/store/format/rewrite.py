@@ -7,7 +7,6 @@ than reading its cell meta.
 """
 
 import struct
-import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from router.base import tokens as tok
 from router.base.errors import KvFileError
 from router.base.types import MemoryKind
 from router.store.format.blocks import CELL_BYTES, AttentionBlock, Stream, TensorSection
-from router.store.format.head import MAGIC, MEDIA_TOKEN, PAYLOAD_VERSION, Head
+from router.store.format.head import MAGIC, MEDIA_TOKEN, PAYLOAD_VERSION, Head, exactly
 from router.store.format.layout import MAX_STREAMS, Layout
 
 # Each piece costs about 150 bytes of memory and 1 µs when it is written. 80 layers of 1,024
@@ -156,7 +155,7 @@ def cut(head: Head, layout: Layout, n_tokens: int, file: BinaryIO) -> Rewrite:
     return out.done()
 
 
-def pad(layout: Layout, file: BinaryIO | None, size_bytes: int) -> Rewrite | None:
+def pad(layout: Layout, file: BinaryIO, size_bytes: int) -> Rewrite | None:
     """Add one cell of zeros in front of a sliding window, at the end of its cells.
 
     A padded slot can be extended after a restore; without the cell, llama-server computes all of
@@ -164,8 +163,7 @@ def pad(layout: Layout, file: BinaryIO | None, size_bytes: int) -> Rewrite | Non
     every later token, so its content has no effect.
 
     None for a file that needs no padding or cannot be padded. Only the window changes: it has one
-    more cell and a lower `pos_min`. Without `file` the new cell's seq_id is 0;
-    llama-server reads no seq_id.
+    more cell and a lower `pos_min`.
     """
     window = layout.window
     if window is None or layout.recurrent is not None:
@@ -178,10 +176,8 @@ def pad(layout: Layout, file: BinaryIO | None, size_bytes: int) -> Rewrite | Non
     sections = (*stream.k, *stream.v)
     if not whole or _too_many_rows(sections):
         return None
-    seq_id = 0
-    if file is not None:
-        file.seek(stream.cells_offset + _SEQ_ID_AT)
-        seq_id = struct.unpack("<i", _exactly(file, 4))[0]
+    file.seek(stream.cells_offset + _SEQ_ID_AT)
+    seq_id = struct.unpack("<i", exactly(file, 4, "cells"))[0]
     out = _Pieces(stream.offset)
     out.put(_U32.pack(stream.cell_count + 1))
     at = stream.cells_offset + stream.cell_count * CELL_BYTES
@@ -289,11 +285,7 @@ def _positions(file: BinaryIO, stream: Stream) -> "array[int]":
     Raises KvFileError unless the positions are 0, 1, 2... in some order.
     """
     file.seek(stream.cells_offset)
-    words = array("i")
-    words.frombytes(_exactly(file, stream.cell_count * CELL_BYTES))
-    if sys.byteorder == "big":  # pragma: no cover - no such machine here
-        words.byteswap()
-    positions = words[:: CELL_BYTES // 4]
+    positions = tok.ints(exactly(file, stream.cell_count * CELL_BYTES, "cells"))[:: CELL_BYTES // 4]
     n = len(positions)
     if positions != array("i", range(n)):  # the order of a slot that was never shared
         seen = bytearray(n)
@@ -344,10 +336,3 @@ def _token_payload(head: Head, n: int) -> bytes:
         return struct.pack("<III", MAGIC, head.version, n) + tokens
     start = struct.pack("<IIIiII", MAGIC, head.version, n + 4, MEDIA_TOKEN, PAYLOAD_VERSION, n)
     return start + tokens + _U32.pack(0)
-
-
-def _exactly(file: BinaryIO, n: int) -> bytes:
-    raw = file.read(n)
-    if len(raw) != n:
-        raise KvFileError("the file ends inside the cells")
-    return raw

@@ -76,7 +76,7 @@ class Client:
         """Restore `raw`, extend its tokens, then diverge from them; return the restore's status."""
         (self.kv_dir / "mutant").write_bytes(raw)
         status = await self.action(0, "restore", "mutant")
-        ids = [token for token in tok.iterate(head.tokens) if 0 <= token < 512] or [1]
+        ids = [token for token in tok.ints(head.tokens) if 0 <= token < 512] or [1]
         await self.run(0, [*ids, 3], 2)
         await self.action(0, "restore", "mutant")
         await self.run(0, [*ids[: len(ids) // 2], 4], 1)

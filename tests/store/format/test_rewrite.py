@@ -242,13 +242,6 @@ def test_pad(n_stream: int, shape: str, n_checkpoints: int) -> None:
         assert before.describe() == after.describe()
 
 
-def test_pad_without_the_file_writes_another_seq_id() -> None:
-    raw = head(TOKENS) + block(range(20)) + block(WINDOW)
-    rewrite = pad(parse(raw)[1], None, len(raw))
-    assert rewrite is not None
-    assert padded(raw) == apply(raw, rewrite).replace(i32(12, 1, 0), i32(12, 1, 3))
-
-
 @pytest.mark.parametrize(
     "raw",
     [
