@@ -4,7 +4,7 @@ Seconds throughout. A host compares its own price with the offers of peers; a fo
 for the way on top.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import blake2b
@@ -60,21 +60,16 @@ def is_worth_asking(own: Quote | None, n_prompt: int, cost_s: float) -> bool:
     return own.price_s > dear_above_s(cost_s)
 
 
-def to_ask(
-    usable: Sequence[str],
-    busy: Mapping[str, float],
-    first_hash: bytes,
-    n: int = MAX_ASKED,
-) -> list[str]:
-    """Return the peers to ask, the most promising first.
+def to_ask(busy: Mapping[str, float], first_hash: bytes, n: int = MAX_ASKED) -> list[str]:
+    """Return the peers to ask, the most promising first. `busy`: of all that can be used.
 
     The order is that of `favourite`: all hosts then ask the same peers for the same beginning. The
     last place goes to the least busy peer, so that a new host gets work.
     """
-    if len(usable) <= n:
-        return list(usable)
-    ranked = ranked_for(usable, first_hash)
-    return [*ranked[: n - 1], min(ranked[n - 1 :], key=lambda peer: busy.get(peer, 0.0))]
+    if len(busy) <= n:
+        return list(busy)
+    ranked = ranked_for(busy, first_hash)
+    return [*ranked[: n - 1], min(ranked[n - 1 :], key=busy.__getitem__)]
 
 
 def ranked_for(hosts: Collection[str], first_hash: bytes) -> list[str]:

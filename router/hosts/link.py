@@ -26,17 +26,12 @@ class Breaker:
         self._longest_s = longest_s
         self._now = now
         self._failures = 0
-        self._open_until = 0.0
-
-    @property
-    def open_until(self) -> float:
-        """Return the clock seconds at which the last break ends or ended."""
-        return self._open_until
+        self.open_until = 0.0  # clock seconds: when the last break ends or ended
 
     @property
     def is_open(self) -> bool:
         """Return whether a break is under way."""
-        return self._now() < self._open_until
+        return self._now() < self.open_until
 
     def success(self) -> None:
         """Note an attempt that succeeded: the count starts anew."""
@@ -47,7 +42,7 @@ class Breaker:
         self._failures += 1
         if self._failures >= self._after:
             doubled = _FIRST_BREAK_S * 2 ** min(self._failures - self._after, 16)
-            self._open_until = self._now() + min(doubled, self._longest_s)
+            self.open_until = self._now() + min(doubled, self._longest_s)
 
 
 # Until a state was fetched. Chosen: the questions, and what 10 Gbit/s carries. A guess that is too

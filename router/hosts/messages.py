@@ -2,10 +2,10 @@
 
 from msgspec import Struct
 
-from router.core.model.plan import Offered
+from router.core.model.plan import Offered, Quote
 
 # Two versions that differ here do not exchange requests.
-PROTOCOL = 3
+PROTOCOL = 4
 
 PREFIX = "/peer/"
 HELLO = "/peer/hello"
@@ -14,39 +14,12 @@ EXPORT = "/peer/export"
 PART = "/peer/part"
 PURGE = "/peer/purge"
 PURGED = "/peer/purged"
-# Headers of a forwarded request: the host that forwards it, the request's id there, the caller as
-# that host knows it, and the price that was quoted.
+# Of a forwarded request: what its host says of it, as JSON (`web/server/hop.py`).
 HOP = "x-kvferry-hop"
-HOP_ID = "x-kvferry-hop-request-id"
-HOP_KEY = "x-kvferry-hop-key"
-HOP_TENANT = "x-kvferry-hop-tenant"  # the tenant that owns the tokens, where tenants are apart
-HOP_CALLER = "x-kvferry-hop-caller"  # the tenant in the configuration, for the log
-HOP_CLIENT = "x-kvferry-hop-client"  # what the queue is fair to
-HOP_QUOTED = "x-kvferry-hop-quoted"
-HOP_ENDS = "x-kvferry-hop-ends"  # servers that ended while they computed it
-HOP_MODEL = "x-kvferry-hop-model"  # the model as hosts know it: a client may call it anything
-# Where to fetch what the prompt begins with, and what that is: the fields of `Offered`.
-HOP_FETCH = "x-kvferry-hop-fetch"
 # In the answer to a forwarded request that did not begin: another host may take it.
 HOP_REFUSED = "x-kvferry-hop-refused"
 # In the answer to a forwarded request that ended a server: no other host may take it.
 HOP_SUSPECT = "x-kvferry-hop-suspect"
-# No client's header of these names goes on to any server or host.
-HOP_HEADERS = frozenset(
-    name.encode()
-    for name in (
-        HOP,
-        HOP_ID,
-        HOP_KEY,
-        HOP_TENANT,
-        HOP_CALLER,
-        HOP_CLIENT,
-        HOP_QUOTED,
-        HOP_ENDS,
-        HOP_FETCH,
-        HOP_MODEL,
-    )
-)
 # In every answer that a host serves: its name.
 HOST = "x-kvferry-host"
 # In an answer for which that host fetched a state: the host that had it.
@@ -106,18 +79,14 @@ class QuoteAsk(Struct, frozen=True, array_like=True):
 
 
 class QuoteReply(Struct, frozen=True, array_like=True):
-    """An offer: see `Quote`. `price_s` None: the host cannot serve the request.
+    """What a host says to a question for a quote. By default nothing, or not in time.
 
-    `offers`: what the host would hand out for it, the best first. `fetched`: the price includes a
-    fetch of what the question offered.
+    `quote` None: the host cannot serve the request. `offers`: what it would hand out for it, the
+    best first.
     """
 
-    price_s: float | None
-    wait_s: float = 0.0
-    reused_tokens: int = 0
-    source: str = ""
+    quote: Quote | None = None
     offers: tuple[Offered, ...] = ()
-    fetched: bool = False
 
 
 class ExportAsk(Struct, frozen=True, array_like=True):

@@ -3,12 +3,10 @@
 from collections.abc import Callable
 
 import msgspec
-from msgspec import Struct
 
 from router.base.decoding import UndecodableError, json_decoder, msgpack_decoder
 from router.base.errors import BackendError, BackendTimeoutError
-from router.base.types import BackendId, Source
-from router.core.model.plan import Offered, Quote
+from router.base.types import BackendId
 from router.hosts.choice import Trust
 from router.hosts.link import Breaker, Link
 from router.hosts.messages import (
@@ -38,16 +36,6 @@ _MAX_BYTES = 1024 * 1024
 _MAX_MANIFEST_BYTES = 64 * 1024 * 1024  # with the tokens
 _LONGEST_BREAK_S = 30.0
 _MOST_OFFERS = 3
-
-
-class Answered(Struct, frozen=True):
-    """What a host says to a question for a quote. By default nothing, or not in time.
-
-    `offers`: what it would hand out for the prompt, the best first.
-    """
-
-    quote: Quote | None = None
-    offers: tuple[Offered, ...] = ()
 
 
 class Peer(ServerClient):
@@ -172,7 +160,7 @@ class Peer(ServerClient):
             self.give_up()
         self.problem = why
 
-    async def quote(self, ask: QuoteAsk, limit_s: float) -> Answered:
+    async def quote(self, ask: QuoteAsk, limit_s: float) -> QuoteReply:
         """Return the offer of the host, if it has one and tells it within `limit_s`."""
         self.asked += 1
         begun = self._now()
@@ -184,18 +172,15 @@ class Peer(ServerClient):
             # Only a slow answer says what answers take; it then counts twice, to be given time.
             if isinstance(error, BackendTimeoutError):
                 self._learn(2 * limit_s)
-            return Answered()
+            return QuoteReply()
         except UndecodableError:
             self.failure()
-            return Answered()
+            return QuoteReply()
         self._calls.success()
         self._learn(self._now() - begun)
         offers = tuple(one for one in told.offers[:_MOST_OFFERS] if one.is_sound)
-        if told.price_s is None or not told.price_s >= 0:
-            return Answered(None, offers)
-        source = Source(told.source) if told.source in set(Source) else Source.COLD
-        quote = Quote(told.price_s, told.wait_s, told.reused_tokens, source, fetched=told.fetched)
-        return Answered(quote, offers)
+        sound = told.quote is not None and told.quote.price_s >= 0
+        return QuoteReply(told.quote if sound else None, offers)
 
     async def export(self, ask: ExportAsk, limit_s: float) -> bytes:
         """Return the manifest of what the host hands out for a prompt. Raises BackendError.

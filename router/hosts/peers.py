@@ -43,10 +43,9 @@ class KnownHosts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Usable:
-    """The peers that a request may go to, by `Peer.key`, with their load; good `until` then."""
+    """The peers that a request may go to, by `Peer.key`; good `until` then."""
 
     peers: Mapping[str, Peer]
-    busy: Mapping[str, float]
     until: float
 
     def __bool__(self) -> bool:
@@ -54,11 +53,7 @@ class Usable:
 
     def only(self, keys: Collection[str]) -> "Usable":
         """Return those of the peers with these keys."""
-        return Usable(
-            {key: peer for key, peer in self.peers.items() if key in keys},
-            {key: busy for key, busy in self.busy.items() if key in keys},
-            self.until,
-        )
+        return Usable({key: peer for key, peer in self.peers.items() if key in keys}, self.until)
 
 
 class Peers:
@@ -139,7 +134,6 @@ class Peers:
                 found = []
             known = self._usable[model] = Usable(
                 {peer.key: peer for peer in found},
-                {peer.key: peer.busy for peer in found},
                 min((end for peer in self.all() if (end := peer.broken_until) > now), default=inf),
             )
         return known

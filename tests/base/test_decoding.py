@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from router.base import decoding
 from router.base.decoding import UndecodableError, json_bytes, json_decoder, json_of, text_of
+from router.base.types import Source
+from router.core.model.plan import Quote
 from router.hosts.messages import Hello, QuoteAsk, QuoteReply
 from router.llama.bodies.anthropic import dump_like_server
 from router.store.manifests import Manifest
@@ -24,7 +26,7 @@ DECODERS: list[Decode] = [
     json_of,
     text_of,
 ]
-ENTRY = QuoteReply(1.5, 0.25, 700, "snapshot")
+ENTRY = QuoteReply(Quote(1.5, 0.25, 700, Source.SNAPSHOT))
 HOSTILE = (b"[" * 100_000, b'{"name":"\xff', b"\x91" * 100_000, b'{"a":' * 5000, b"\xc1", b"")
 
 

@@ -37,18 +37,18 @@ def test_prompt_nearly_all_here_asks_only_if_it_waits() -> None:
 
 def test_the_least_busy_is_asked_too() -> None:
     peers = [f"p{n}" for n in range(20)]
-    asked = to_ask(peers, {}, FIRST, 3)
+    asked = to_ask(dict.fromkeys(peers, 0.0), FIRST, 3)
     idle = next(peer for peer in peers if peer not in asked)
     busy = dict.fromkeys(peers, 1.0) | {idle: 0.0}
 
-    assert to_ask(peers, busy, FIRST, 3) == [*asked[:2], idle]
+    assert to_ask(busy, FIRST, 3) == [*asked[:2], idle]
 
 
 def test_every_host_asks_the_same_peers_for_a_beginning() -> None:
     peers = [f"p{n}" for n in range(20)]
-    asked = to_ask(peers, {}, FIRST)
+    asked = to_ask(dict.fromkeys(peers, 0.0), FIRST)
 
-    assert to_ask(peers[::-1], {}, FIRST)[:-1] == asked[:-1]
+    assert to_ask(dict.fromkeys(peers[::-1], 0.0), FIRST)[:-1] == asked[:-1]
     assert favourite(peers, FIRST) == asked[0]
     assert {favourite(peers, bytes([n])) for n in range(100)} > {favourite(peers, FIRST)}
 

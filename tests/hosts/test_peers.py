@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from router.base.clock import MonotonicClock
 from router.base.errors import BackendError
 from router.base.tasks import Tasks
-from router.base.types import Source
+from router.core.model.plan import Quote
 from router.hosts.messages import HELLO, PROTOCOL, Hello, QuoteAsk, QuoteReply, Served
 from router.hosts.peer import Peer
 from router.hosts.peers import KnownHosts, Peers
@@ -193,7 +193,7 @@ async def test_peer_that_quotes_and_breaks_forwards_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def answers(*_: object) -> bytes:
-        return msgspec.msgpack.encode(QuoteReply(1.0, 0.0, 0, Source.COLD))
+        return msgspec.msgpack.encode(QuoteReply(Quote(1.0)))
 
     monkeypatch.setattr(Peer, "_post", answers)
     async with Connections() as connections:

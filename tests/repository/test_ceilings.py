@@ -9,21 +9,21 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 52_923,
+    "router": 52_704,
     "router/assembly": 2_371,
     "router/base": 1_731,
     "router/config": 1_958,
     "router/core": 9_804,
     "router/engine": 1_838,
-    "router/hosts": 1_411,
+    "router/hosts": 1_349,
     "router/llama": 5_977,
     "router/prompts": 2_348,
     "router/servers": 1_166,
-    "router/store": 6_592,
+    "router/store": 6_546,
     "router/telemetry": 1_846,
     "router/tools": 7_950,
-    "router/web": 7_915,
-    "tests": 66_996,
+    "router/web": 7_804,
+    "tests": 66_991,
     "bench": 8_953,
 }
 # A part may shrink so far before its ceiling has to follow.

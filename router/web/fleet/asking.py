@@ -7,6 +7,7 @@ is told to the others, and each says what it would take once it has fetched that
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from time import perf_counter
 
 from msgspec.structs import replace
@@ -22,8 +23,8 @@ from router.hosts.choice import (
     to_ask,
     twice_s,
 )
-from router.hosts.messages import QuoteAsk
-from router.hosts.peer import Answered, Peer
+from router.hosts.messages import QuoteAsk, QuoteReply
+from router.hosts.peer import Peer
 from router.hosts.peers import Peers, Usable
 from router.telemetry.decision_log import HostOffer, HostsAsked
 from router.telemetry.hosts_metrics import HostsMetrics
@@ -70,7 +71,7 @@ class Ways:
 
     told: HostsAsked
     quoted: Mapping[str, float | None]
-    answers: Mapping[str, Answered]
+    answers: Mapping[str, QuoteReply]
     fetches: Mapping[str, tuple[str, Offered]]
     fetch: Way | None = None
     computing: int = 0
@@ -99,7 +100,7 @@ class Asking:
 
     async def ways(self, sought: Sought, usable: Usable) -> Ways:
         """Ask peers, and return what to do."""
-        keys = to_ask(list(usable.peers), usable.busy, sought.first)
+        keys = to_ask({key: one.busy for key, one in usable.peers.items()}, sought.first)
         asked = {key: usable.peers[key] for key in keys}
         others = {peer.key: peer for peer in self._peers.drained()[:_HOLDERS]}
         mine = self._mine(sought)
@@ -122,7 +123,8 @@ class Asking:
         if best is not None and best[0] != own_key:
             holder, offered = best
             way = self._fetching.way(sought.request, sought.own, holder, offered)
-            fetch = _cheaper(way, fetch)
+            ways = [one for one in (way, fetch) if one is not None]
+            fetch = min(ways, key=lambda one: one.quote.price_s, default=None)
             again = {key: peer for key, peer in asked.items() if key != holder}
             own = sought.own if fetch is None else fetch.quote
             prices_s = [one.quote.price_s for one in answers.values() if one.quote is not None]
@@ -143,7 +145,7 @@ class Asking:
         self,
         sought: Sought,
         usable: Usable,
-        answers: Mapping[str, Answered],
+        answers: Mapping[str, QuoteReply],
         fetches: Mapping[str, tuple[str, Offered]],
         fetch: Way | None,
         computing: int,
@@ -187,25 +189,21 @@ class Asking:
         return self._first_of_use(sought, found)
 
     def _first_of_use(self, sought: Sought, offers: Sequence[Offered]) -> Offered | None:
-        request, namespace = sought.request, sought.namespace
-        return next((one for one in offers if self._is_of_use(request, namespace, one)), None)
+        """Return the first offer that the prompt begins with, as far as its tokens are known."""
+        prompt, tenant = sought.request.prompt, sought.request.tenant
 
-    def _is_of_use(self, request: Request, namespace: Namespace, offered: Offered) -> bool:
-        """Return whether a prompt begins with what is offered, as far as its tokens are known."""
-        if request.prompt.unknown:
-            return True
-        tokens = request.prompt.tokens
-        return self._held.is_of_use(offered, namespace, request.tenant, tokens)
+        def is_of_use(offered: Offered) -> bool:
+            return self._held.is_of_use(offered, sought.namespace, tenant, prompt.tokens)
+
+        return next((one for one in offers if prompt.unknown or is_of_use(one)), None)
 
     async def _ask(
         self, sought: Sought, peers: Mapping[str, Peer], holder: str, offered: Offered | None
-    ) -> dict[str, Answered]:
+    ) -> dict[str, QuoteReply]:
         """Return the answers of peers, by the given keys: a peer may start again."""
         request, own = sought.request, sought.own
-        limit_s = _QUOTE_LIMIT_S
-        if own is None or own.price_s * _QUOTE_SHARE > limit_s:
-            share_s = _QUOTE_MOST_S if own is None else own.price_s * _QUOTE_SHARE
-            limit_s = min(share_s, _QUOTE_MOST_S)
+        share_s = inf if own is None else own.price_s * _QUOTE_SHARE
+        limit_s = min(max(share_s, _QUOTE_LIMIT_S), _QUOTE_MOST_S)
         ask = QuoteAsk(
             model=sought.model,
             namespace=sought.namespace,
@@ -222,7 +220,7 @@ class Asking:
             offered=offered,
         )
 
-        async def answer(peer: Peer) -> Answered:
+        async def answer(peer: Peer) -> QuoteReply:
             begun = perf_counter()
             told = await peer.quote(ask, limit_s)
             seconds = perf_counter() - begun
@@ -233,11 +231,6 @@ class Asking:
         return dict(zip(peers, found, strict=True))
 
 
-def _cheaper(one: Way | None, other: Way | None) -> Way | None:
-    ways = [way for way in (one, other) if way is not None]
-    return min(ways, key=lambda way: way.quote.price_s, default=None)
-
-
-def _fetching(answers: Mapping[str, Answered]) -> list[str]:
+def _fetching(answers: Mapping[str, QuoteReply]) -> list[str]:
     """Return the peers whose quote is for the time after a fetch."""
     return [key for key, one in answers.items() if one.quote is not None and one.quote.fetched]

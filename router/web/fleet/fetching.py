@@ -60,32 +60,11 @@ class Held:
 
 
 class Way(Struct, frozen=True):
-    """A state to fetch: the host that has it, what it is, and the quote with the state fetched.
+    """A state to fetch: who has it, what it is, and the quote with the state fetched."""
 
-    `cold`: the state, if it is in the cold tier.
-    """
-
-    holder: str
+    holder: Peer | Held
     offered: Offered
     quote: Quote
-    cold: Held | None = None
-
-
-def held_by(
-    peer: Peer,
-    ask: ExportAsk,
-    key: bytes,
-    tls: ssl.SSLContext | None,
-    now: Callable[[], float],
-) -> Held:
-    """Return what a peer hands out for one question."""
-
-    def reading(manifest: Manifest, ends_at: float) -> BlobReader:
-        place, named = PeerPlace(peer.url, tls), f"{PART}?snapshot={manifest.id}&index="
-        names = {blob: f"{named}{number}" for number, blob in enumerate(manifest.sized)}
-        return BlobReader(place, names.__getitem__, ends_at=ends_at, now=now, close=place.close)
-
-    return Held(peer.name, key, peer.link, lambda limit_s: peer.export(ask, limit_s), reading)
 
 
 @dataclass(slots=True)
@@ -123,20 +102,24 @@ class Fetching:
         self._now = now
         self._under_way: dict[tuple[str, str, str, bytes], _UnderWay] = {}
 
-    def way(
-        self, request: Request, own: Quote | None, holder: str, offered: Offered | None
-    ) -> Way | None:
+    def way(self, request: Request, own: Quote | None, holder: str, offered: Offered) -> Way | None:
         """Return the way to fetch `offered`, if that pays against the `own` quote.
 
         Of the cold tier, which is the same for all hosts, this host finds the state itself.
         """
         if holder == COLD:
             return self.from_cold(request, own)
-        peer = self._peers(holder) if own is not None and offered is not None else None
-        if own is None or offered is None or peer is None or not peer.hands_out:
+        peer = self._peers(holder)
+        if peer is None or not peer.hands_out:
             return None
-        link = peer.link
-        quote = self._engine.once_fetched(request, own, offered, link.seconds)
+        return self._priced(request, own, peer, offered)
+
+    def _priced(
+        self, request: Request, own: Quote | None, holder: Peer | Held, offered: Offered
+    ) -> Way | None:
+        if own is None:
+            return None
+        quote = self._engine.once_fetched(request, own, offered, holder.link.seconds)
         return None if quote is None else Way(holder, offered, quote)
 
     @property
@@ -152,11 +135,7 @@ class Fetching:
     def from_cold(self, request: Request, own: Quote | None) -> Way | None:
         """Return the way to fetch from the cold tier, if that pays against the `own` quote."""
         found = None if own is None else self._found_in_cold(request)
-        if own is None or found is None:
-            return None
-        held, offered = found
-        quote = self._engine.once_fetched(request, own, offered, held.link.seconds)
-        return None if quote is None else Way(COLD, offered, quote, held)
+        return None if found is None else self._priced(request, own, *found)
 
     def _found_in_cold(self, request: Request) -> tuple[Held, Offered] | None:
         if self._in_cold is None or (info := self._reader(request)) is None:
@@ -164,29 +143,24 @@ class Fetching:
         found = self._in_cold(request, info)
         return found if found is not None and found[1].is_sound else None
 
-    def name_of(self, way: Way) -> str | None:
-        """Return the name of who has a state. None: it is gone."""
-        if way.cold is not None:
-            return way.cold.name
-        peer = self._peers(way.holder)
-        return None if peer is None else peer.name
-
     async def fetch(self, request: Request, hashes: Sequence[bytes], way: Way) -> bool:
         """Fetch a state, together with others that want it; return whether it is here now.
 
         Cancelled, the fetch ends with the last request that waits for it.
         """
         info = self._reader(request)
-        holder = None if info is None else self._holder(request, hashes, info, way)
-        if info is None or holder is None:
+        if info is None:
             return False
-        key = way.holder, info.namespace, request.tenant, holder.key
+        holder = way.holder
+        if isinstance(holder, Peer):
+            holder = self._held_by(holder, request, hashes, info, way.offered)
+        key = holder.name, info.namespace, request.tenant, holder.key
         fetch = self._under_way.get(key)
         if fetch is None:
             fetch = self._under_way[key] = _UnderWay()
 
             async def work() -> None:
-                fetch.snapshot = await self._fetched(holder, request, info, way)
+                fetch.snapshot = await self._fetched(holder, request, info, way.offered)
 
             fetch.task = spawn(work(), name=f"fetch from {holder.name}")
             # Not within the task: one that is cancelled before its first step does not run.
@@ -201,19 +175,26 @@ class Fetching:
                 fetch.task.cancel()
         return fetch.snapshot is not None
 
-    def _holder(
-        self, request: Request, hashes: Sequence[bytes], info: BackendInfo, way: Way
-    ) -> Held | None:
-        """Return who hands out a state for a request. None: it is gone."""
-        if way.cold is not None:
-            return way.cold
-        peer = self._peers(way.holder)
-        if peer is None:
-            return None
-        n_tokens, digest = count(request.prompt.tokens), way.offered.digest
+    def _held_by(
+        self,
+        peer: Peer,
+        request: Request,
+        hashes: Sequence[bytes],
+        info: BackendInfo,
+        offered: Offered,
+    ) -> Held:
+        """Return what a peer hands out for a request."""
+        n_tokens, digest = count(request.prompt.tokens), offered.digest
         ask = ExportAsk(info.namespace, request.tenant, n_tokens, b"".join(hashes), digest)
-        last = hashes[min(max(way.offered.reused // STEP, 1), len(hashes)) - 1]
-        return held_by(peer, ask, last, self._tls, self._now)
+        last = hashes[min(max(offered.reused // STEP, 1), len(hashes)) - 1]
+        tls, now = self._tls, self._now
+
+        def reading(manifest: Manifest, ends_at: float) -> BlobReader:
+            place, named = PeerPlace(peer.url, tls), f"{PART}?snapshot={manifest.id}&index="
+            names = {blob: f"{named}{number}" for number, blob in enumerate(manifest.sized)}
+            return BlobReader(place, names.__getitem__, ends_at=ends_at, now=now, close=place.close)
+
+        return Held(peer.name, last, peer.link, lambda limit_s: peer.export(ask, limit_s), reading)
 
     def _reader(self, request: Request) -> BackendInfo | None:
         """Return a backend that could read the state."""
@@ -227,40 +208,9 @@ class Fetching:
                 fetch.task.cancel()
 
     async def _fetched(
-        self, holder: Held, request: Request, info: BackendInfo, way: Way
+        self, holder: Held, request: Request, info: BackendInfo, offered: Offered
     ) -> Snapshot | None:
-        prompt, offered = request.prompt.tokens, way.offered
-
-        def check(snapshot: Snapshot) -> None:
-            """Check what is handed out, before any of it is read."""
-            reused = reusable_tokens(
-                info.memory_kind,
-                count(prompt),
-                common_prefix(snapshot.tokens, prompt),
-                len(snapshot),
-                checkpoints=snapshot.shape.checkpoints,
-                extendable=snapshot.shape.extendable,
-            )
-            if (
-                reused < offered.reused - STEP
-                or snapshot.size_bytes > _MOST_MORE * offered.size_bytes
-            ):
-                raise _OtherError(f"{reused} of {offered.reused} tokens are of use")
-
-        return await self._received(holder, info, request.tenant, offered, check)
-
-    async def _received(
-        self,
-        holder: Held,
-        info: BackendInfo,
-        tenant: Tenant,
-        offered: Offered,
-        check: Callable[[Snapshot], None] = lambda _: None,
-    ) -> Snapshot | None:
-        """Return the snapshot made of what a holder hands out. None: it did not come.
-
-        `check` raises KvError for another state than what was offered.
-        """
+        """Return the snapshot made of what a holder hands out. None: it did not come."""
         begun, link = self._now(), holder.link
         expected_s = offered.ready_s + link.seconds(offered.size_bytes) * (1 + offered.sharers)
         limit_s = link.limit_s(expected_s)
@@ -270,11 +220,8 @@ class Fetching:
             async with asyncio.timeout(limit_s):
                 raw = await holder.manifest(limit_s)
                 manifest, told = await asyncio.to_thread(_read, raw)
-                check(told)
-                is_ours = is_same(model_of(told.namespace), info.namespace)
-                if not is_ours or tenant_of(told.namespace) != tenant:
-                    raise _OtherError("it is of another model or tenant")
-                namespace = namespace_of(info, tenant)
+                _check(told, request, info, offered)
+                namespace = namespace_of(info, request.tenant)
                 catalog = self._engine.state.inventory.catalog
                 reading = holder.reading(manifest, begun + limit_s)
                 snapshot = await self._store.exchange.receive(
@@ -326,6 +273,24 @@ class Fetching:
         )
         self._engine.snapshot_made(snapshot, info.memory_kind)
         return snapshot
+
+
+def _check(told: Snapshot, request: Request, info: BackendInfo, offered: Offered) -> None:
+    """Check what is handed out, before any of it is read. Raises KvError."""
+    prompt = request.prompt.tokens
+    reused = reusable_tokens(
+        info.memory_kind,
+        count(prompt),
+        common_prefix(told.tokens, prompt),
+        len(told),
+        checkpoints=told.shape.checkpoints,
+        extendable=told.shape.extendable,
+    )
+    if reused < offered.reused - STEP or told.size_bytes > _MOST_MORE * offered.size_bytes:
+        raise _OtherError(f"{reused} of {offered.reused} tokens are of use")
+    is_ours = is_same(model_of(told.namespace), info.namespace)
+    if not is_ours or tenant_of(told.namespace) != request.tenant:
+        raise _OtherError("it is of another model or tenant")
 
 
 def _read(raw: bytes) -> tuple[Manifest, Snapshot]:

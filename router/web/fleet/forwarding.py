@@ -215,11 +215,10 @@ class Forwarding:
 
     async def _fetch(self, call: Call, hashes: Sequence[bytes], way: Way) -> str | None:
         """Fetch a state for a call; return the host that had it. None: it did not come."""
-        name = self._fetching.name_of(way)
-        if name is None or not await self._fetching.fetch(call.scheduled, hashes, way):
+        if not await self._fetching.fetch(call.scheduled, hashes, way):
             return None
-        call.fetched_from = name
-        return name
+        call.fetched_from = way.holder.name
+        return way.holder.name
 
     def _n_servers(self, model: str | None) -> int:
         return max(sum(info.answers_to(model) for info in self._engine.state.inventory.taking()), 1)

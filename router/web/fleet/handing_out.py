@@ -53,14 +53,6 @@ class HandingOut:
         self._cutting = asyncio.Lock()
         self._n_asked = self._n_parts = 0
 
-    async def _manifest_of(self, snapshot: SnapshotId) -> bytes:
-        """Return the manifest of one snapshot. Raises NotFoundError."""
-        try:
-            manifest = await self._store.exchange.manifest(snapshot)
-            return await asyncio.to_thread(manifests.encode, manifest)
-        except KvError as error:
-            raise NotFoundError("the state cannot be read") from error
-
     def offers(
         self, tokens: Tokens, namespace: Namespace, tenant: Tenant, n_prompt: int
     ) -> list[Offered]:
@@ -69,12 +61,9 @@ class HandingOut:
         The best comes first.
         """
         found = self._held.handouts(tokens, namespace, tenant, n_prompt, self._now())
-        return [replace(one.offered, sharers=self._n_served) for one in found]
-
-    @property
-    def _n_served(self) -> int:
-        """Return how many other hosts wait for a state, or read one in two threads."""
-        return self._n_asked + (self._n_parts + 1) // 2
+        # Other hosts that wait for a state, or read one in two threads.
+        sharers = self._n_asked + (self._n_parts + 1) // 2
+        return [replace(one.offered, sharers=sharers) for one in found]
 
     async def manifest(self, ask: ExportAsk) -> bytes:
         """Return the manifest of what another host asks for. Raises NotFoundError."""
@@ -111,10 +100,11 @@ class HandingOut:
         try:
             if found.cut is not None:
                 name = await self._cut(name, found.cut)
+            self._engine.handed_out(found.content)
+            manifest = await self._store.exchange.manifest(name)
+            return await asyncio.to_thread(manifests.encode, manifest)
         except KvError as error:
             raise NotFoundError("the state cannot be read") from error
-        self._engine.handed_out(found.content)
-        return await self._manifest_of(name)
 
     async def _cut(self, name: SnapshotId, n_tokens: int) -> SnapshotId:
         """Return a snapshot of the first tokens of another one, or that one if it must be."""

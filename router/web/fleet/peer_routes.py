@@ -135,21 +135,12 @@ class PeerRoutes:
         try:
             model = self._selection.resolve(ask.model)
         except ModelNotFoundError:
-            return QuoteReply(None)
+            return QuoteReply()
         held = self._beginning(ask) if ask.n_tokens else EMPTY
         quote = self._price(ask, model, name, held)
         namespace, tenant = Namespace(ask.namespace), Tenant(ask.tenant)
         offers = self._handing_out.offers(held, namespace, tenant, ask.n_tokens)
-        if quote is None:  # nothing here can serve it, or this host is stopping
-            return QuoteReply(None, offers=tuple(offers))
-        return QuoteReply(
-            quote.price_s,
-            quote.wait_s,
-            quote.reused_tokens,
-            quote.source,
-            tuple(offers),
-            quote.fetched,
-        )
+        return QuoteReply(quote, tuple(offers))
 
     def _price(
         self, ask: QuoteAsk, model: str | None, name: RequestId, held: Tokens

@@ -12,7 +12,7 @@ from aiohttp import web
 from router.base.errors import BadRequestError
 from router.base.ports import Trace
 from router.base.types import Caller, Request, RequestId
-from router.hosts.messages import FETCHED_FROM, HOP_HEADERS, HOST
+from router.hosts.messages import FETCHED_FROM, HOP, HOST
 from router.llama.http1 import Header
 from router.llama.routes import Route, route_of
 from router.llama.wire import ParsedRequest
@@ -23,9 +23,13 @@ from router.web.server.relayed_response import HOP_BY_HOP, named_in_connection
 from router.web.server.sink import Sink
 
 # A compressed body has been decoded.
-_NOT_FORWARDED = (
-    HOP_BY_HOP | {b"host", b"content-length", b"content-encoding", b"expect"} | HOP_HEADERS
-)
+_NOT_FORWARDED = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"content-encoding",
+    b"expect",
+    HOP.encode(),
+}
 # This header makes the server go on after its client disconnected (llama-server.md section 5.6).
 _RESUMABLE = {b"x-conversation-id"}
 _KEYS = frozenset({b"authorization", b"x-api-key"})

@@ -1,41 +1,33 @@
 """A request that another host forwarded: what that host says of it.
 
 The host is known by its certificate, and its address is the peers' own: on every other address
-these headers mean nothing and are dropped.
+the header means nothing and is dropped.
 """
 
 import re
-from dataclasses import dataclass
 
+import msgspec
 from aiohttp import web
+from msgspec import Struct
 
+from router.base.decoding import UndecodableError, json_decoder
 from router.base.errors import BadRequestError
 from router.base.types import NO_TENANT, Caller, RequestId, Tenant
 from router.core.model.plan import Offered
-from router.hosts.messages import (
-    HOP,
-    HOP_CALLER,
-    HOP_CLIENT,
-    HOP_ENDS,
-    HOP_FETCH,
-    HOP_ID,
-    HOP_KEY,
-    HOP_MODEL,
-    HOP_QUOTED,
-    HOP_TENANT,
-)
+from router.hosts.messages import HOP
 from router.llama.http1 import Header
 
 _ID = re.compile(r"[!-~]{1,64}")
 
 
-@dataclass(frozen=True, slots=True)
-class Hop:
+class Hop(Struct, frozen=True, omit_defaults=True):
     """One forwarded request.
 
-    `quoted_s` None: it was sent without a quote. `model` None: the one that its body names, if any.
-    `ends`: servers that ended while they computed it. `fetch`: a host, by its incarnation, and what
-    it would hand out for the prompt.
+    `request` is its id at the host that forwards it. `tenant` owns the tokens, where tenants are
+    apart; `caller` is for the log, and `client` what the queue is fair to. `quoted_s` None: it was
+    sent without a quote. `model` None: the one that its body names, if any. `ends`: servers that
+    ended while they computed it. `fetch`: a host, by its incarnation, and what it would hand out
+    for the prompt.
     """
 
     host: str
@@ -50,65 +42,20 @@ class Hop:
 
     def headers(self) -> list[Header]:
         """Return the headers that tell the next host."""
-        told = {
-            HOP: self.host,
-            HOP_ID: self.request,
-            HOP_TENANT: self.tenant,
-            HOP_KEY: None if self.caller is None else self.caller.key,
-            HOP_CALLER: None if self.caller is None else self.caller.tenant,
-            HOP_CLIENT: self.client,
-            HOP_QUOTED: None if self.quoted_s is None else f"{self.quoted_s:.6f}",
-            HOP_MODEL: self.model,
-            HOP_ENDS: str(self.ends) if self.ends else None,
-            HOP_FETCH: None if self.fetch is None else _fetch_text(*self.fetch),
-        }
-        return [(name.encode(), value.encode()) for name, value in told.items() if value]
+        return [(HOP.encode(), msgspec.json.encode(self))]
+
+
+_decoded = json_decoder(Hop)
 
 
 def hop_of(request: web.BaseRequest) -> Hop:
     """Return the hop of a request on the peers' address. Raises BadRequestError."""
-    headers = request.headers
-    host, name = headers.get(HOP), headers.get(HOP_ID)
-    if not host or name is None or not _ID.fullmatch(name):
-        raise BadRequestError("this address is for other hosts of the fleet, not for clients")
-    key, tenant = headers.get(HOP_KEY), headers.get(HOP_CALLER)
     try:
-        quoted_s = float(headers[HOP_QUOTED]) if HOP_QUOTED in headers else None
-        ends = int(headers.get(HOP_ENDS, "0"))
-        fetch = _fetch_of(headers[HOP_FETCH]) if HOP_FETCH in headers else None
-    except ValueError as error:
-        raise BadRequestError(f"{HOP_QUOTED}, {HOP_ENDS} or {HOP_FETCH} is no number") from error
-    return Hop(
-        host,
-        RequestId(name),
-        Tenant(headers.get(HOP_TENANT, "")),
-        None if key is None or tenant is None else Caller(key, tenant),
-        headers.get(HOP_CLIENT),
-        quoted_s,
-        headers.get(HOP_MODEL),
-        ends,
-        fetch,
-    )
-
-
-def _fetch_text(holder: str, offered: Offered) -> str:
-    numbers = (offered.reused, offered.n_tokens, offered.size_bytes, int(offered.computing))
-    digest = offered.digest.hex() or "-"
-    return " ".join((holder, *map(str, numbers), f"{offered.ready_s:.6f}", digest))
-
-
-def _fetch_of(text: str) -> tuple[str, Offered]:
-    """Return the fetch that `_fetch_text` wrote. Raises ValueError."""
-    holder, *whole, ready_s, digest = text.split(" ")
-    reused, n_tokens, size_bytes, computing = map(int, whole)
-    offered = Offered(
-        reused,
-        n_tokens,
-        size_bytes,
-        float(ready_s),
-        bool(computing),
-        digest=b"" if digest == "-" else bytes.fromhex(digest),
-    )
-    if not offered.is_sound:
-        raise ValueError("impossible numbers")
-    return holder, offered
+        hop = _decoded(request.headers.get(HOP, "").encode(errors="surrogateescape"))
+    except UndecodableError as error:
+        told = "this address is for other hosts of the fleet, not for clients"
+        raise BadRequestError(f"{told} (no usable header {HOP})") from error
+    offered = None if hop.fetch is None else hop.fetch[1]
+    if not hop.host or not _ID.fullmatch(hop.request) or not (offered is None or offered.is_sound):
+        raise BadRequestError(f"{HOP}: it has no host, no id, or impossible numbers")
+    return hop

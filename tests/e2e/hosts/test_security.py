@@ -13,11 +13,10 @@ from router.core.model.plan import Quote
 from router.hosts.messages import (
     HELLO,
     HOP,
-    HOP_ID,
-    HOP_TENANT,
     QUOTE,
+    QuoteReply,
 )
-from router.hosts.peer import Answered, Peer
+from router.hosts.peer import Peer
 from router.servers.program import free_port
 from router.tools.fleet.certificate import make_certificate
 from router.web.api import completions
@@ -135,7 +134,7 @@ async def test_a_forged_hop_header_means_nothing(tmp_path: Path) -> None:
         FakeLlama(kv_dir=tmp_path) as fake,
         hosts([fake], [], yaml=KEYS) as (a, front),
     ):
-        forged = {HOP: "h1", HOP_ID: "x", HOP_TENANT: "alice"}
+        forged = {HOP: '{"host":"h1","request":"x","tenant":"alice"}'}
         for kvferry in (a, front):
             body = {"messages": [{"role": "user", "content": "hi"}]}
             refused = await kvferry.post("/v1/chat/completions", body, headers=forged)
@@ -168,7 +167,7 @@ async def test_clients_do_not_reach_what_is_for_peers(path: str, tmp_path: Path)
 
 async def test_a_forwarded_request_is_no_call_of_a_peer(tmp_path: Path) -> None:
     async with FakeLlama(kv_dir=tmp_path) as fake, hosts([fake]) as (a,):
-        hop = {HOP: "h1", HOP_ID: "x"}
+        hop = {HOP: '{"host":"h1","request":"x"}'}
         async with a.session.get(peers_url(a) + HELLO, headers=hop) as response:
             assert response.status == 404
 
@@ -213,9 +212,9 @@ async def test_a_peer_that_quotes_lies_loses_its_turn(
     """`h1` says that it needs no time at all, and is slower than the others."""
     asked = Peer.quote
 
-    async def lying(peer: Peer, *args: object) -> Answered:
+    async def lying(peer: Peer, *args: object) -> QuoteReply:
         told = await asked(peer, *args)  # type: ignore[arg-type]
-        return Answered(Quote(0.0)) if peer.name == "h1" else told
+        return QuoteReply(Quote(0.0)) if peer.name == "h1" else told
 
     monkeypatch.setattr(Peer, "quote", lying)
     monkeypatch.setattr(completions, "is_stale", lambda *_: False)  # it takes what it lied for
