@@ -29,12 +29,12 @@ from router.llama.attach.attached import Attached
 from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
 from router.llama.replies import InfillAnswer, ModelsInfo, Props
+from router.store.listener import StoreListener
 from router.telemetry.decision_log import DecisionLog
 from router.telemetry.usage import UsageBook
 from router.web.api.backend_selection import BackendSelection
 
-# Clocks of files and of this process may differ by so much.
-_CLOCK_MARGIN_S = 1.0
+_CLOCK_MARGIN_S = 1.0  # clocks of files and of this process may differ by so much
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +120,12 @@ class BackendReactions:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreReactions:
-    """Reacts to what the store finds out about files; implements `store.StoreListener`."""
+class StoreReactions(StoreListener):
+    """Reacts to what the store finds out about files."""
 
     engine: Engine
 
-    def lost(self, snapshot: Snapshot, _: str) -> None:
+    def lost(self, snapshot: Snapshot, reason: str) -> None:
         """Offer a snapshot no more."""
         self.engine.snapshot_lost(snapshot.id)
 

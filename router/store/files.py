@@ -94,9 +94,21 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def create(path: Path) -> int:
-    """Create a private file, and return its descriptor. Raises OSError if something is there."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+@contextmanager
+def created(path: Path) -> Iterator[int]:
+    """Create a private file, and yield its descriptor; remove it if the block fails.
+
+    Raises OSError if something is there.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        yield file
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(path)
+        raise
+    finally:
+        os.close(file)
 
 
 def identity_of(file: BinaryIO) -> Identity:
@@ -153,19 +165,12 @@ def write_rewritten(source: Path, target: Path, expected: Identity, rewrite: Rew
         if identity_of(reader) != expected:
             raise KvFileError(f"{source.name} was replaced")
         status = os.fstat(reader.fileno())
-        writer = create(target)
-        try:
+        with created(target) as writer:
             copies.write(reader.fileno(), writer, rewrite)
             with suppress(PermissionError):
                 os.fchmod(writer, stat.S_IMODE(status.st_mode))
                 os.fchown(writer, status.st_uid, status.st_gid)
             return identity_of_fd(writer, target)
-        except (OSError, KvFileError):
-            with suppress(OSError):
-                os.unlink(target)
-            raise
-        finally:
-            os.close(writer)
 
 
 def rewrite_tail(path: Path, rewrite: Rewrite) -> Identity:
@@ -209,18 +214,11 @@ def put_whole(path: Path, content: bytes | memoryview, *, fsync: bool = False) -
     With `fsync`, it is durable then. What a crash leaves is called `NAME-XXXXXXXX.new`.
     """
     new = path.with_name(f"{path.name}-{os.urandom(4).hex()}.new")
-    file = create(new)
-    try:
+    with created(new) as file:
         copies.write_all(file, memoryview(content), 0)
         if fsync:
             os.fsync(file)
         os.rename(new, path)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(new)
-        raise
-    finally:
-        os.close(file)
     if fsync:
         sync_directory(path.parent)
 

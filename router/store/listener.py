@@ -6,15 +6,14 @@ The snapshots of a directory that hangs are withdrawn, and offered again when it
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
 
 from router.base.tasks import Work
 from router.base.types import KvDir, Snapshot, SnapshotId
 from router.store.records import KvDirectory, StoredSnapshot
 
 
-class StoreListener(Protocol):
-    """The router around a store."""
+class StoreListener:
+    """The router around a store; this one does nothing."""
 
     def lost(self, snapshot: Snapshot, reason: str) -> None:
         """Note a snapshot that can be used no more, or is in a directory that hangs."""
@@ -27,21 +26,10 @@ class StoreListener(Protocol):
 
     def is_worth_writing(self, snapshot: SnapshotId) -> bool:
         """Return whether a snapshot would be kept, and not evicted next."""
+        return True
 
     def alike(self, snapshot: Snapshot) -> Sequence[tuple[SnapshotId, int]]:
         """Return the snapshots that begin like one, each with the tokens that they share."""
-
-
-class NullListener:
-    """A listener that does nothing."""
-
-    def lost(self, *_: object) -> None: ...
-    async def found(self, *_: object) -> None: ...
-    def stored(self, *_: object) -> None: ...
-    def is_worth_writing(self, *_: object) -> bool:
-        return True
-
-    def alike(self, *_: object) -> Sequence[tuple[SnapshotId, int]]:
         return ()
 
 

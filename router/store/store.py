@@ -41,7 +41,7 @@ from router.store.blobs.write_budget import WriteBudget
 from router.store.files import Identity
 from router.store.format.head import tokens_of
 from router.store.io_pool import Threads
-from router.store.listener import NullListener, StoreListener, Withdrawal
+from router.store.listener import StoreListener, Withdrawal
 from router.store.purges import Purges
 from router.store.records import KvDirectory, StateFile, StoredSnapshot
 
@@ -76,7 +76,7 @@ class KvStore:
         """
         self.purges = Purges(tenant_of, purges)
         self._kv_dirs = tuple(dict.fromkeys(kv_dirs))
-        self.listener: StoreListener = NullListener()
+        self.listener = StoreListener()
         self._wall_now = wall_now
         self._fsync = fsync
         self._group_access = group_access

@@ -235,7 +235,7 @@ async def test_what_was_lost_is_told_before_what_is_found(
     offered: set[SnapshotId] = set()
 
     class Listener(Noting):
-        def lost(self, snapshot: Snapshot, _: str) -> None:
+        def lost(self, snapshot: Snapshot, reason: str) -> None:
             if not hanging.go.is_set():
                 hanging.go.set()
                 (stuck,) = store._directories[snapshot.kv_dir].threads._stuck

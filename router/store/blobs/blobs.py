@@ -252,9 +252,9 @@ def assemble(
     """
     todo = list(manifest.parts)
     turns = count()  # its next() is one step of the interpreter: each turn is taken once
-    writer, failed = files.create(target), threading.Event()
+    failed = threading.Event()
 
-    def work() -> None:
+    def work(writer: int) -> None:
         buffer = Buffer()
         try:
             while (turn := next(turns)) < len(todo) and not failed.is_set():
@@ -264,17 +264,11 @@ def assemble(
             failed.set()
             raise
 
-    try:
+    with files.created(target) as writer:
         os.fchmod(writer, mode)
         os.ftruncate(writer, manifest.split.size_bytes)
         copies.write_all(writer, memoryview(manifest.head), 0)
         with ThreadPoolExecutor(_AT_ONCE, "kv-assemble") as pool:
-            for done in [pool.submit(work) for _ in range(_AT_ONCE)]:
+            for done in [pool.submit(work, writer) for _ in range(_AT_ONCE)]:
                 done.result()
         return files.identity_of_fd(writer, target)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(target)
-        raise
-    finally:
-        os.close(writer)

@@ -68,6 +68,8 @@ class SplitSnapshots:
     _left_to: dict[SnapshotId, list[SnapshotId]] = field(default_factory=dict)  # by heir
     _running: asyncio.Task[None] | None = None
     _over: asyncio.Event = field(default_factory=asyncio.Event)
+    # Held while a file is split: a second split that finds the file dropped would undo the first.
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     # Set: look what is to be done. A directory answers again, or a file is read no more.
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -185,8 +187,9 @@ class SplitSnapshots:
         """Split all files that memory may lose: the router ends."""
         for _, whole in tuple(self.directories.values()):
             for snapshot in [] if whole.same_disk else whole.unwritten():
-                if whole.is_unwritten(snapshot):  # `_run` may have split it meanwhile
-                    await self._split(whole, snapshot)
+                async with self._turn:
+                    if whole.is_unwritten(snapshot):  # `_run` may have split it meanwhile
+                        await self._split(whole, snapshot)
 
     # -- the task that splits and drops -----------------------------------------------------------
 
@@ -215,9 +218,10 @@ class SplitSnapshots:
                 await asyncio.sleep(0)
             if not self._goes_on(directory):
                 return False
-            if snapshot in whole.due:
-                goes_on |= await self._consider(whole, snapshot)
-                goes_on |= await self._drop_all(directory, whole)
+            async with self._turn:
+                if snapshot in whole.due:
+                    goes_on |= await self._consider(whole, snapshot)
+                    goes_on |= await self._drop_all(directory, whole)
         return goes_on
 
     async def _drop_all(self, directory: KvDirectory, whole: WholeFiles) -> bool:

@@ -311,15 +311,15 @@ class ColdTier:
         if self._sweeps and self._is_due(self._swept_at, _SWEPT_S):
             self._swept_at = begun
             await self._slowly(self._sweep)
-        listed = await self._slowly(self._listed)
-        self._index, self._young = listed.there, listed.young
+        self._index, self._young, purges = await self._slowly(self._listed)
         self._seen.clear()
-        await self._obey(listed.purges)
+        await self._obey(purges)
         if self.problem:
             log.info("cold_tier_answers", url=self.url, states=len(self._index))
         self.problem, self._listed_at = "", begun
 
-    def _listed(self) -> "_Listed":
+    def _listed(self) -> tuple[ColdIndex, set[StateKey], list[str]]:
+        """Return what is there: the states, those that stay for a while, the purges."""
         now, keep_s = self._store_now, self._settings.keep_s
         found = [
             (meta, state)
@@ -334,7 +334,7 @@ class ColdTier:
             del found[:-_MOST_STATES]
         young = {state.key for meta, state in found if now - meta.changed_at < keep_s / 2}
         index = ColdIndex(state for _, state in found)
-        return _Listed(index, young, [one.name for one in self._place.listing(PURGED)])
+        return index, young, [one.name for one in self._place.listing(PURGED)]
 
     def _sweep(self) -> None:
         """Remove what is too old: a directory has no rules for that, as buckets do.
@@ -572,11 +572,3 @@ def _own_fault() -> Iterator[None]:
         yield
     except KvError as error:
         raise _OwnError(str(error)) from error
-
-
-class _Listed(NamedTuple):
-    """What is there. `young`: states that stay for a while."""
-
-    there: ColdIndex
-    young: set[StateKey]
-    purges: list[str]

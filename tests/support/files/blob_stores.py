@@ -8,6 +8,7 @@ from typing import Any
 
 from router.base.types import KvDir, MemoryKind, Namespace, Snapshot, SnapshotId
 from router.store.blobs.split_snapshots import BlobSettings
+from router.store.listener import StoreListener
 from router.store.store import KvStore
 from tests.support.files.state_files import full
 
@@ -22,7 +23,7 @@ def state(n: int, salt: int = 0) -> bytes:
 
 
 @dataclass
-class Told:
+class Told(StoreListener):
     """A listener that notes what a store tells; `worth` is what it answers."""
 
     now: dict[SnapshotId, Snapshot] = field(default_factory=dict)
@@ -35,17 +36,12 @@ class Told:
         self.now[snapshot.id] = snapshot
         self.told.set()
 
-    def lost(self, snapshot: Snapshot, _: str) -> None:
+    def lost(self, snapshot: Snapshot, reason: str) -> None:
         self.gone.append(snapshot.id)
         self.told.set()
 
     def is_worth_writing(self, snapshot: SnapshotId) -> bool:
         return self.worth if self.worthless is None else snapshot not in self.worthless
-
-    def alike(self, _: Snapshot) -> list[tuple[SnapshotId, int]]:
-        return []
-
-    async def found(self, snapshots: list[Snapshot]) -> None: ...
 
 
 @dataclass

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from router.base.types import KvDir, Namespace, Snapshot, SnapshotId
+from router.base.types import KvDir, Namespace, Snapshot
+from router.store.listener import StoreListener
 from router.store.store import KvStore
 from tests.support.files.state_files import full
 
@@ -18,7 +19,7 @@ NAMESPACE = Namespace("n")
 
 
 @dataclass
-class Noting:
+class Noting(StoreListener):
     """A listener that notes what a store tells."""
 
     gone: list[tuple[Snapshot, str]] = field(default_factory=list)
@@ -26,14 +27,6 @@ class Noting:
 
     def lost(self, snapshot: Snapshot, reason: str) -> None:
         self.gone.append((snapshot, reason))
-
-    def stored(self, snapshot: Snapshot) -> None: ...
-
-    def is_worth_writing(self, _: SnapshotId) -> bool:
-        return True
-
-    def alike(self, _: Snapshot) -> list[tuple[SnapshotId, int]]:
-        return []
 
     async def found(self, snapshots: list[Snapshot]) -> None:
         self.back.append(snapshots)
