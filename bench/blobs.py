@@ -23,6 +23,7 @@ from router.base.types import KvDir, Namespace, Snapshot, SnapshotId
 from router.store import files
 from router.store.blobs.blobs import local_name
 from router.store.blobs.split_snapshots import BlobSettings
+from router.store.listener import StoreListener
 from router.store.store import KvStore
 from tests.support.files.state_files import head, i32, u32
 
@@ -58,7 +59,7 @@ async def measure(options: argparse.Namespace) -> Report:
 
 
 @dataclass(slots=True)
-class _Listening:
+class _Listening(StoreListener):
     """A listener that wants everything written, and notes what was."""
 
     now: dict[SnapshotId, Snapshot] = field(default_factory=dict)
@@ -70,14 +71,6 @@ class _Listening:
     def stored(self, snapshot: Snapshot) -> None:
         self.now[snapshot.id] = snapshot
         self.told.set()
-
-    def is_worth_writing(self, _: SnapshotId) -> bool:
-        return True
-
-    def alike(self, _: Snapshot) -> list[tuple[SnapshotId, int]]:
-        return []
-
-    async def found(self, snapshots: list[Snapshot]) -> None: ...
 
 
 @dataclass(slots=True)

@@ -70,7 +70,7 @@ async def measure(options: argparse.Namespace) -> Report:
         ("computed tokens", counted.computed, predicted.computed_tokens / scale),
         ("reused, %", 100 * (1 - counted.computed / prompt), 100 * predicted.reused_share),
         *(
-            (f"TTFT p{p} ms", percentile(ttft, p), predicted.ttft_s[f"p{p}"] * 1000)
+            (f"TTFT p{p} ms", percentile(ttft, p), percentile(predicted.ttft_s, p) * 1000)
             for p in (50, 90, 99)
         ),
         ("restores", counted.restores or 0, predicted.restores),

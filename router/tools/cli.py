@@ -19,16 +19,12 @@ from router.config.schema import Config, ConfigError, from_flags, load
 from router.core.model.policy import PolicyName
 from router.telemetry.logs import set_up_logging
 from router.tools.bench.command import add_options as add_bench_options
-from router.tools.console.client import DEFAULT_URL, CallError
+from router.tools.bench.command import bench
+from router.tools.console import servers, snapshots, usage, warm
+from router.tools.console.client import CallError, add_url
 from router.tools.console.explain import explain
 from router.tools.console.operations import drain, reload, undrain
-from router.tools.console.servers import add_options as add_servers_options
-from router.tools.console.servers import servers
-from router.tools.console.snapshots import add_options as add_snapshot_options
-from router.tools.console.snapshots import snapshots
 from router.tools.console.top import top
-from router.tools.console.usage import add_usage_options, usage
-from router.tools.console.warm import add_warm_options, warm
 from router.tools.doctor.check import check_text
 from router.tools.fleet.command import add_fleet_commands
 from router.tools.serving.flags import (
@@ -39,7 +35,7 @@ from router.tools.serving.flags import (
     of_each_model,
     servers_from,
 )
-from router.tools.simulate.command import add_options, simulate
+from router.tools.simulate import command as simulation
 
 OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
 
@@ -137,13 +133,13 @@ def command_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("bench", help="measure your own servers, in about a minute")
     _fleet_options(command)
     add_bench_options(command)
-    command.set_defaults(run=_bench)
+    command.set_defaults(run=lambda o: asyncio.run(bench(_with_backends(o), o)))
 
     command = commands.add_parser("explain", help="explain how and why a request was served")
     command.add_argument(
         "id", metavar="ID", help="x-kvferry-request-id of the response, or a prefix"
     )
-    _where(command)
+    add_url(command)
     command.set_defaults(run=lambda options: explain(options.url, options.id))
 
     command = commands.add_parser("demo", help="start two llama-servers and show what kvferry does")
@@ -163,36 +159,27 @@ def command_parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(act.__name__, help=doing)
         command.add_argument("backend", metavar="NAME", help="its name in the configuration")
-        _where(command)
+        add_url(command)
         command.set_defaults(run=lambda o, act=act: asyncio.run(act(o.url, o.backend)))
 
     command = commands.add_parser("reload", help="read the configuration file again")
-    _where(command)
+    add_url(command)
     command.set_defaults(run=lambda options: asyncio.run(reload(options.url)))
 
     command = commands.add_parser("top", help="watch a running router")
-    _where(command)
+    add_url(command)
     command.add_argument("--once", action="store_true", help="print once and exit, for scripts")
     command.set_defaults(run=_top)
 
-    command = commands.add_parser("snapshots", help="list, show and purge snapshots")
-    add_snapshot_options(command, _where)
-    command.set_defaults(run=snapshots)
-
-    command = commands.add_parser("usage", help="show what tenants used, by day and model")
-    add_usage_options(command, _where)
-    command.set_defaults(run=usage)
-
-    command = commands.add_parser("warm", help="compute and save a prompt ahead of use")
-    add_warm_options(command, _where)
-    command.set_defaults(run=warm)
-
-    command = commands.add_parser("servers", help="list, start and stop servers on demand")
-    add_servers_options(command, _where)
-    command.set_defaults(run=servers)
-
-    command = commands.add_parser("fleet", help="certificates, status and drain of hosts")
-    add_fleet_commands(command, _where)
+    for name, add, doing in (
+        ("snapshots", snapshots.add_options, "list, show and purge snapshots"),
+        ("usage", usage.add_options, "show what tenants used, by day and model"),
+        ("warm", warm.add_options, "compute and save a prompt ahead of use"),
+        ("servers", servers.add_options, "list, start and stop servers on demand"),
+        ("fleet", add_fleet_commands, "certificates, status and drain of hosts"),
+        ("simulate", simulation.add_options, "simulate a trace or a workload"),
+    ):
+        add(commands.add_parser(name, help=doing))
 
     command = commands.add_parser(
         "import",
@@ -210,10 +197,6 @@ def command_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("schema", help="print the JSON Schema of the configuration")
     command.set_defaults(run=lambda _: print_schema())
-
-    command = commands.add_parser("simulate", help="simulate a trace or a workload")
-    add_options(command)
-    command.set_defaults(run=simulate)
     return parser
 
 
@@ -236,10 +219,6 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from _actions(command)
         else:
             yield action
-
-
-def _where(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--url", default=DEFAULT_URL, help=f"the router; default {DEFAULT_URL}")
 
 
 def _fleet_options(command: argparse.ArgumentParser) -> None:
@@ -334,12 +313,6 @@ def _doctor(options: argparse.Namespace) -> int:
     from router.tools.doctor.command import doctor
 
     return asyncio.run(doctor(_with_backends(options)))
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from router.tools.bench.command import bench
-
-    return asyncio.run(bench(_with_backends(options), options))
 
 
 def _import(options: argparse.Namespace) -> int:

@@ -6,9 +6,7 @@ dropped.
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractContextManager, contextmanager
 
 import structlog
 from rich.console import Console
@@ -21,7 +19,7 @@ def output() -> Console:
     return Console(highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """Progress on standard error: a spinner on a terminal, else one line for each step."""
 
     def __init__(self) -> None:
@@ -44,15 +42,7 @@ class Progress:
             self._status.stop()
             self._status = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 

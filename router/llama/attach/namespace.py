@@ -45,7 +45,7 @@ def digest(props: Props, models: ModelsInfo, lora: bytes, layout: str, settings:
     state file; none of them is in the digest. Nor are directories: hosts may have others.
     """
     facts = (
-        _file_name(props.model_path),
+        file_name(props.model_path),
         models.n_vocab,
         models.n_embd,
         models.n_params,
@@ -129,7 +129,7 @@ def alike(a: Behaviour, b: Behaviour, tolerance: float = _TOLERANCE) -> bool:
     )
 
 
-def _file_name(path: str) -> str:
+def file_name(path: str) -> str:
     pure = PureWindowsPath(path) if "\\" in path else PurePosixPath(path)
     return pure.name
 
@@ -144,7 +144,7 @@ def _without_directories(lora: bytes) -> bytes:
         return lora
     return orjson.dumps(
         [
-            one | {"path": _file_name(str(one.get("path", "")))} if isinstance(one, dict) else one
+            one | {"path": file_name(str(one.get("path", "")))} if isinstance(one, dict) else one
             for one in adapters
         ]
     )

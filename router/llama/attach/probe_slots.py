@@ -37,6 +37,8 @@ async def put_aside(
             await store.verify(kv_dir, name, saved.size_bytes, kind)
         except (BackendError, KvError) as error:
             reason = str(error)
+            if isinstance(error, KvError):  # else nothing was saved
+                await discard(store, kv_dir, name)
         else:
             return name
     log.info("probe_cannot_keep_slot", backend=client.id, slot=slot.index, reason=reason)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import msgspec
+from msgspec import to_builtins
 from rich.box import MARKDOWN
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +18,7 @@ from router.base.errors import BackendError, KvError, KvferryError
 from router.config.schema import Config
 from router.llama.server_client import Connections
 from router.tools.bench.measure import Measured, Point, ServerBench
+from router.tools.console.format import print_json
 from router.tools.terminal import Progress, no_log_lines, output
 
 _KVFERRY = "this is kvferry: give the addresses of its llama-servers"
@@ -48,7 +49,8 @@ async def bench(config: Config, options: argparse.Namespace) -> int:
                     told = _KVFERRY if isinstance(error, KvferryError) else str(error)
                     print(f"kvferry bench: {backend.name}: {told}", file=sys.stderr)
     if options.json:
-        print(as_json(results))
+        rows = [to_builtins(one) | {"pays_from_tokens": pays_from(one.points)} for one in results]
+        print_json({"servers": rows})
     else:
         _print(results)
     return int(len(results) < len(config.backends))
@@ -106,10 +108,3 @@ def pays_from(points: Sequence[Point]) -> int | None:
             break
         found = point.tokens
     return found
-
-
-def as_json(results: Sequence[Measured]) -> str:
-    """Return all results for machines: seconds, bytes and tokens."""
-    pays = [{"pays_from_tokens": pays_from(one.points)} for one in results]
-    told = [msgspec.to_builtins(one) | more for one, more in zip(results, pays, strict=True)]
-    return msgspec.json.format(msgspec.json.encode({"servers": told}), indent=2).decode()

@@ -7,6 +7,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -63,48 +64,42 @@ class Measured(Struct, frozen=True):
     folder: str | None = None
 
 
+@dataclass(slots=True)
 class ServerBench:
     """The measurement of one server: its share of `seconds` of computing."""
 
-    def __init__(
-        self,
-        client: LlamaClient,
-        folder: Path | None,
-        seconds: float,
-        shares: int,
-        progress: Callable[[str], None],
-        lengths: Sequence[int] = LENGTHS,
-    ) -> None:
-        self._client = client
-        self._folder = folder
-        # Only the methods that a probe uses are called.
-        self._store = cast(SnapshotStore, DirectoryProbeStore())
-        self._left_s = seconds / shares
-        self._shares = shares
-        self._progress = progress
-        self._lengths = lengths
-        self._notes: list[str] = []
-        self._layout: Layout | None = None
-        self._saves = True
+    client: LlamaClient
+    folder: Path | None
+    seconds: float
+    shares: int
+    progress: Callable[[str], None]
+    lengths: Sequence[int] = LENGTHS
+    # Only the methods that a probe uses are called.
+    _store: SnapshotStore = field(
+        default_factory=lambda: cast(SnapshotStore, DirectoryProbeStore())
+    )
+    _notes: list[str] = field(default_factory=list)
+    _layout: Layout | None = None
+    _saves: bool = True
 
     async def run(self) -> Measured:
         """Measure the server. Raises BackendError if it is busy, refuses or goes away."""
-        props = await self._client.props()
-        slot = await _idle_slot(self._client)
-        kv_dir = None if self._folder is None else KvDir(str(self._folder))
+        props = await self.client.props()
+        slot = await _idle_slot(self.client)
+        kv_dir = None if self.folder is None else KvDir(str(self.folder))
         if kv_dir is None:
             self._notes.append("nothing was saved: no kv_dir is given (--kv-dir)")
-        keep = await put_aside(self._client, self._store, kv_dir, slot)
+        keep = await put_aside(self.client, self._store, kv_dir, slot)
         if keep is None and slot.n_tokens:
             self._notes.append(f"slot {slot.index} held {slot.n_tokens} tokens, which are gone")
         try:
             points = await self._points(slot.index, props)
         finally:
-            await put_back(self._client, self._store, kv_dir, slot, keep)
+            await put_back(self.client, self._store, kv_dir, slot, keep)
         layout = self._layout
         attention = layout.attention if layout is not None else ()
         return Measured(
-            name=self._client.id,
+            name=self.client.id,
             model=Path(props.model_alias or props.model_path).name,
             build=props.build_info,
             slots=props.total_slots,
@@ -117,25 +112,25 @@ class ServerBench:
         )
 
     async def _points(self, slot: int, props: Props) -> tuple[Point, ...]:
-        lengths = [n for n in self._lengths if n <= props.n_ctx - _SPARE]
+        lengths = [n for n in self.lengths if n <= props.n_ctx - _SPARE]
         if not lengths:
             lengths = [max(props.n_ctx // 2, 8)]
-        if len(lengths) < len(self._lengths):
+        if len(lengths) < len(self.lengths):
             self._notes.append(f"a slot of this server holds {props.n_ctx:,} tokens")
-        tokens = await _some_tokens(self._client, lengths[-1] + 1)
-        await erase(self._client, slot)
+        tokens = await _some_tokens(self.client, lengths[-1] + 1)
+        await erase(self.client, slot)
         points: list[Point] = []
         cold_s, before, expected_s = 0.0, 0, 0.0
         for length in lengths:
-            if points and cold_s + expected_s * (length - before) > self._left_s:
+            if points and cold_s + expected_s * (length - before) > self.seconds / self.shares:
                 wait_s = expected_s * (length - before)
                 self._notes.append(
                     f"{length:,} tokens were left out: about {wait_s:.0f} s more; allow it with"
-                    f" --seconds {(cold_s + 2 * wait_s) * self._shares:.0f}"
+                    f" --seconds {(cold_s + 2 * wait_s) * self.shares:.0f}"
                 )
                 break
-            self._progress(f"{self._client.id}: computing {length:,} tokens")
-            await _until_alone(self._client)
+            self.progress(f"{self.client.id}: computing {length:,} tokens")
+            await _until_alone(self.client)
             took_s = await self._first_token(slot, head(tokens, length))
             cold_s += took_s
             expected_s = took_s / (length - before) * 1.3  # attention reads more with each token
@@ -146,17 +141,17 @@ class ServerBench:
 
     async def _moved(self, point: Point, slot: int, longer: Tokens) -> Point:
         """Save and restore a state; `longer` is its prompt and one more token."""
-        if self._folder is None or not self._saves:
+        if self.folder is None or not self._saves:
             return point
-        kv_dir, name = KvDir(str(self._folder)), self._store.staging_name()
-        self._progress(f"{self._client.id}: saving and restoring {point.tokens:,} tokens")
+        kv_dir, name = KvDir(str(self.folder)), self._store.staging_name()
+        self.progress(f"{self.client.id}: saving and restoring {point.tokens:,} tokens")
         try:
-            await _until_alone(self._client)
-            saved = await self._client.save(slot, name)
+            await _until_alone(self.client)
+            saved = await self.client.save(slot, name)
             try:
                 staged = await self._store.verify(kv_dir, name, saved.size_bytes)
                 self._layout = (
-                    await asyncio.to_thread(shapes.inspect, self._folder / name, staged.size_bytes)
+                    await asyncio.to_thread(shapes.inspect, self.folder / name, staged.size_bytes)
                 ).layout
             except KvError as error:
                 self._saves = False  # else one more such file would stay for each length
@@ -181,16 +176,16 @@ class ServerBench:
 
     async def _restored(self, slot: int, name: str, longer: Tokens) -> tuple[float, float]:
         """Return the seconds of a restore, and those to the first token after it."""
-        await erase(self._client, slot)
-        await _until_alone(self._client)
+        await erase(self.client, slot)
+        await _until_alone(self.client)
         begun = time.perf_counter()
-        restored = await self._client.restore(slot, name)
+        restored = await self.client.restore(slot, name)
         took_s = time.perf_counter() - begun
         return restored.seconds, took_s + await self._first_token(slot, longer)
 
     async def _first_token(self, slot: int, tokens: Tokens) -> float:
         begun = time.perf_counter()
-        await self._client.prefill(slot, tokens)
+        await self.client.prefill(slot, tokens)
         return time.perf_counter() - begun
 
 

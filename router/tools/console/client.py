@@ -1,5 +1,7 @@
 """The HTTP client of a running router."""
 
+import argparse
+import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -69,23 +71,22 @@ class RouterClient:
         `timeout_s` is for calls that may take longer than usual; `inf` for calls that go on in the
         router even if the client disconnects.
         """
-        status, raw, _ = await self._send(method, path, query, body, timeout_s)
-        answer = _json(raw)
-        if status >= 400:
-            told = _told(answer) or f"{self.url}{path} was answered with {status}"
-            raise CallError(told, bad_input=status == 400)
-        return answer
+        return _json((await self.answer(method, path, query, body, timeout_s))[0])
 
-    async def text(self, path: str, query: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
-        """Return text and headers of an answer.
-
-        An error answer is raised with the router's message.
-        """
-        status, raw, headers = await self._send("GET", path, query)
+    async def answer(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Json | None = None,
+        timeout_s: float | None = None,
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """Return body and headers of an answer, as `call` does."""
+        status, raw, headers = await self._send(method, path, query, body, timeout_s)
         if status >= 400:
             told = _told(_json(raw)) or f"{self.url}{path} was answered with {status}"
             raise CallError(told, bad_input=status == 400)
-        return raw.decode(errors="replace"), headers
+        return raw, headers
 
     async def _send(
         self,
@@ -153,6 +154,28 @@ async def connected(url: str) -> AsyncIterator[RouterClient]:
     connector = aiohttp.UnixConnector(path) if path != url else None
     async with aiohttp.ClientSession(headers=token_header(), connector=connector) as session:
         yield RouterClient(url, session)
+
+
+def ask(
+    url: str,
+    method: str,
+    path: str,
+    query: Mapping[str, str] | None = None,
+    body: Json | None = None,
+    timeout_s: float | None = None,
+) -> Json:
+    """Return the JSON of one call, from an event loop of its own. Raises CallError."""
+
+    async def once() -> Json:
+        async with connected(url) as client:
+            return await client.call(method, path, query, body, timeout_s=timeout_s)
+
+    return asyncio.run(once())
+
+
+def add_url(command: argparse.ArgumentParser) -> None:
+    """Add the option that selects the router."""
+    command.add_argument("--url", default=DEFAULT_URL, help=f"the router; default {DEFAULT_URL}")
 
 
 def _untrusted(error: Exception) -> str:

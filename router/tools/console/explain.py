@@ -3,7 +3,6 @@
 Asks a running router (`GET /kvferry/requests/ID`) and prints its answer for a person.
 """
 
-import asyncio
 from typing import Any
 from urllib.parse import quote
 
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from router.base.types import Miss
-from router.tools.console.client import connected
+from router.tools.console.client import ask
 from router.tools.terminal import output
 
 Json = dict[str, Any]
@@ -37,15 +36,8 @@ _MEANING = {
 
 def explain(url: str, request: str) -> int:
     """Print all that a router knows of a request. Returns 0. Raises CallError."""
-    show(asyncio.run(fetch(url, request)), output())
+    show(ask(url, "GET", f"/kvferry/requests/{quote(request, safe='')}"), output())
     return 0
-
-
-async def fetch(url: str, request: str) -> Json:
-    """Return the router's answer. Raises CallError."""
-    async with connected(url) as router:
-        path = f"/kvferry/requests/{quote(request, safe='')}"
-        return await router.call("GET", path)
 
 
 def show(told: Json, console: Console) -> None:

@@ -1,11 +1,18 @@
 """Format numbers and tables for a person to read at a glance; JSON has the exact numbers."""
 
+import sys
 from collections.abc import Sequence
 
+import orjson
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def print_json(value: object) -> None:
+    """Print a value for machines."""
+    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() + "\n")
 
 
 def number_of(number: int, what: str) -> str:

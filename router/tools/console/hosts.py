@@ -1,14 +1,12 @@
 """`kvferry fleet status | drain | undrain`: the hosts as one of them sees them."""
 
-import sys
 from typing import Any
 
-import orjson
 from rich.table import Table
 from rich.text import Text
 
 from router.tools.console.client import CallError, connected
-from router.tools.console.format import table
+from router.tools.console.format import print_json, table
 from router.tools.console.operations import drain, undrain
 from router.tools.terminal import output
 
@@ -18,14 +16,13 @@ Json = dict[str, Any]
 async def status(url: str, *, as_json: bool) -> int:
     """Print the hosts. Raises CallError."""
     async with connected(url) as client:
-        state = await client.state()
-    hosts = state.get("hosts")
+        hosts = (await client.state()).get("hosts")
     if hosts is None:
         raise CallError(
             "this kvferry knows no other hosts: start it with --peer or --redis (docs/hosts.md)"
         )
     if as_json:
-        sys.stdout.write(orjson.dumps(hosts, option=orjson.OPT_INDENT_2).decode() + "\n")
+        print_json(hosts)
         return 0
     console = output()
     console.print(hosts_table(hosts))

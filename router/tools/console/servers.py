@@ -3,14 +3,12 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable
 from typing import Any
 
-import orjson
 from rich.text import Text
 
-from router.tools.console.client import RouterClient, connected
-from router.tools.console.format import span, table
+from router.tools.console.client import RouterClient, add_url, connected
+from router.tools.console.format import print_json, span, table
 from router.tools.terminal import output
 
 Json = dict[str, Any]
@@ -23,15 +21,13 @@ _POLL_S = 0.5
 _OVER = {"start": ("up", "failed"), "stop": ("stopped", "failed"), "restart": ("up", "failed")}
 
 
-def add_options(
-    command: argparse.ArgumentParser, where: Callable[[argparse.ArgumentParser], None]
-) -> None:
-    """Add the actions; `where` adds the option that selects the router."""
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the actions."""
     actions = command.add_subparsers(required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="print the servers, with their phase")
     listing.add_argument("--json", action="store_true", help="print the JSON of the router")
-    where(listing)
-    listing.set_defaults(action=_list)
+    add_url(listing)
+    listing.set_defaults(run=_run, action=_list)
     for name, doing in (
         ("start", "start a server now, without a request"),
         ("stop", "stop a server after its answers; the next request starts it again"),
@@ -44,25 +40,23 @@ def add_options(
             action.add_argument("--bytes", type=int, default=16384, metavar="N")
             told = "print new lines as they come, until Ctrl-C"
             action.add_argument("-f", "--follow", action="store_true", help=told)
-        where(action)
-        action.set_defaults(action=_log if name == "log" else _act, what=name)
+        add_url(action)
+        action.set_defaults(run=_run, action=_log if name == "log" else _act, what=name)
 
 
-def servers(options: argparse.Namespace) -> int:
-    """Run one action. Raises CallError."""
-    return asyncio.run(_run(options))
+def _run(options: argparse.Namespace) -> int:
+    async def run() -> int:
+        async with connected(options.url) as client:
+            code: int = await options.action(client, options)
+            return code
 
-
-async def _run(options: argparse.Namespace) -> int:
-    async with connected(options.url) as client:
-        code: int = await options.action(client, options)
-        return code
+    return asyncio.run(run())
 
 
 async def _list(client: RouterClient, options: argparse.Namespace) -> int:
     found = await client.call("GET", PATH)
     if options.json:
-        sys.stdout.write(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n")
+        print_json(found)
         return 0
     console = output()
     if not found["servers"]:
@@ -109,12 +103,12 @@ async def _act(client: RouterClient, options: argparse.Namespace) -> int:
 async def _log(client: RouterClient, options: argparse.Namespace) -> int:
     """Print the end of a log; then its new lines until Ctrl-C, if wanted."""
     path = f"{PATH}/{options.name}/log"
-    text, headers = await client.text(path, {"bytes": str(options.bytes)})
-    sys.stdout.write(text)
+    text, headers = await client.answer("GET", path, {"bytes": str(options.bytes)})
+    sys.stdout.write(text.decode(errors="replace"))
     while options.follow:
         sys.stdout.flush()
         await asyncio.sleep(_POLL_S)
         query = {"after": headers[_POSITION], "bytes": str(_MOST_BYTES)}
-        text, headers = await client.text(path, query)
-        sys.stdout.write(text)
+        text, headers = await client.answer("GET", path, query)
+        sys.stdout.write(text.decode(errors="replace"))
     return 0

@@ -4,17 +4,14 @@ The router checks and applies filters: their values are sent as they were typed.
 """
 
 import argparse
-import asyncio
 import sys
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import orjson
 from rich.console import Console
 from rich.text import Text
 
-from router.tools.console.client import RouterClient, connected
-from router.tools.console.format import number_of, size, span, table
+from router.tools.console.client import add_url, ask
+from router.tools.console.format import number_of, print_json, size, span, table
 from router.tools.terminal import output
 
 Json = dict[str, Any]
@@ -25,10 +22,8 @@ _LONG_S = 700.0  # for a purge of all hosts: each has its limit
 _SHORT = 12  # digits that identify an id or a namespace
 
 
-def add_options(
-    command: argparse.ArgumentParser, where: Callable[[argparse.ArgumentParser], None]
-) -> None:
-    """Add the actions; `where` adds the option that selects the router."""
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the actions."""
     actions = command.add_subparsers(required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="print a table of snapshots")
     _filter_options(listing)
@@ -48,8 +43,8 @@ def add_options(
     runs = ((listing, _list), (showing, _show), (purging, _purge))
     for action, run in runs:
         action.add_argument("--json", action="store_true", help="print the JSON of the router")
-        where(action)
-        action.set_defaults(action=run)
+        add_url(action)
+        action.set_defaults(run=run)
 
 
 def _filter_options(command: argparse.ArgumentParser) -> None:
@@ -59,45 +54,21 @@ def _filter_options(command: argparse.ArgumentParser) -> None:
     add("--id", action="append", metavar="ID", help="with this id; repeatable")
 
 
-def snapshots(options: argparse.Namespace) -> int:
-    """Run one of the actions. Returns the exit code. Raises CallError."""
-    code: int = options.action(options)
-    return code
-
-
-_Ask = Callable[[RouterClient, argparse.Namespace], Awaitable[Json]]
-
-
-def _asked(ask: _Ask, options: argparse.Namespace) -> Json:
-    """Return the router's answer, from an event loop that ends before any question to a person."""
-
-    async def connect() -> Json:
-        async with connected(options.url) as client:
-            return await ask(client, options)
-
-    return asyncio.run(connect())
-
-
 def _wanted(options: argparse.Namespace) -> Json:
     """Return the given conditions as JSON."""
     given = {name: getattr(options, name) for name in ("tenant", "older_than", "id")}
     return {name: value for name, value in given.items() if value is not None}
 
 
-async def _find(client: RouterClient, options: argparse.Namespace) -> Json:
+def _list(options: argparse.Namespace) -> int:
     query = _wanted(options) | {"limit": str(options.limit)}
     if options.id:
         query["id"] = ",".join(options.id)
-    return await client.call("GET", PATH, query)
-
-
-def _list(options: argparse.Namespace) -> int:
-    found = _asked(_find, options)
-    console = output()
+    found = ask(options.url, "GET", PATH, query)
     if options.json:
-        _print_json(console, found)
+        print_json(found)
     else:
-        _print_table(console, found["snapshots"], found)
+        _print_table(output(), found["snapshots"], found)
     return 0
 
 
@@ -128,15 +99,11 @@ def _amount(sums: Json) -> str:
     return f"{number}, {size(sums['size_bytes'])}, {tokens}" if sums["count"] else number
 
 
-async def _get(client: RouterClient, options: argparse.Namespace) -> Json:
-    return await client.call("GET", f"{PATH}/{options.id}")
-
-
 def _show(options: argparse.Namespace) -> int:
-    row = _asked(_get, options)
+    row = ask(options.url, "GET", f"{PATH}/{options.id}")
     console = output()
     if options.json:
-        _print_json(console, row)
+        print_json(row)
         return 0
     idle = "not since it was saved or found" if row["idle_s"] is None else span(row["idle_s"])
     lines = {
@@ -175,20 +142,13 @@ def _purge(options: argparse.Namespace) -> int:
     wanted = _wanted(options) | {
         name: True for name in ("all", "everywhere") if getattr(options, name)
     }
-
-    async def try_it(client: RouterClient, _: argparse.Namespace) -> Json:
-        return await client.call("POST", f"{PATH}/purge", body=wanted | {"dry_run": True})
-
-    async def do_it(client: RouterClient, _: argparse.Namespace) -> Json:
-        return await client.call("POST", f"{PATH}/purge", body=wanted, timeout_s=_LONG_S)
-
-    would = _asked(try_it, options)
+    would = ask(options.url, "POST", f"{PATH}/purge", body=wanted | {"dry_run": True})
     if options.dry_run or not (would["count"] or options.everywhere):
         _report(options, would, "would be purged" if options.dry_run else "purged")
         return 0
     if not options.yes and not _agreed(would, options):
         return 1
-    done = _asked(do_it, options)
+    done = ask(options.url, "POST", f"{PATH}/purge", body=wanted, timeout_s=_LONG_S)
     _report(options, done, "purged")
     return 1 if any(one["problem"] for one in done["elsewhere"]) else 0
 
@@ -211,7 +171,7 @@ def _agreed(would: Json, options: argparse.Namespace) -> bool:
 def _report(options: argparse.Namespace, sums: Json, done: str) -> None:
     console = output()
     if options.json:
-        _print_json(console, sums)
+        print_json(sums)
         return
     later = f"; {sums['in_use']:,} in use, to be deleted after use" * bool(sums["in_use"])
     console.print(f"{_amount(sums)} {done}{later}", soft_wrap=True)
@@ -219,7 +179,3 @@ def _report(options: argparse.Namespace, sums: Json, done: str) -> None:
         told = f"{one['count']:,} deleted" if one["problem"] is None else "not reached: "
         problem = Text(one["problem"] or "", "red")
         console.print(Text.assemble(f"{one['holder']}: {told}", problem), soft_wrap=True)
-
-
-def _print_json(console: Console, value: Json) -> None:
-    console.print(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode(), soft_wrap=True)

@@ -1,16 +1,13 @@
 """`kvferry usage`: what tenants used, by day, tenant and model."""
 
 import argparse
-import asyncio
 import csv
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import orjson
-
-from router.tools.console.client import connected
-from router.tools.console.format import table
+from router.tools.console.client import add_url, ask
+from router.tools.console.format import print_json, table
 from router.tools.terminal import output
 
 Json = dict[str, Any]
@@ -22,24 +19,24 @@ _COLUMNS = (
 )
 
 
-def add_usage_options(
-    command: argparse.ArgumentParser, where: Callable[[argparse.ArgumentParser], None]
-) -> None:
-    """Add the options. `where` adds `--url`."""
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options."""
     command.add_argument("--days", type=int, default=30, metavar="N", help="today included")
     told = "what each row is of, comma-separated: day, tenant, model"
     command.add_argument("--by", default="tenant,model", type=_keys, metavar="KEYS", help=told)
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--csv", action="store_true", help="print CSV")
-    where(command)
+    add_url(command)
+    command.set_defaults(run=usage)
 
 
 def usage(options: argparse.Namespace) -> int:
     """Print the usage that a running router knows of. Returns 0. Raises CallError."""
-    rows = list(by(asyncio.run(_fetch(options.url, options.days)), options.by))
+    found = ask(options.url, "GET", "/kvferry/usage", {"days": str(options.days)})
+    rows = list(by(found["usage"], options.by))
     if options.json:
-        sys.stdout.write(orjson.dumps(rows, option=orjson.OPT_INDENT_2).decode() + "\n")
+        print_json(rows)
     elif options.csv:
         made = csv.DictWriter(sys.stdout, [*options.by, *_COLUMNS])
         made.writeheader()
@@ -59,13 +56,6 @@ def by(rows: list[Json], keys: list[str]) -> Iterator[Json]:
             if what not in _KEYS:
                 sums[what] = sums.get(what, 0) + value
     yield from sorted(found.values(), key=lambda row: -row["computed_tokens"])
-
-
-async def _fetch(url: str, days: int) -> list[Json]:
-    async with connected(url) as router:
-        found = await router.call("GET", "/kvferry/usage", {"days": str(days)})
-        rows: list[Json] = found["usage"]
-        return rows
 
 
 def _keys(text: str) -> list[str]:

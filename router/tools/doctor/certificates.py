@@ -34,6 +34,6 @@ async def _of(key: str, path: Path, do: str) -> list[Finding]:
         return []
     day = datetime.fromtimestamp(ends, UTC).date()
     if left_s <= 0:
-        return [Finding(Level.ERROR, f"{key}: {path} ended on {day}", f"{do}, then reload")]
+        return [Level.ERROR(f"{key}: {path} ended on {day}", f"{do}, then reload")]
     told = f"{key}: {path} ends on {day}, in {left_s / 86400:.0f} days"
-    return [Finding(Level.WARNING, told, f"{do}, then reload")]
+    return [Level.WARNING(told, f"{do}, then reload")]

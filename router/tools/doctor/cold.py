@@ -29,16 +29,16 @@ async def of_cold(config: Config) -> list[Finding]:
         async with asyncio.timeout(_LIMIT_S):
             found = [await asyncio.to_thread(_looked, store)]
     except StartError as error:
-        return [Finding(Level.ERROR, str(error))]
+        return [Level.ERROR(str(error))]
     except KvError as error:
-        return [Finding(Level.ERROR, f"cold.url: {error}", _RIGHTS)]
+        return [Level.ERROR(f"cold.url: {error}", _RIGHTS)]
     except TimeoutError:
-        return [Finding(Level.ERROR, f"cold.url: {config.cold.url} does not answer")]
+        return [Level.ERROR(f"cold.url: {config.cold.url} does not answer")]
     if config.cold.key_file is None:
         told = "nothing there is encrypted: who reads it reads the prompts"
-        found.append(Finding(Level.NOTE, told, "set cold.key_file: openssl rand -base64 48"))
+        found.append(Level.NOTE(told, "set cold.key_file: openssl rand -base64 48"))
     if not config.cold.url.startswith("/"):
-        found.append(Finding(Level.NOTE, f"the bucket needs {_RULES}"))
+        found.append(Level.NOTE(f"the bucket needs {_RULES}"))
     return found
 
 
@@ -63,4 +63,4 @@ def _looked(store: ColdStore) -> Finding:
     )
     speed = f"{_BYTES / took_s / 1e6:.0f} MB/s"
     checked = f"{size(_BYTES)} written at {speed}, listed and deleted"
-    return Finding(Level.OK, f"{place.url}: {amount}; {checked}")
+    return Level.OK(f"{place.url}: {amount}; {checked}")

@@ -25,7 +25,7 @@ def of_disks(config: Config) -> list[Finding]:
         told += f", {size(budget.new_bytes)} of it for new tokens"
         if not budget.left_bytes:
             remedy = "raise store.max_written_per_day"
-            found.append(Finding(Level.WARNING, f"{told}: nothing is saved", remedy))
+            found.append(Level.WARNING(f"{told}: nothing is saved", remedy))
         elif budget.spent_bytes:
-            found.append(Finding(Level.OK, told))
+            found.append(Level.OK(told))
     return found

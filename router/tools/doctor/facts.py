@@ -6,22 +6,22 @@
 import asyncio
 import os
 import stat
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from router.assembly.backends import StartError, client_of, timeouts_of
-from router.base.decoding import UndecodableError, json_of
-from router.base.errors import BackendError, BackendRefusedError, KvError
+from router.base.errors import BackendError, KvError
 from router.base.ports import SnapshotStore
 from router.base.tasks import Tasks
-from router.base.types import KvDir, MemoryKind, Namespace, SlotStatus, StagedFile
+from router.base.types import KvDir, MemoryKind, Namespace, StagedFile
 from router.config.schema import BackendConfig, Config, TokenizerMode
 from router.llama.attach.attached import Attached
 from router.llama.attach.diagnosis import Trouble, Unusable, unusable
 from router.llama.attach.learning import attach
 from router.llama.attach.media_sample import media_sample
 from router.llama.attach.probe import Probe
+from router.llama.attach.probe_slots import discard, put_aside
 from router.llama.client import LlamaClient
 from router.llama.replies import Props, slots_from
 from router.llama.server_client import Connections
@@ -62,7 +62,7 @@ class Words:
     local_problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Facts:
     """Facts about one backend. None and "": not known, because an earlier step failed."""
 
@@ -73,7 +73,6 @@ class Facts:
     speculative: bool = False
     actions: bool = True  # False: started without --slot-save-path
     attached: Attached | None = None
-    lora: bytes = b""
     saved: SavedFile | None = None
     unseen: str = ""  # name of a file that the backend saved and that is not in kv_dir
     untried: str = ""  # why the probe was skipped
@@ -134,25 +133,22 @@ async def gather(
     """Gather everything about one backend. Problems of the backend become facts, not errors."""
     facts = Facts(backend)
     if backend.kv_dir is not None:
-        folder = await asyncio.to_thread(inspect_folder, Path(backend.kv_dir))
-        folder = replace(folder, group_access=config.store.group_access)
-        facts = replace(facts, folder=folder)
+        shared = config.store.group_access
+        facts.folder = await asyncio.to_thread(inspect_folder, Path(backend.kv_dir), shared)
     try:
         client = client_of(backend, connections, timeouts_of(config))
+        props = await _ask(client, facts)
+        await _try_out(client, facts, props, known, tenants=config.auth.keeps_apart)
+        if config.tokenizer.mode is not TokenizerMode.OFF:
+            facts.words = await _words(client, props, config)
     except StartError as error:
-        return replace(facts, unusable=Unusable(Trouble.NO_KEY, str(error)))
-    try:
-        facts = await _ask(client, facts)
-        if facts.unusable is None:
-            facts = await _try_out(client, facts, known, tenants=config.auth.keeps_apart)
+        facts.unusable = Unusable(Trouble.NO_KEY, str(error))
     except (BackendError, KvError) as error:
-        return replace(facts, unusable=unusable(error, answered=facts.props is not None))
-    if facts.attached is not None and config.tokenizer.mode is not TokenizerMode.OFF:
-        facts = replace(facts, words=await _words(client, facts.attached.props, config))
+        facts.unusable = unusable(error, answered=facts.props is not None)
     return facts
 
 
-def inspect_folder(path: Path) -> Folder:
+def inspect_folder(path: Path, group_access: bool) -> Folder:
     """Examine the directory `path`. Blocking."""
     try:
         status = path.stat()
@@ -165,10 +161,11 @@ def inspect_folder(path: Path) -> Folder:
         uid=status.st_uid,
         usable=is_folder and os.access(path, os.R_OK | os.W_OK | os.X_OK),
         identity=(status.st_dev, status.st_ino),
+        group_access=group_access,
     )
 
 
-async def _ask(client: LlamaClient, facts: Facts) -> Facts:
+async def _ask(client: LlamaClient, facts: Facts) -> Props:
     """Gather the facts that need no slot. Raises BackendError."""
     await client.health()
     props = await client.props()
@@ -177,46 +174,41 @@ async def _ask(client: LlamaClient, facts: Facts) -> Facts:
     slots = slots_from(payload) if status == 200 else []
     # llama-server checks --slot-save-path first and refuses an unknown action without effect.
     status, _ = await _raw(client, "POST", "/slots/0?action=none", b"{}")
-    return replace(
-        facts,
-        props=props,
-        speculative=any(slot.speculative for slot in slots),
-        actions=status != 501,
-        lora=await _lora(client),
-    )
+    facts.speculative = any(slot.speculative for slot in slots)
+    facts.props, facts.actions = props, status != 501
+    return props
 
 
 async def _try_out(
-    client: LlamaClient, facts: Facts, known: set[Namespace], *, tenants: bool
-) -> Facts:
+    client: LlamaClient, facts: Facts, props: Props, known: set[Namespace], *, tenants: bool
+) -> None:
     """Attach and probe the backend as `serve` would. Raises BackendError."""
-    props, folder = facts.props, facts.folder
-    assert props is not None
-    kv_dir = None
+    folder, kv_dir = facts.folder, None
     if folder is not None and folder.usable and facts.actions:
         kv_dir = KvDir(str(facts.backend.kv_dir))
     store = DirectoryProbeStore()
     # The probe uses only the three methods of DirectoryProbeStore.
     own = cast(SnapshotStore, store)
-    untried = await _why_untried(client, props, store, kv_dir)
-    attached = await attach(
+    facts.untried = await _why_untried(client, props, own, kv_dir)
+    facts.attached = await attach(
         client,
         props,
         kv_dir=kv_dir,
         store=own,
         extra_models=facts.backend.models,
         probe=None
-        if untried
+        if facts.untried
         else Probe(client, own, kv_dir, tenants=tenants, sample=media_sample(props)),
         known=known,
     )
     # A refused save leaves no file either, and is no reason to report a missing file.
-    unseen = store.unseen if attached.probe.can_save or untried else ""
-    return replace(facts, attached=attached, saved=store.saved, unseen=unseen, untried=untried)
+    facts.saved = store.saved
+    if facts.attached.probe.can_save or facts.untried:
+        facts.unseen = store.unseen
 
 
 async def _why_untried(
-    client: LlamaClient, props: Props, store: DirectoryProbeStore, kv_dir: KvDir | None
+    client: LlamaClient, props: Props, store: SnapshotStore, kv_dir: KvDir | None
 ) -> str:
     """Return why a probe would be impossible or destroy KV; "" if it is safe."""
     if not props.endpoint_slots:
@@ -227,26 +219,11 @@ async def _why_untried(
     if any(not slot.n_tokens for slot in idle):
         return ""
     used = min(idle, key=lambda slot: slot.n_tokens or 0)  # the slot that the probe will take
-    if kv_dir is not None and await _can_put_back(client, store, kv_dir, used):
-        return ""
-    return "every idle slot holds KV that could not be put back"
-
-
-async def _can_put_back(
-    client: LlamaClient, store: DirectoryProbeStore, kv_dir: KvDir, slot: SlotStatus
-) -> bool:
-    name = store.staging_name()
-    try:
-        saved = await client.save(slot.index, name)
-    except BackendError:
-        return False
-    try:
-        await store.verify(kv_dir, name, saved.size_bytes)
-    except KvError:
-        return False
-    finally:
-        await store.discard(kv_dir, name)
-    return True
+    name = await put_aside(client, store, kv_dir, used)
+    if kv_dir is None or name is None:
+        return "every idle slot holds KV that could not be put back"
+    await discard(store, kv_dir, name)
+    return ""
 
 
 async def _words(client: LlamaClient, props: Props, config: Config) -> Words | None:
@@ -276,13 +253,6 @@ async def _local(config: Config, specials: tuple[str, ...]) -> tuple[Encoder | N
         return None, str(error)
 
 
-async def _lora(client: LlamaClient) -> bytes:
-    try:
-        return await client.lora_adapters()
-    except BackendRefusedError:
-        return b""
-
-
 async def _raw(
     client: LlamaClient, method: str, path: str, body: bytes | None = None
 ) -> tuple[int, bytes]:
@@ -290,10 +260,3 @@ async def _raw(
     headers = [(b"Content-Type", b"application/json")] if body is not None else []
     async with client.relay(method, path, headers, body) as response:
         return response.status, await response.read()
-
-
-def _json(payload: bytes) -> Any:
-    try:
-        return json_of(payload)
-    except UndecodableError:
-        return None

@@ -13,6 +13,7 @@ from router.base.types import MemoryKind
 from router.core.model.memory_kinds import can_restore
 from router.llama.attach.attached import Attached
 from router.llama.attach.monitor import EMPTIES_SLOTS, NO_RAM_CACHE, NO_SPS, PLACES_BY_AGE
+from router.llama.attach.namespace import file_name
 from router.llama.attach.probe_result import (
     NO_CACHE_REUSE,
     NO_SWA_FULL,
@@ -33,6 +34,10 @@ class Level(StrEnum):
     WARNING = "warning"  # works, but could be faster or safer
     ERROR = "error"  # something that the configuration asks for does not work
 
+    def __call__(self, what: str, do: str = "") -> "Finding":
+        """Return a finding of this level."""
+        return Finding(self, what, do)
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -47,7 +52,7 @@ def of_backend(facts: Facts) -> list[Finding]:
     """Return all findings about one backend."""
     found = list(_folder(facts))
     if (wrong := facts.unusable) is not None:
-        return [Finding(Level.ERROR, f"cannot be used: {wrong.reason}", wrong.do), *found]
+        return [Level.ERROR(f"cannot be used: {wrong.reason}", wrong.do), *found]
     if facts.attached is None:
         return found
     return [
@@ -71,39 +76,35 @@ def restores(facts: Facts) -> bool:
 def _server(facts: Facts, attached: Attached) -> Iterator[Finding]:
     props, models, info = attached.props, attached.models, attached.info
     build = props.build_info or "of an unknown build"
-    yield Finding(Level.OK, f"reachable and ready; llama-server {build}")
+    yield Level.OK(f"reachable and ready; llama-server {build}")
     size = f"{_short(models.n_params)} parameters, {_short(models.size)}B"
     ftype = models.ftype.removeprefix("(guessed) ").removeprefix("all ")
     about = f"{size}, {ftype}" if ftype else size
-    yield Finding(Level.OK, f"model {file_name(props.model_path)} ({about})")
+    yield Level.OK(f"model {file_name(props.model_path)} ({about})")
     slots = f"{info.n_slots} slot{'s' * (info.n_slots != 1)} of {info.n_ctx:,} tokens"
     if info.n_ctx < models.n_ctx_train:
-        yield Finding(Level.OK, f"{slots} (the model was trained on {models.n_ctx_train:,})")
+        yield Level.OK(f"{slots} (the model was trained on {models.n_ctx_train:,})")
     else:
-        yield Finding(Level.OK, slots)
+        yield Level.OK(slots)
     if not props.endpoint_slots:
-        yield Finding(
-            Level.WARNING,
+        yield Level.WARNING(
             "GET /slots is off: kvferry cannot see what its slots do or when one becomes idle",
             "restart it without --no-slots",
         )
     if props.is_sleeping:
-        yield Finding(
-            Level.WARNING,
+        yield Level.WARNING(
             "the server was asleep; its slots lose their KV each time it falls asleep",
             "restart it without --sleep-idle-seconds",
         )
     if facts.speculative:
-        yield Finding(
-            Level.WARNING,
+        yield Level.WARNING(
             "the server drafts tokens (speculative decoding): state files lack the draft's "
             "context, and requests after a restore may fail with HTTP 500",
             "if requests fail, restart it without -md (--model-draft)",
         )
     media = [name for name in ("vision", "audio") if getattr(props, f"has_{name}")]
     if media:
-        yield Finding(
-            Level.NOTE,
+        yield Level.NOTE(
             f"the model accepts media ({', '.join(media)}); its KV is reused by servers with the"
             " same projector",
             "give every server of this model the same --mmproj",
@@ -125,21 +126,18 @@ def _folder(facts: Facts) -> Iterator[Finding]:
         return
     shown = shlex.quote(str(path))
     if not folder.is_folder:
-        yield Finding(
-            Level.ERROR,
+        yield Level.ERROR(
             f"kv_dir {path} is not a directory on this machine",
             f"mkdir -m 700 {shown}, and start llama-server with --slot-save-path {shown}",
         )
     elif not folder.usable:
-        yield Finding(
-            Level.ERROR,
+        yield Level.ERROR(
             f"kv_dir {path} cannot be used by kvferry (uid {os.geteuid()}); it is {_owned(folder)}",
             "run kvferry and llama-server as the same user",
         )
     elif found := openness(folder.mode, group_access=folder.group_access):
         open_to, right = found
-        yield Finding(
-            Level.ERROR,
+        yield Level.ERROR(
             f"kv_dir {path} is open to {open_to} (mode {folder.mode:o}), and state files contain"
             " conversations: `kvferry serve` does not start with it",
             f"chmod {right} {shown}",
@@ -159,39 +157,33 @@ def _moving(facts: Facts, attached: Attached) -> Iterator[Finding]:
     found, kv_dir = attached.probe, facts.backend.kv_dir
     folder = shlex.quote(str(kv_dir)) if kv_dir is not None else "DIR"
     if not found.generates:  # (0)
-        yield Finding(Level.NOTE, f"{found.note}")
+        yield Level.NOTE(f"{found.note}")
     elif not facts.actions:  # (1)
         also = "" if kv_dir is not None else ", and set `kv_dir` (--kv-dir) to the same directory"
-        yield Finding(
-            Level.ERROR,
+        yield Level.ERROR(
             "no KV can be saved or restored: llama-server was started without --slot-save-path",
             f"restart it with --slot-save-path {folder}{also}; no environment variable sets it",
         )
     elif facts.folder is None:  # (2)
-        yield Finding(
-            Level.ERROR,
+        yield Level.ERROR(
             "no KV can be saved or restored: the configuration has no kv_dir for this backend",
             "set `kv_dir` (--kv-dir DIR) to its --slot-save-path as seen from this machine",
         )
     elif not facts.folder.usable:
         return  # `_folder` reports it
     elif facts.unseen:  # (3)
-        yield Finding(
-            Level.ERROR,
+        yield Level.ERROR(
             f"the server saved a slot, but no file appeared in kv_dir {kv_dir}: its "
             f"--slot-save-path is another directory, where {facts.unseen} was left",
             f"restart it with --slot-save-path {folder}, or correct kv_dir (--kv-dir)",
         )
     elif facts.untried:  # (4)
-        yield Finding(
-            Level.WARNING,
+        yield Level.WARNING(
             f"saving and restoring were not tried: {facts.untried}",
             "try again when a slot is free, or after a restart of llama-server",
         )
     elif not found.can_save:  # (5)
-        yield Finding(
-            Level.ERROR, f"saving does not work: {found.problem}", "read llama-server's log"
-        )
+        yield Level.ERROR(f"saving does not work: {found.problem}", "read llama-server's log")
     elif found.layout is None:  # (6)
         yield _unusable(facts)
     else:
@@ -205,14 +197,13 @@ def _unusable(facts: Facts) -> Finding:
     assert facts.attached is not None
     us, saved = os.geteuid(), facts.saved
     if saved is not None and saved.uid != us:
-        return Finding(
-            Level.ERROR,
+        return Level.ERROR(
             f"the server saved a slot, but the file belongs to uid {saved.uid} "
             f"(mode {saved.mode:o}), and kvferry runs as uid {us}",
             "run kvferry and llama-server as the same user",
         )
     problem = facts.attached.probe.problem
-    return Finding(Level.ERROR, f"{problem}", "check free space and the file system of kv_dir")
+    return Level.ERROR(f"{problem}", "check free space and the file system of kv_dir")
 
 
 def _moved(attached: Attached) -> Iterator[Finding]:
@@ -230,38 +221,35 @@ def _moved(attached: Attached) -> Iterator[Finding]:
             if what.endswith(flag):
                 what, do = what.removesuffix(f"; {flag}"), flag
         what = f"{what} ({seen})" if seen else what
-        yield Finding(Level.ERROR, what, do)
+        yield Level.ERROR(what, do)
     elif kind is MemoryKind.SLIDING_WINDOW:  # (2)
         yield _windowed(found, seen)
     elif kind in (MemoryKind.HYBRID, MemoryKind.RECURRENT, MemoryKind.OPAQUE):
-        yield Finding(
-            Level.NOTE,
+        yield Level.NOTE(
             f"{kind} model ({seen}): a saved state can be reused by prompts that continue it, not "
-            "by prompts that diverge inside it",
+            "by prompts that diverge inside it"
         )
     else:
         cut = "; prefixes can be cut out of state files" if found.cuts else ""
-        yield Finding(Level.OK, f"saving and restoring work, full attention; {seen}{cut}")
+        yield Level.OK(f"saving and restoring work, full attention; {seen}{cut}")
         if not found.cuts:
             why = found.note or "cutting a prefix out of a state file was not tried"
-            yield Finding(Level.NOTE, f"{why}; only whole state files are used")
+            yield Level.NOTE(f"{why}; only whole state files are used")
 
 
 def _windowed(found: ProbeResult, seen: str) -> Finding:
     if found.padded is Padding.NEEDED:
-        return Finding(Level.NOTE, f"sliding-window attention; {found.note}")
-    return Finding(
-        Level.OK,
+        return Level.NOTE(f"sliding-window attention; {found.note}")
+    return Level.OK(
         f"saving and restoring work, sliding-window attention of {found.window:,} tokens; {seen}; "
-        "state files are padded for it",
+        "state files are padded for it"
     )
 
 
 def _older(found: ProbeResult) -> Iterator[Finding]:
     """Yield what a newer build would add to state files of an older version."""
     if 0 < found.state_version < VERSION:
-        yield Finding(
-            Level.NOTE,
+        yield Level.NOTE(
             f"its state files are of version {found.state_version}, the newest is {VERSION}: older"
             " builds save no checkpoints, and the oldest no prompts with media",
             "a newer llama-server lets conversations of sliding-window, hybrid and recurrent models"
@@ -273,13 +261,13 @@ def _files(found: ProbeResult) -> Finding:
     """Describe the layout of its state files, which is equal on servers that exchange them."""
     assert found.layout is not None
     if found.layout.is_opaque:
-        return Finding(Level.NOTE, f"{OPAQUE_STATES}: {found.unread}")
+        return Level.NOTE(f"{OPAQUE_STATES}: {found.unread}")
     k, v = found.cache_types
     size = f"{found.layout.bytes_per_token:,.0f} bytes a token"
     if not found.n_stream:
-        return Finding(Level.OK, f"state files: no attention, one fixed size, and {size}")
+        return Level.OK(f"state files: no attention, one fixed size, and {size}")
     streams = f"{found.n_stream} stream{'s' * (found.n_stream != 1)}"
-    return Finding(Level.OK, f"state files: K {k}, V {v}, {streams}, {size}")
+    return Level.OK(f"state files: K {k}, V {v}, {streams}, {size}")
 
 
 def _speeds(found: ProbeResult) -> Finding:
@@ -292,30 +280,24 @@ def _speeds(found: ProbeResult) -> Finding:
             if seconds is not None:
                 parts.append(f"{name} {seconds * 1000:,.1f} ms")
         parts[-1] += f" for {size}"
-    return Finding(Level.OK, ", ".join(parts))
+    return Level.OK(", ".join(parts))
 
 
 def _idle_slots(attached: Attached) -> Iterator[Finding]:
     """Yield problems of idle slots and the RAM cache (llama-server.md sections 0.1 and 0.6)."""
     info, layout = attached.info, attached.probe.layout
     if attached.probe.by_prefix is False:
-        yield Finding(Level.WARNING, PLACES_BY_AGE, NO_SPS)
+        yield Level.WARNING(PLACES_BY_AGE, NO_SPS)
     if attached.probe.ram_cache:
-        yield Finding(
-            Level.WARNING,
+        yield Level.WARNING(
             "the server's RAM cache can give one tenant's prompts to another, and kvferry cannot"
             " prevent that",
             "restart it with --cache-ram 0, or set auth.share_cache: all",
         )
     if not info.keeps_idle_slots:
-        yield Finding(
-            Level.WARNING,
-            EMPTIES_SLOTS,
-            NO_RAM_CACHE,
-        )
+        yield Level.WARNING(EMPTIES_SLOTS, NO_RAM_CACHE)
     elif layout is not None and layout.n_stream == 1 and info.n_slots > 1:
-        yield Finding(
-            Level.NOTE,
+        yield Level.NOTE(
             f"its slots share {info.n_ctx:,} tokens of KV: a long slot can displace others",
             # Not unified, -c is divided among the slots (llama-server.md section 3).
             f"--no-kv-unified -np {info.n_slots} -c {info.n_slots * info.n_ctx} gives each slot as"
@@ -329,21 +311,15 @@ def _words(facts: Facts) -> Iterator[Finding]:
         return
     if words.why_whole is None:
         what = f"prompts are tokenized in segments, cut at {words.n_specials} special tokens"
-        yield Finding(Level.OK, what)
+        yield Level.OK(what)
     else:
         what = f"each new prompt is tokenized whole, which is exact but slower: {words.why_whole}"
-        yield Finding(Level.NOTE, what)
+        yield Level.NOTE(what)
     if words.local is False:
         why = words.local_problem or "its tokens differ from the server's"
-        yield Finding(
-            Level.WARNING,
+        yield Level.WARNING(
             f"the local tokenizer is not used: {why}",
             "set tokenizer.path to the .gguf that the server runs, or tokenizer.mode: backend",
         )
     elif words.local:
-        yield Finding(Level.OK, "the local tokenizer agrees with the server")
-
-
-def file_name(path: str) -> str:
-    """Return the last part of a POSIX or Windows path."""
-    return path.replace("\\", "/").rsplit("/", 1)[-1]
+        yield Level.OK("the local tokenizer agrees with the server")

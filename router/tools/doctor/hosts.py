@@ -29,7 +29,7 @@ async def of_hosts(config: Config, all_facts: list[Facts]) -> list[Finding]:
     try:
         credentials = await asyncio.to_thread(load_credentials, section.credentials)
     except CredentialsError as error:
-        return [Finding(Level.ERROR, f"fleet.credentials: {error}")]
+        return [Level.ERROR(f"fleet.credentials: {error}")]
     found = [finding for url in section.peers for finding in await _peer(url, credentials, config)]
     hellos = [hello for finding, hello in found if hello is not None]
     findings = [finding for finding, _ in found]
@@ -47,7 +47,7 @@ async def _peer(
         addresses = await addresses_of(url)
     except OSError as error:
         told = f"{url}: {error.strerror}"
-        return [(Finding(Level.ERROR, told, "give peers as https://HOST:PORT"), None)]
+        return [(Level.ERROR(told, "give peers as https://HOST:PORT"), None)]
     found = []
     async with Connections(credentials.client) as connections:
         for address in addresses:
@@ -66,17 +66,17 @@ async def _examined(
         if isinstance(error.__cause__, ssl.SSLError):
             why = f"its certificate is not of this fleet ({error.__cause__.reason})"
         do = "is kvferry running there with --peer-listen, and the port open?"
-        return Finding(Level.WARNING, f"{peer.url}: {why}", do), None
+        return Level.WARNING(f"{peer.url}: {why}", do), None
     peer.heard(hello, credentials.proof)
     if peer.problem:
-        return Finding(Level.ERROR, f"{hello.name} ({peer.url}): {peer.problem}"), None
+        return Level.ERROR(f"{hello.name} ({peer.url}): {peer.problem}"), None
     if hello.keeps_apart != config.auth.keeps_apart:
         told = f"{hello.name}: tenants are kept apart on one of the two hosts only"
-        return Finding(Level.WARNING, told, "give all hosts the same `auth`"), hello
+        return Level.WARNING(told, "give all hosts the same `auth`"), hello
     models = ", ".join(sorted({s.names[0].rpartition("/")[2] for s in hello.models if s.names}))
     models = models or "no model"
     told = f"{hello.name} ({peer.url}): kvferry {hello.version}, {hello.slots} slots, {models}"
-    return Finding(Level.OK, told), hello
+    return Level.OK(told), hello
 
 
 def _models(hellos: list[Hello], all_facts: list[Facts]) -> list[Finding]:
@@ -93,7 +93,7 @@ def _models(hellos: list[Hello], all_facts: list[Facts]) -> list[Finding]:
                 if not is_same(info.namespace, Namespace(served.namespace)):
                     told = f"{served.names[0]} on {hello.name} is another model than here"
                     do = "the same file and the same -ctk, -ctv and -fa, or another name"
-                    found.append(Finding(Level.WARNING, told, do))
+                    found.append(Level.WARNING(told, do))
     return found
 
 
@@ -106,7 +106,7 @@ async def _directory(url: str, *, moves: int = 2) -> Finding:
         from router.hosts.directory import HOSTS_KEY, at_node
     except ModuleNotFoundError:
         told = "the directory is not asked: redis is not installed"
-        return Finding(Level.ERROR, told, "pip install 'kvferry[fleet]'")
+        return Level.ERROR(told, "pip install 'kvferry[fleet]'")
     where = urlsplit(url).hostname
     try:
         async with asyncio.timeout(_WITHIN_S), redis.asyncio.Redis.from_url(url) as client:
@@ -116,9 +116,9 @@ async def _directory(url: str, *, moves: int = 2) -> Finding:
         if isinstance(error, MovedError) and moves:  # a cluster
             return await _directory(at_node(url, error), moves=moves - 1)
         told = f"the directory at {where} does not answer: {str(error) or type(error).__name__}"
-        return Finding(Level.WARNING, told, "requests are served without it")
+        return Level.WARNING(told, "requests are served without it")
     version = str(info.get("valkey_version") or info.get("redis_version"))
     if int(version.partition(".")[0]) < _OLDEST_REDIS:
         told = f"the directory at {where} is version {version}"
-        return Finding(Level.ERROR, told, "take Redis 7.0 or later, or Valkey")
-    return Finding(Level.OK, f"the directory at {where}: version {version}, {hosts} hosts")
+        return Level.ERROR(told, "take Redis 7.0 or later, or Valkey")
+    return Level.OK(f"the directory at {where}: version {version}, {hosts} hosts")

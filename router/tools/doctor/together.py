@@ -16,13 +16,14 @@ from router.config.open_doors import open_doors
 from router.config.schema import Config, TokenizerMode
 from router.llama.attach.attached import Attached
 from router.llama.attach.diagnosis import Trouble, Unusable
+from router.llama.attach.namespace import file_name
 from router.store import shapes
 from router.store.files import openness
 from router.store.format.blocks import AttentionBlock
 from router.store.format.layout import Layout
 from router.tools.doctor.environment import Lack, unset_variables, unusable_parts
 from router.tools.doctor.facts import Facts
-from router.tools.doctor.findings import Finding, Level, file_name, restores
+from router.tools.doctor.findings import Finding, Level, restores
 
 
 def of_several(all_facts: Sequence[Facts], config: Config) -> list[Finding]:
@@ -33,7 +34,7 @@ def of_several(all_facts: Sequence[Facts], config: Config) -> list[Finding]:
         *_streams(all_facts),
         *_folders(all_facts),
         *_settings(config),
-        *(Finding(Level.WARNING, door.what, door.remedy) for door in open_doors(config)),
+        *(Level.WARNING(door.what, door.remedy) for door in open_doors(config)),
         *_lacking(config),
     ]
 
@@ -86,7 +87,7 @@ def _lacks(config: Config) -> list[Lack]:
 def _lacking(config: Config) -> Iterator[Finding]:
     for lack in _lacks(config):
         what = f"{path_text(lack.path)}: {lack.message}"
-        yield Finding(Level.ERROR, what, "`kvferry serve` does not start without it")
+        yield Level.ERROR(what, "`kvferry serve` does not start without it")
 
 
 def _duplicates(all_facts: Sequence[Facts]) -> Iterator[Finding]:
@@ -96,7 +97,7 @@ def _duplicates(all_facts: Sequence[Facts]) -> Iterator[Finding]:
         if a.props.process == b.props.process and not a.props.told_by_nothing:
             what = f"{a.name} and {b.name} seem to be one and the same server (equal media_marker)"
             do = f"{Unusable(Trouble.TWIN).do}; `kvferry serve` uses only one of them"
-            yield Finding(Level.WARNING, what, do)
+            yield Level.WARNING(what, do)
 
 
 def _groups(all_facts: Sequence[Facts]) -> list[list[Facts]]:
@@ -112,14 +113,12 @@ def _exchange(all_facts: Sequence[Facts]) -> Iterator[Finding]:
     for group in groups:
         names = [facts.name for facts in group if restores(facts)]
         if len(names) > 1:
-            yield Finding(Level.OK, f"{_listed(names)} can use each other's KV")
+            yield Level.OK(f"{_listed(names)} can use each other's KV")
     # Compare only with the largest group: all pairs of five servers would be ten findings.
     for other in groups[1:]:
         for level, what, do in differences(groups[0][0], other[0]):
             ours, theirs = ([facts.name for facts in group] for group in (groups[0], other))
-            yield Finding(
-                level, f"{_listed(theirs)} cannot use the KV of {_listed(ours)}: {what}", do
-            )
+            yield level(f"{_listed(theirs)} cannot use the KV of {_listed(ours)}: {what}", do)
 
 
 def differences(a: Facts, b: Facts) -> list[tuple[Level, str, str]]:
@@ -134,7 +133,7 @@ def differences(a: Facts, b: Facts) -> list[tuple[Level, str, str]]:
     if reason := _models(a.attached, b.attached):  # (1)
         do = "nothing if this is intended; else start both with the same -m FILE"
         return [(Level.NOTE, reason, do)]
-    if a.lora != b.lora:  # (2)
+    if a.attached.lora != b.attached.lora:  # (2)
         do = "nothing if this is intended; else start both with the same --lora"
         return [(Level.NOTE, "they have different LoRA adapters", do)]
     ours, theirs = a.attached.probe.layout, b.attached.probe.layout
@@ -193,8 +192,7 @@ def _streams(all_facts: Sequence[Facts]) -> Iterator[Finding]:
                 by_number.setdefault(facts.attached.info.n_stream, []).append(facts.name)
         if len(by_number) > 1:
             files = [f"{n} ({_listed(names)})" for n, names in sorted(by_number.items())]
-            yield Finding(
-                Level.NOTE,
+            yield Level.NOTE(
                 "states are restreamed between servers with different numbers of streams: "
                 f"{', '.join(files)}",
                 "give all servers the same -np, and all --kv-unified or all --no-kv-unified",
@@ -216,28 +214,25 @@ def _folders(all_facts: Sequence[Facts]) -> Iterator[Finding]:
         if copied:
             how, do = "copied", "give all servers one --slot-save-path, so that nothing is copied"
         what = f"states are {how} between {_listed(list(folders.values()))}"
-        yield Finding(Level.NOTE, what, do)
+        yield Level.NOTE(what, do)
 
 
 def _settings(config: Config) -> Iterator[Finding]:
     if not config.policy.name.moves_kv:
         return
     if not config.store.enabled:
-        yield Finding(
-            Level.WARNING,
+        yield Level.WARNING(
             "the store is off: nothing is saved",
             "set store.max_bytes and store.max_tokens above 0, or to -1 for no limit",
         )
     if not config.probe.enabled:
-        yield Finding(
-            Level.WARNING,
+        yield Level.WARNING(
             "probe.enabled is false: `kvferry serve` does not learn what its backends can do, and "
             "restores nothing",
             "remove the key, or set probe.enabled: true",
         )
     if config.tokenizer.mode is TokenizerMode.OFF:
-        yield Finding(
-            Level.WARNING,
+        yield Level.WARNING(
             "tokenizer.mode is off: prompts are not tokenized, so nothing is reused",
             "remove the key, or set tokenizer.mode: backend",
         )

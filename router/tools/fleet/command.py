@@ -4,14 +4,14 @@ import argparse
 import asyncio
 import sys
 from pathlib import Path
-from typing import Any
 
 from router.config import values
+from router.tools.console.client import add_url
 from router.tools.console.hosts import drain_host, status
 
 
-def add_fleet_commands(command: argparse.ArgumentParser, where: Any) -> None:
-    """Add the commands below `kvferry fleet`. `where` adds `--url` to one."""
+def add_fleet_commands(command: argparse.ArgumentParser) -> None:
+    """Add the commands below `kvferry fleet`."""
     commands = command.add_subparsers(required=True, metavar="COMMAND")
     one = commands.add_parser("certificate", help="make the credentials of a host")
     one.add_argument("host", metavar="HOST", help="its name")
@@ -26,15 +26,16 @@ def add_fleet_commands(command: argparse.ArgumentParser, where: Any) -> None:
     one.set_defaults(run=_certificate)
     one = commands.add_parser("status", help="show the hosts as one of them sees them")
     one.add_argument("--json", action="store_true", help="print the JSON of the router")
-    where(one)
-    one.set_defaults(run=_status)
+    add_url(one)
+    one.set_defaults(run=lambda o: asyncio.run(status(o.url, as_json=o.json)))
     for name, doing in (
         ("drain", "send no new requests to this host's servers; its clients go to other hosts"),
         ("undrain", "use this host's servers again"),
     ):
         one = commands.add_parser(name, help=doing)
-        where(one)
-        one.set_defaults(run={"drain": _drain, "undrain": _undrain}[name])
+        add_url(one)
+        undo = name == "undrain"
+        one.set_defaults(run=lambda o, undo=undo: asyncio.run(drain_host(o.url, undo=undo)))
 
 
 def _certificate(options: argparse.Namespace) -> int:
@@ -59,15 +60,3 @@ def _certificate(options: argparse.Namespace) -> int:
         f"{options.directory / 'authority.key'} stays here: a host that has it can admit others.\n"
     )
     return 0
-
-
-def _status(options: argparse.Namespace) -> int:
-    return asyncio.run(status(options.url, as_json=options.json))
-
-
-def _drain(options: argparse.Namespace) -> int:
-    return asyncio.run(drain_host(options.url, undo=False))
-
-
-def _undrain(options: argparse.Namespace) -> int:
-    return asyncio.run(drain_host(options.url, undo=True))

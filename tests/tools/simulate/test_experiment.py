@@ -1,6 +1,7 @@
 """Runs over policies and budgets, and their numbers."""
 
 from functools import partial
+from statistics import median
 
 import pytest
 
@@ -57,5 +58,5 @@ def test_scale_changes_little() -> None:
     )
     assert coarse.prompt_tokens == exact.prompt_tokens
     assert coarse.reused_tokens == exact.reused_tokens
-    assert coarse.ttft_s["p50"] == pytest.approx(exact.ttft_s["p50"], rel=0.05)
+    assert median(coarse.ttft_s) == pytest.approx(median(exact.ttft_s), rel=0.05)
     assert coarse.saved_bytes == pytest.approx(exact.saved_bytes, rel=0.05)

@@ -1,5 +1,8 @@
 """Results of a simulation as tables and JSON."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
@@ -25,8 +28,6 @@ def results() -> list[Result]:
 
 
 def test_refusals_are_told(results: list[Result], capsys: pytest.CaptureFixture[str]) -> None:
-    one = results[0]
-    refused = type(one)(**{name: getattr(one, name) for name in one.__slots__})
-    object.__setattr__(refused, "rejected", {"QueueFullError": 3})
+    refused = replace(results[0], rejected=Counter(QueueFullError=3))
     report.show(Console(), [refused])
     assert "refused 3 x QueueFullError" in capsys.readouterr().out

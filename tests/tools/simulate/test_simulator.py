@@ -91,7 +91,7 @@ def test_a_trace_by_hand() -> None:
     assert meter.waited_s == pytest.approx([0.0, 5.12, 0.0])
     assert meter.prompt_tokens == 512 + 1024 + 600
     assert meter.computed_tokens == 512 + 512 + 88
-    assert meter.reused_tokens == {"resident": 1024}
+    assert meter.reused == {"resident": 1024}
     assert meter.oracle_tokens == 1024
     assert meter.generated_tokens == 23
     assert (meter.saved_bytes, meter.restored_bytes, meter.answered) == (0, 0, 3)
@@ -108,8 +108,8 @@ def test_what_is_displaced_comes_back_as_a_snapshot() -> None:
     without = play(setup(PolicyName.PREFER_IDLE, budget_bytes=0), Script(asks)).meter
     with_ = play(setup(PolicyName.PREFER_IDLE), Script(asks)).meter
 
-    assert (without.restores, dict(without.saves), without.reused_tokens["snapshot"]) == (0, {}, 0)
-    assert with_.reused_tokens["snapshot"] == 600 + 1 + 700 + 2  # the first suffix token is shared
+    assert (without.restores, dict(without.saves), without.reused["snapshot"]) == (0, {}, 0)
+    assert with_.reused["snapshot"] == 600 + 1 + 700 + 2  # the first suffix token is shared
     assert with_.oracle_tokens == 1303
     assert with_.restores == 2
     assert with_.computed_tokens < without.computed_tokens
@@ -194,9 +194,9 @@ def test_misses_add_up() -> None:
 
 def conserved(made: Simulator, requests: int) -> None:
     meter = made.meter
-    assert meter.arrived == requests
+    assert meter.requests == requests
     assert meter.answered + meter.abandoned + meter.rejected.total() == requests
-    assert sum(meter.reused_tokens.values()) + meter.computed_tokens == meter.prompt_tokens
+    assert meter.reused_tokens + meter.computed_tokens == meter.prompt_tokens
     assert meter.plans.total() == meter.answered == len(meter.ttft_s) == len(meter.waited_s)
     on_servers = sum(server.computed_tokens for server in made.servers.values())
     assert on_servers >= meter.computed_tokens
@@ -269,10 +269,8 @@ def test_two_models_in_turn_by_hand() -> None:
     sim = play(setup(PolicyName.PREFER_IDLE, servers=2, on_demand=on_demand), source)
     took = [source.times[one.id] - one.at for one in asks]
     assert took == pytest.approx([15.12, 16.12, 11.1, 11.1], abs=0.1)
-    assert (sim.scheduler.state.inventory.servers.swaps, sim.meter.reused_tokens["snapshot"]) == (
-        3,
-        2 * 512,
-    )
+    swaps = sim.scheduler.state.inventory.servers.swaps
+    assert (swaps, sim.meter.reused["snapshot"]) == (3, 2 * 512)
 
 
 @pytest.mark.parametrize("kind", list(MemoryKind)[:2])

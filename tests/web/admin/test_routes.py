@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 from yarl import URL
 
-from router.tools.console.client import TOKEN_ENV, CallError, RouterClient
-from router.tools.console.explain import fetch
+from router.tools.console.client import TOKEN_ENV, CallError, RouterClient, connected
 from router.tools.console.top import top
 from tests.support.servers.recorder import QUIET, Recorder, recording
 from tests.support.servers.running_router import Answer, RunningRouter, read_answer, running
@@ -153,13 +152,15 @@ async def test_from_a_terminal(
             await top(url, once=True)
         with pytest.raises(CallError, match=r"admin\.listen"):
             await RouterClient(kvferry.url, kvferry.session).state()
-        with pytest.raises(Exception, match="token"):
-            await fetch(url, "x")
+        with pytest.raises(CallError, match="token"):
+            async with connected(url) as client:
+                await client.call("GET", "/kvferry/requests/x")
         monkeypatch.setenv(TOKEN_ENV, TOKEN)
         assert await top(url, once=True) == 0
         assert "none waiting" in capsys.readouterr().out
-        with pytest.raises(Exception, match="no finished request has the id 'x'"):
-            await fetch(url, "x")
+        with pytest.raises(CallError, match="no finished request has the id 'x'"):
+            async with connected(url) as client:
+                await client.call("GET", "/kvferry/requests/x")
 
 
 async def test_a_route_that_is_gone_says_what_to_ask(backend: Recorder) -> None:
