@@ -32,6 +32,7 @@ from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.attach.monitor import Monitor
+from router.llama.attach.probe_slots import SlotFolder
 from router.llama.client import LlamaClient
 from router.llama.replies import Process
 from router.llama.server_client import Connections
@@ -152,11 +153,10 @@ def watched_backends(config: Config, parts: Parts, stack: AsyncExitStack) -> Wat
     """Return the watch over no backend yet; `Backends.configure` begins it."""
 
     def monitor(backend: BackendConfig, config: Config) -> Monitor:
-        key = parts.on_demand.key(backend.name)
+        key, kv_dir = parts.on_demand.key(backend.name), kv_dir_of(backend, config)
         return Monitor(
             client_of(backend, parts.connections, timeouts_of(config), key),
-            kv_dir=kv_dir_of(backend, config),
-            store=parts.store,
+            folder=None if kv_dir is None else SlotFolder(parts.store, kv_dir),
             extra_models=backend.models,
             max_running=backend.max_running,
             watch=watch_of(config),

@@ -25,7 +25,7 @@ from router.base.types import (
 )
 from router.core.model.plan import Plan
 from router.engine.engine import Engine, EngineListener
-from router.llama.attach.attached import Attached
+from router.llama.attach.learning import Attached
 from router.llama.attach.probe_result import ProbeResult
 from router.llama.client import LlamaClient
 from router.llama.replies import InfillAnswer, ModelsInfo, Props

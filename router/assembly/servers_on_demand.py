@@ -15,7 +15,7 @@ from router.base.types import BackendId, KvDir, KvSettings
 from router.config.schema import BackendConfig, Config
 from router.config.servers import ModelConfig
 from router.engine.engine import Engine
-from router.llama.attach.attached import Attached
+from router.llama.attach.learning import Attached
 from router.llama.attach.probe_result import ProbeResult
 from router.llama.attach.proofs import Proof, read_proofs, write_proofs
 from router.llama.client import LlamaClient

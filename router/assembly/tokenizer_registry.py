@@ -18,7 +18,7 @@ from router.llama.client import LlamaClient
 from router.llama.replies import InfillAnswer, Props
 from router.prompts.chat_template import prove
 from router.prompts.infill import InfillRule, learn_rule
-from router.prompts.local_tokenizer import Encoder, LocalTokenizerError, load_local
+from router.prompts.local_tokenizer import LocalTokenizer, LocalTokenizerError, load_local
 from router.prompts.reader import PromptReader, Vocabulary
 from router.prompts.special_tokens import discover_specials
 from router.prompts.tokenizer import SegmentTokenizer
@@ -206,7 +206,7 @@ class TokenizerRegistry:
             with suppress(BackendError):  # it went away: the next one tries again
                 await tokenizer.try_local(local)
 
-    async def _local(self, props: Props, specials: dict[str, int]) -> Encoder | None:
+    async def _local(self, props: Props, specials: dict[str, int]) -> LocalTokenizer | None:
         """Load the local tokenizer: the configured one, or the model's own file if it is here.
 
         None: the backend tokenizes. A failure is logged.
@@ -216,7 +216,7 @@ class TokenizerRegistry:
         if path is None:
             return None
 
-        def load() -> Encoder | None:
+        def load() -> LocalTokenizer | None:
             return None if is_auto and not path.is_file() else load_local(path, tuple(specials))
 
         try:

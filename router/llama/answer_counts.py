@@ -96,11 +96,12 @@ class AnswerCounts:
             new = self._corrected(found) if found else {}
         except (ValueError, OverflowError):  # no number, or none of this world
             return line
-        if self._tells_creation and (computed := _computed(found, new)) is not None:
+        if self._tells_creation and b"input_tokens" in found:
+            computed = new.get(b"input_tokens", b"%d" % found[b"input_tokens"])
             new[b"input_tokens"] = b'0,"cache_creation_input_tokens":' + computed
         if not new:
             return line
-        return before + self._count.sub(lambda match: _replaced(match, new), behind)
+        return before + self._count.sub(lambda m: m[1] + new.get(m[2], m[3]), behind)
 
     def _corrected(self, found: Mapping[bytes, float]) -> dict[bytes, bytes]:
         """Return the right values for the numbers of one line."""
@@ -121,14 +122,3 @@ class AnswerCounts:
             new[b"prompt_per_token_ms"] = ms / tokens if tokens else 0.0
             new[b"prompt_per_second"] = tokens * 1000 / ms if ms else 0.0
         return {key: repr(value).encode() for key, value in new.items()}
-
-
-def _computed(found: Mapping[bytes, float], new: Mapping[bytes, bytes]) -> bytes | None:
-    """Return the computed tokens of a line's prompt. None: it does not tell them."""
-    if b"input_tokens" not in found:
-        return None
-    return new.get(b"input_tokens", b"%d" % found[b"input_tokens"])
-
-
-def _replaced(match: re.Match[bytes], new: Mapping[bytes, bytes]) -> bytes:
-    return match[1] + new.get(match[2], match[3])

@@ -4,21 +4,20 @@ Raises only BackendError and its subclasses. The engine decides whether a slot a
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from http import HTTPStatus
+from typing import Any, Literal
 
-from router.base.errors import (
-    BackendError,
-    BackendLostError,
-    BackendRefusedError,
-    BackendTimeoutError,
-)
-from router.base.tokens import Tokens
-from router.base.types import BackendId, PrefillProgress, Reported, SlotStatus, Transfer
-from router.llama import json_offload, wire
+import orjson
+
+from router.base.errors import BackendError, BackendRefusedError
+from router.base.tokens import EMPTY, Tokens, pack, unpack
+from router.base.types import PrefillProgress, Reported, SlotStatus, Transfer
+from router.llama import json_offload
 from router.llama import replies as reply
 from router.llama.routes import Shape
-from router.llama.server_client import Connections, RelayedResponse, ServerClient, Timeouts
+from router.llama.server_client import ServerClient, refuse
+from router.llama.wire import InfillPrompt, Shown
 
 _JSON = (b"Content-Type", b"application/json")
 # Tokens that are generated where the first is a part of a character, which has up to four bytes.
@@ -30,83 +29,46 @@ _MAX_METRICS_BYTES = 256 * 1024
 class LlamaClient(ServerClient):
     """`ports.SlotServer` over HTTP, and all other calls to a llama-server."""
 
-    def __init__(
-        self,
-        backend: BackendId,
-        url: str,
-        connections: Connections,
-        timeouts: Timeouts,
-        api_key: str | None = None,
-    ) -> None:
-        super().__init__(backend, url, connections, timeouts, api_key)
-        self._suspect: Callable[[], None] = lambda: None
+    async def get(self, path: str, *, soon: bool = False, max_bytes: int | None = None) -> bytes:
+        """Return the raw answer to a GET. `soon`: wait no longer than a check of health may take.
 
-    def tell_suspicions(self, told: Callable[[], None]) -> None:
-        """Call `told` when a call about texts or ids fails or takes longer than `health_s`.
-
-        A refusal is no failure.
+        More than one poll of the slots a second hides abandoned requests from the server
+        (llama-server.md section 5.6).
         """
-        self._suspect = told
+        timeout_s = self._timeouts.health_s if soon else self._timeouts.control_s
+        return await self._call("GET", path, None, timeout_s, max_bytes)
 
     async def health(self) -> None:
         """Return if the server is up and its model is loaded; else raise BackendError."""
-        await self._call("GET", "/health", None, self._timeouts.health_s)
+        await self.get("/health", soon=True)
 
     async def props(self, *, soon: bool = False) -> reply.Props:
         """Return the answer to `GET /props`. `soon`: wait no longer than for `/health`."""
-        return reply.props_from(await self.props_answer(soon=soon))
+        return reply.props_from(await self.get("/props", soon=soon))
 
     async def models(self) -> reply.ModelsInfo:
         """Return the answer to `GET /v1/models`."""
-        return reply.models_from(await self.models_answer())
-
-    async def models_answer(self) -> bytes:
-        """Return the raw answer to `GET /v1/models`."""
-        return await self._call("GET", "/v1/models", None, self._timeouts.control_s)
-
-    async def lora_adapters(self, *, soon: bool = False) -> bytes:
-        """Return the raw answer to `GET /lora-adapters`; it is only compared for equality.
-
-        `soon`: wait no longer than a check of health may take.
-        """
-        timeout_s = self._timeouts.health_s if soon else self._timeouts.control_s
-        return await self._call("GET", "/lora-adapters", None, timeout_s)
+        return reply.models_from(await self.get("/v1/models"))
 
     async def metrics(self) -> bytes:
         """Return the raw answer to `GET /metrics`. A server without `--metrics` refuses it."""
-        timeout_s = self._timeouts.health_s
-        return await self._call("GET", "/metrics", None, timeout_s, _MAX_METRICS_BYTES)
-
-    async def props_answer(self, *, soon: bool = False) -> bytes:
-        """Return the raw answer to `GET /props`. `soon`: wait no longer than for `/health`."""
-        timeout_s = self._timeouts.health_s if soon else self._timeouts.control_s
-        return await self._call("GET", "/props", None, timeout_s)
-
-    async def slots_answer(self) -> bytes:
-        """Return the raw answer to `GET /slots`; as `slots`, at most once a second."""
-        return await self._call("GET", "/slots", None, self._timeouts.control_s)
+        return await self.get("/metrics", soon=True, max_bytes=_MAX_METRICS_BYTES)
 
     async def slots(self) -> list[SlotStatus]:
-        """Return the status of every slot (`GET /slots`).
-
-        More than one poll a second hides abandoned requests from the server (llama-server.md
-        section 5.6).
-        """
-        return reply.slots_from(await self.slots_answer())
+        """Return the status of every slot (`GET /slots`)."""
+        return reply.slots_from(await self.get("/slots"))
 
     async def tokenize(
         self, content: str | list[str | int], *, add_special: bool, parse_special: bool
     ) -> list[int]:
         """Return the ids of `content` as the engine sees them (`POST /tokenize`)."""
-        body = wire.tokenize_body(content, add_special=add_special, parse_special=parse_special)
-        payload = await self._ask("/tokenize", body)
+        body = {"content": content, "add_special": add_special, "parse_special": parse_special}
+        payload = await self._ask("/tokenize", orjson.dumps(body))
         return await json_offload.read(payload, reply.ids_from, payload)
 
     async def detokenize(self, ids: list[int]) -> str:
         """Return the text of `ids`, special tokens included (`POST /detokenize`)."""
-        body = wire.detokenize_body(ids)
-        payload = await self._ask("/detokenize", body)
-        return reply.text_from(payload)
+        return reply.text_from(await self._ask("/detokenize", orjson.dumps({"tokens": ids})))
 
     async def apply_template(self, body: bytes) -> str:
         """Return the text that a chat body is rendered to (`POST /apply-template`)."""
@@ -114,13 +76,13 @@ class LlamaClient(ServerClient):
 
     async def _ask(self, path: str, body: bytes) -> bytes:
         """Post a call about texts or ids, which any server of the model can answer."""
-        slow = asyncio.get_running_loop().call_later(self._timeouts.health_s, self._suspect)
+        slow = asyncio.get_running_loop().call_later(self._timeouts.health_s, self.on_suspicion)
         try:
             return await self._call("POST", path, body, self._timeouts.control_s, yields=True)
         except BackendRefusedError:
             raise
         except BackendError:
-            self._suspect()
+            self.on_suspicion()
             raise
         finally:
             slow.cancel()
@@ -136,9 +98,9 @@ class LlamaClient(ServerClient):
         """
         return await self._transfer("restore", slot, name)
 
-    async def _transfer(self, action: wire.Action, slot: int, name: str) -> Transfer:
-        path = f"/slots/{slot}?action={action}"
-        payload = await self._call("POST", path, wire.action_body(name), self._timeouts.action_s)
+    async def _transfer(self, action: Literal["save", "restore"], slot: int, name: str) -> Transfer:
+        path, body = f"/slots/{slot}?action={action}", orjson.dumps({"filename": name})
+        payload = await self._call("POST", path, body, self._timeouts.action_s)
         return reply.transfer_from(payload, action)
 
     async def erase(self, slot: int) -> None:
@@ -156,9 +118,21 @@ class LlamaClient(ServerClient):
             await self.overwrite(slot)
 
     async def overwrite(self, slot: int) -> None:
-        """Replace the content of an idle slot by one computed token."""
-        body, timeout_s = wire.overwrite_body(slot), self._timeouts.action_s
-        await self._call("POST", "/completion", body, timeout_s)
+        """Replace the content of an idle slot by one computed token of any vocabulary."""
+        await self._compute(slot, pack([0]), self._timeouts.action_s, cache_prompt=False)
+
+    async def _compute(
+        self,
+        slot: int,
+        tokens: Tokens,
+        timeout_s: float,
+        seen: Callable[[bytes], None] | None = None,
+        **more: Any,
+    ) -> bytes:
+        """Compute `tokens` in a slot and generate nothing, unless `more` fields say otherwise."""
+        body = {"prompt": unpack(tokens), "id_slot": slot, "n_predict": 0, "cache_prompt": True}
+        raw = orjson.dumps(body | {"n_cache_reuse": 0} | more)
+        return await self._call("POST", "/completion", raw, timeout_s, seen=seen)
 
     async def prefill(
         self,
@@ -171,94 +145,66 @@ class LlamaClient(ServerClient):
     ) -> Reported:
         """Compute `tokens` in an idle slot, which holds exactly these tokens afterwards.
 
-        Streamed with progress events, so that the server notices a cancelled call at once. Not
-        `exact`: the server may shift KV, if it is configured to. `cache`: reuse what the slot
-        holds; None: as the server is configured. `told` gets the progress as it comes.
+        `n_predict: 0` samples one token that the slot does not keep (llama-server.md section 2.3).
+        Streamed with progress events, so that the server notices a cancelled call after the next
+        batch (5.6). Not `exact`: the server may shift KV, if it is configured to. `cache`: reuse
+        what the slot holds; None takes the server's default, as for a field that is not there
+        (`field::eval`, server-schema.cpp). `told` gets the progress as it comes.
         """
-        body = wire.prefill_body(tokens, slot, exact=exact, cache=cache)
-        if told is None:
-            payload = await self._call("POST", "/completion", body, self._timeouts.first_byte_s)
-        else:
-            payload = await self._followed("/completion", body, told)
-        return reply.read_reply(Shape.COMPLETION, True, payload)
-
-    async def _followed(
-        self, path: str, body: bytes, told: Callable[[PrefillProgress], None]
-    ) -> bytes:
-        """Return a whole streamed answer; tell its progress events as they come."""
-        received, read = b"", 0
+        more = {"stream": True, "return_progress": True, "cache_prompt": cache}
+        more |= {} if exact else {"n_cache_reuse": None}
+        seen = None if told is None else reply.progress_reader(told)
+        timeout_s = self._timeouts.first_byte_s
+        self.relaying += told is not None
         try:
-            async with (
-                asyncio.timeout(self._timeouts.first_byte_s),
-                self.relay("POST", path, [_JSON], body) as answer,
-            ):
-                await _check(answer)
-                async for chunk in _unless_lost(answer):
-                    received += chunk
-                    whole = received.rfind(b"\n\n") + 2
-                    for progress in reply.progress_in(received[read:whole]):
-                        told(progress)
-                    read = max(read, whole)
-        except TimeoutError as error:
-            raise BackendTimeoutError("the backend did not answer in time") from error
-        return received
+            payload = await self._compute(slot, tokens, timeout_s, seen, **more)
+        finally:
+            if told is not None:
+                self.relayed()
+        return reply.read_reply(Shape.COMPLETION, True, payload)
 
     async def trial(self, path: str, body: bytes) -> int | None:
         """Send a request until its first progress event; return the tokens that were cached.
 
         None: the answer has no such event. Raises BackendRefusedError if the server refuses it.
         """
+        found: list[PrefillProgress] = []
+        seen = reply.progress_reader(found.append)
         async with self.relay("POST", path, [_JSON], body, yields=True) as answer:
-            await _check(answer)
-            received = b""
+            refuse(answer.status, await answer.read() if answer.status >= 400 else b"")
             async for chunk in answer:
-                received += chunk
-                whole = received[: received.rfind(b"\n\n") + 2]
-                for progress in reply.progress_in(whole):
-                    return progress.n_cached
+                seen(chunk)
+                if found:
+                    return found[0].n_cached
         return None
 
-    async def fingerprint(self, slot: int, prompt: Tokens | wire.Shown) -> list[tuple[int, float]]:
+    async def fingerprint(self, slot: int, prompt: Tokens | Shown) -> list[tuple[int, float]]:
         """Return the likeliest tokens after `prompt` and their log probabilities, best first.
 
         If the next token is a part of a character, those of the first one that is none.
         """
-        found: list[tuple[int, float]] = []
-        shown = isinstance(prompt, wire.Shown)  # an encoder may take a minute
-        timeout_s = self._timeouts.first_byte_s if shown else self._timeouts.action_s
+        more: dict[str, Any] = {"n_probs": 5, "temperature": 0.0}
+        tokens, timeout_s = EMPTY, self._timeouts.first_byte_s  # an encoder may take a minute
+        if isinstance(prompt, Shown):
+            more["prompt"] = {"prompt_string": prompt.text, "multimodal_data": prompt.media}
+        else:
+            tokens, timeout_s = prompt, self._timeouts.action_s
         for n_predict in (1, _WITHIN_A_CHARACTER):
-            body = wire.fingerprint_body(prompt, slot, n_predict)
-            payload = await self._call("POST", "/completion", body, timeout_s)
-            found = reply.top_logprobs_from(payload)
-            if found:
-                break
-        return found
+            payload = await self._compute(slot, tokens, timeout_s, n_predict=n_predict, **more)
+            if found := reply.top_logprobs_from(payload):
+                return found
+        return []
 
     async def placed(self, tokens: Tokens) -> int:
         """Compute `tokens` in a slot of the server's choice; return its index."""
-        body = wire.unplaced_body(tokens)
-        payload = await self._call("POST", "/completion", body, self._timeouts.action_s)
-        return reply.slot_from(payload)
+        return reply.slot_from(await self._compute(-1, tokens, self._timeouts.action_s))
 
-    async def infill(self, slot: int, parts: wire.InfillPrompt) -> reply.InfillAnswer:
+    async def infill(self, slot: int, parts: InfillPrompt) -> reply.InfillAnswer:
         """Compute an infill prompt in a slot. Raises BackendRefusedError if the model has none."""
-        body = wire.infill_body(parts, slot)
-        return reply.infill_from(await self._call("POST", "/infill", body, self._timeouts.action_s))
-
-
-async def _unless_lost(answer: RelayedResponse) -> AsyncIterator[bytes]:
-    """Yield the bytes of an answer to the router itself. Raises BackendLostError if they end."""
-    try:
-        async for chunk in answer:
-            yield chunk
-    except BackendLostError:
-        raise
-    except BackendError as error:
-        raise BackendLostError("the backend went down with the request") from error
-
-
-async def _check(answer: RelayedResponse) -> None:
-    """Raise BackendRefusedError if an answer is an error."""
-    if answer.status >= HTTPStatus.BAD_REQUEST:
-        told = reply.error_message_from(await answer.read()) or f"HTTP {answer.status}"
-        raise BackendRefusedError(told, backend_status=answer.status)
+        extra = [{"filename": name, "text": text} for name, text in parts.extra]
+        body = {"input_prefix": parts.prefix, "input_suffix": parts.suffix, "prompt": parts.prompt}
+        more = {"input_extra": extra, "id_slot": slot, "n_predict": 0, "n_cache_reuse": 0}
+        payload = orjson.dumps(body | more)
+        return reply.infill_from(
+            await self._call("POST", "/infill", payload, self._timeouts.action_s)
+        )

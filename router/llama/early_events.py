@@ -60,15 +60,8 @@ class EarlyEvents:
         if told.n_done <= self._shown:
             return b""
         self._shown = told.n_done
-        is_first, by = (
-            not self._id,
-            {
-                "total": n_tokens,
-                "cache": told.n_cached,
-                "processed": told.n_done,
-                "time_ms": int(told.seconds * 1000),
-            },
-        )
+        is_first, ms = not self._id, int(told.seconds * 1000)
+        by = {"total": n_tokens, "cache": told.n_cached, "processed": told.n_done, "time_ms": ms}
         if is_first:
             self._id = (b"resp_" if self._shape is Shape.RESPONSES else b"chatcmpl-") + _random()
         if self._shape is Shape.RESPONSES:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from router.base.errors import BackendError
 from router.base.tasks import Tasks
 from router.base.urls import UNIX, authority
 
@@ -42,35 +43,45 @@ class HttpError(OSError):
 
 
 class Response:
-    """A response with its headers and first bytes. Iterate for the body; always `close` it."""
+    """An answer with its headers and first bytes; iterate it or `read` it. Always `close` it."""
 
     def __init__(self, connection: "_Connection") -> None:
         self._connection = connection
         self.status = connection.status
         self.reason = connection.reason
         self.headers: list[Header] = connection.headers
+        self.chunk = connection.read
+        self._body: bytes | None = None
+
+    def header(self, name: str) -> str | None:
+        """Return the first value of a header, or None; `name` is in lower case."""
+        wanted = name.encode()
+        values = (value for found, value in self.headers if found.lower() == wanted)
+        return next((value.decode("latin-1") for value in values), None)
 
     @property
     def is_complete(self) -> bool:
-        """Return True if the whole response has come: reading does not wait."""
-        return self._connection.is_complete
+        """Return True if the whole answer has come: reading does not wait."""
+        return self._body is not None or self._connection.is_complete
 
     def __aiter__(self) -> "Response":
         return self
 
     async def __anext__(self) -> bytes:
-        """Return all bytes that have come. Raises HttpError if the backend breaks off."""
-        chunk = await self._connection.read()
+        """Return all bytes that have come. Raises BackendError if the backend breaks off."""
+        try:
+            chunk = await self.chunk()
+        except OSError as error:
+            raise BackendError("the backend closed the connection during its answer") from error
         if not chunk:
             raise StopAsyncIteration
         return chunk
 
     async def read(self) -> bytes:
-        """Return the whole body. Raises HttpError."""
-        chunks: list[bytes] = []
-        while chunk := await self._connection.read():
-            chunks.append(chunk)
-        return b"".join(chunks)
+        """Return the whole body, also when called again. Raises BackendError."""
+        if self._body is None:
+            self._body = b"".join([chunk async for chunk in self])
+        return self._body
 
     def close(self) -> None:
         """Return the connection to the pool if the response was read to its end, else abort it."""

@@ -22,8 +22,9 @@ def is_form(content_type: str) -> bool:
 
 def text_field(form: bytes, content_type: str, name: str) -> str | None:
     """Return the field `name` of a form, or None if it is missing or unreadable. Never raises."""
-    found = _values(form, content_type, name)
-    return found[0].decode(errors="replace") if found and len(found) == 1 else None
+    values = (_value(part, name) for part in _parts(form, content_type) or ())
+    found = [value for value in values if value is not None]
+    return found[0].decode(errors="replace") if len(found) == 1 else None
 
 
 def is_array(form: bytes, content_type: str, name: str) -> bool:
@@ -36,14 +37,6 @@ def is_array(form: bytes, content_type: str, name: str) -> bool:
     return parts is None or sum(name.encode() in head for head in heads) > 1
 
 
-def _values(form: bytes, content_type: str, name: str) -> list[bytes] | None:
-    """Return the values of the text fields `name`; None if they cannot be read."""
-    parts = _parts(form, content_type)
-    if parts is None:
-        return None
-    return [value for part in parts if (value := _value(part, name)) is not None]
-
-
 def _parts(form: bytes, content_type: str) -> list[bytes] | None:
     """Return the parts between the boundaries; None if they cannot be read."""
     boundary = _boundary(content_type)
@@ -51,9 +44,7 @@ def _parts(form: bytes, content_type: str) -> list[bytes] | None:
         return None
     # There is no field before the first boundary or after the last.
     parts = (b"\r\n" + form).split(b"\r\n--" + boundary, _MOST_PARTS)
-    if len(parts) > _MOST_PARTS:
-        return None
-    return parts[1:-1]
+    return parts[1:-1] if len(parts) <= _MOST_PARTS else None
 
 
 def _boundary(content_type: str) -> bytes | None:

@@ -5,17 +5,15 @@ only knowledge is lost. The `*_from` functions are for control calls and raise B
 because the router cannot go on without those answers.
 """
 
-import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
 
-from router.base.decoding import UndecodableError, json_of
 from router.base.errors import BackendError, KvferryError, RouterModeError
-from router.base.tokens import Tokens, pack
+from router.base.tokens import pack
 from router.base.types import PrefillProgress, Reported, SlotStatus, Transfer
 from router.llama.reply_parsers import READERS, Json, Reading, as_dict, loads
 from router.llama.routes import Shape
@@ -292,18 +290,15 @@ def transfer_from(payload: object, action: Literal["save", "restore"]) -> Transf
     )
 
 
-def ids_from(payload: bytes) -> list[int]:
+def ids_from(payload: object) -> list[int]:
     """Read the answer to POST /tokenize as a list of ids. Raises BackendError."""
-    return _ids_of(payload)[0]
-
-
-def _ids_of(payload: object) -> tuple[list[int], Tokens]:
     answer = _Answer(payload, "POST /tokenize")
     ids = answer.get("tokens", list)
     try:
-        return ids, pack(ids)
+        pack(ids)
     except (TypeError, OverflowError) as error:
         raise answer.malformed("tokens holds a value that is no token id") from error
+    return ids
 
 
 def text_from(payload: object) -> str:
@@ -332,6 +327,19 @@ def progress_in(events: bytes) -> Iterator[PrefillProgress]:
         if all(map(is_int, counts)):
             done, cached, ms = counts
             yield PrefillProgress(done, cached, ms / 1000)
+
+
+def progress_reader(told: Callable[[PrefillProgress], None]) -> Callable[[bytes], None]:
+    """Return what takes the chunks of a stream and tells the progress in its whole events."""
+    kept = b""
+
+    def seen(chunk: bytes) -> None:
+        nonlocal kept
+        whole, end, kept = (kept + chunk).rpartition(b"\n\n")
+        for progress in progress_in(whole + end):
+            told(progress)
+
+    return seen
 
 
 def error_message_from(payload: bytes) -> str:
@@ -374,8 +382,6 @@ def infill_from(payload: object) -> InfillAnswer:
 
 def error_of(payload: bytes, status: int) -> Json:
     """Return the `error` object of an answer with an error status; made up if there is none."""
-    with contextlib.suppress(UndecodableError):
-        found = as_dict(json_of(payload)).get("error")
-        if isinstance(found, dict):
-            return found
-    return {"code": status, "message": f"HTTP {status}", "type": "server_error"}
+    found = as_dict(loads(payload)).get("error")
+    made_up = {"code": status, "message": f"HTTP {status}", "type": "server_error"}
+    return found if isinstance(found, dict) else made_up

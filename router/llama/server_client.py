@@ -89,63 +89,11 @@ class _OurErrors:
 _OUR_ERRORS = _OurErrors()
 
 
-class RelayedResponse:
-    """A backend's response on its way to a client; its headers and first bytes are in."""
-
-    def __init__(self, response: Response) -> None:
-        self.status = response.status
-        self.reason = response.reason
-        self.headers = response.headers
-        self._response = response
-        self._body: bytes | None = None
-
-    def header(self, name: str) -> str | None:
-        """Return the first value of a header, or None; `name` is in lower case."""
-        wanted = name.encode()
-        for found, value in self.headers:
-            if found.lower() == wanted:
-                return value.decode("latin-1")
-        return None
-
-    @property
-    def is_complete(self) -> bool:
-        """Return True if the whole response has come: `read` does not wait."""
-        return self._body is not None or self._response.is_complete
-
-    def __aiter__(self) -> "RelayedResponse":
-        return self
-
-    async def __anext__(self) -> bytes:
-        """Return the next bytes. Raises BackendError if the backend breaks off."""
-        try:
-            return await self._response.__anext__()
-        except OSError as error:
-            raise BackendError("the backend closed the connection during its answer") from error
-
-    async def read(self) -> bytes:
-        """Return the whole body, also when called again. Raises BackendError."""
-        if self._body is None:
-            try:
-                self._body = await self._response.read()
-            except OSError as error:
-                raise BackendError("the backend closed the connection during its answer") from error
-        return self._body
-
-
-async def _read(response: Response, max_bytes: int | None) -> bytes:
-    """Return the whole body. Raises BackendError if it is longer than `max_bytes`.
-
-    `max_bytes` None: no limit.
-    """
-    if max_bytes is None:
-        return await response.read()
-    chunks = []
-    async for chunk in response:
-        chunks.append(chunk)
-        max_bytes -= len(chunk)
-        if max_bytes < 0:
-            raise BackendError("the answer is too long")
-    return b"".join(chunks)
+def refuse(status: int, payload: bytes) -> None:
+    """Raise BackendRefusedError if an answer is an error."""
+    if status >= HTTPStatus.BAD_REQUEST:
+        message = reply.error_message_from(payload) or f"HTTP {status}"
+        raise BackendRefusedError(message, backend_status=status)
 
 
 class ServerClient:
@@ -162,11 +110,12 @@ class ServerClient:
         self.id = backend
         self.url = url
         self.relaying = 0  # client requests that are at the server now.
+        # Called when a call about texts or ids fails or takes longer than `health_s`.
+        self.on_suspicion: Callable[[], None] = lambda: None
         self.doubted = False  # a call failed or was slow, and no check has passed since.
-        self._unanswered: set[Relaying] = set()  # requests that `give_up` ends.
-        self._asking: set[asyncio.Timeout] = set()  # control calls that `give_up` ends.
+        self.asking: set[asyncio.Timeout] = set()  # calls and requests that `give_up` ends.
         self._given_up = False  # and no control call has been answered since.
-        self._quiet: asyncio.Event | None = None  # set when `relaying` falls to 0
+        self._quiet = asyncio.Event()  # set when `relaying` falls to 0
         # Of all its routes (`--api-prefix`).
         self._prefix = "" if url.startswith(UNIX) else urlsplit(url).path
         self._pool = connections.pool(url, timeouts.connect_s)
@@ -195,35 +144,42 @@ class ServerClient:
         *,
         yields: bool = False,
         headers: Sequence[Header] = _JSON,
+        seen: Callable[[bytes], None] | None = None,
     ) -> bytes:
         """Make one control call and return its whole answer. Raises BackendError.
 
         `headers`: of the body, if there is one. `yields`: `give_up` ends the call. Not for a call
-        that changes slots or files: the router must know how such a call ended.
+        that changes slots or files: the router must know how such a call ended. `seen` gets the
+        parts of the answer as they come.
         """
         if yields and self._given_up:
             raise BackendError("the backend went down")
         sent = list(headers) if body is not None else []
         if self._authorization:
             sent.append(self._authorization)
+        chunks, n_bytes = list[bytes](), 0
         with _OUR_ERRORS:
             async with asyncio.timeout(timeout_s) as limit:
                 if yields:
-                    self._asking.add(limit)
+                    self.asking.add(limit)
                 try:
                     response = await self._pool.request(
                         method, self._prefix + path, sent, body, timeout_s
                     )
                     try:
-                        payload = await _read(response, max_bytes)
+                        while chunk := await response.chunk():
+                            chunks.append(chunk)
+                            n_bytes += len(chunk)
+                            if max_bytes is not None and n_bytes > max_bytes:
+                                raise BackendError("the answer is too long")
+                            if seen is not None:
+                                seen(chunk)
                     finally:
                         response.close()
                 finally:
-                    self._asking.discard(limit)
-        self._given_up = False
-        if response.status >= HTTPStatus.BAD_REQUEST:
-            message = reply.error_message_from(payload) or f"HTTP {response.status}"
-            raise BackendRefusedError(message, backend_status=response.status)
+                    self.asking.discard(limit)
+        self._given_up, payload = False, b"".join(chunks)
+        refuse(response.status, payload)
         return payload
 
     def relay(
@@ -247,7 +203,7 @@ class ServerClient:
             headers = [*kept, self._authorization]
         timeout_s = self._timeouts.first_byte_s
         asked = self._pool.request(method, self._prefix + path, headers, body, timeout_s, on_head)
-        return Relaying(self, asked, self._unanswered if yields else set())
+        return Relaying(self, asked, yields=yields)
 
     def give_up(self) -> None:
         """End all unanswered calls that `yields`, because the server does not answer.
@@ -256,25 +212,21 @@ class ServerClient:
         server has answered another control call.
         """
         self._given_up = True
-        for relaying in tuple(self._unanswered):
-            relaying.give_up()
-        while self._asking:
-            limit = self._asking.pop()
+        while self.asking:
+            limit = self.asking.pop()
             if not limit.expired():
                 limit.reschedule(0.0)
 
     def relayed(self) -> None:
         """Count one request of `relaying` as over."""
         self.relaying -= 1
-        if self._quiet is not None and not self.relaying:
+        if not self.relaying:
             self._quiet.set()
-            self._quiet = None
 
     async def until_quiet(self) -> None:
         """Wait until no client's request is with the server."""
         while self.relaying:
-            if self._quiet is None:
-                self._quiet = asyncio.Event()
+            self._quiet.clear()
             await self._quiet.wait()
 
 
@@ -285,46 +237,28 @@ class Relaying:
     """
 
     def __init__(
-        self,
-        client: ServerClient,
-        asked: Coroutine[Any, Any, Response],
-        unanswered: "set[Relaying]",
+        self, client: ServerClient, asked: Coroutine[Any, Any, Response], *, yields: bool
     ) -> None:
-        self._client = client
-        self._asked = asked
-        self._unanswered = unanswered
-        self._task: asyncio.Task[Any] | None = None
-        self._given_up = False
+        self._client, self._asked, self._yields = client, asked, yields
         self._response: Response | None = None
 
-    def give_up(self) -> None:
-        """Wait no longer for the first byte."""
-        if self._task is not None and not self._given_up:
-            self._given_up = True
-            self._task.cancel()
-
-    async def __aenter__(self) -> RelayedResponse:
-        self._client.relaying += 1
-        self._task = asyncio.current_task()
-        self._unanswered.add(self)
+    async def __aenter__(self) -> Response:
+        client, limit = self._client, asyncio.timeout(None)
+        client.relaying += 1
+        if self._yields:
+            client.asking.add(limit)
         try:
             with _OUR_ERRORS:
-                self._response = await self._asked
+                async with limit:
+                    self._response = await self._asked
         except BaseException as error:
-            self._client.relayed()
-            if isinstance(error, asyncio.CancelledError) and self._is_ours():
+            client.relayed()
+            if limit.expired() and isinstance(error, BackendTimeoutError):
                 raise BackendLostError("the backend went down with the request") from error
             raise
         finally:
-            self._unanswered.discard(self)
-        return RelayedResponse(self._response)
-
-    def _is_ours(self) -> bool:
-        """Return True if only `give_up` cancelled the task.
-
-        The client may have disconnected at the same moment.
-        """
-        return self._given_up and self._task is not None and self._task.uncancel() == 0
+            client.asking.discard(limit)
+        return self._response
 
     async def __aexit__(self, *_: object) -> None:
         self._client.relayed()

@@ -7,7 +7,6 @@ slot; its first progress event says that they are accepted, and the connection i
 computed by then stays in the slot, and the prefill goes on from there.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from math import isfinite
@@ -141,20 +140,14 @@ def request(parsed: ParsedRequest, path: str, raw: bytes, slot: int) -> tuple[st
     return path, with_fields(raw, body, more)
 
 
-class Accepted:
+class Accepted(dict[bytes, None]):
     """The fields that servers have accepted, by digest; the oldest are forgotten."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[bytes, None] = OrderedDict()
-
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._known
 
     def add(self, digest: bytes) -> None:
         """Remember a digest."""
-        self._known[digest] = None
-        if len(self._known) > _MOST_ACCEPTED:
-            self._known.popitem(last=False)
+        self[digest] = None
+        if len(self) > _MOST_ACCEPTED:
+            del self[next(iter(self))]
 
 
 def digest_of(fields: Mapping[str, Any], shape: Shape, namespace: str) -> bytes:

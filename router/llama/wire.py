@@ -5,9 +5,9 @@ backend answers as it would without a router. Only a body that is no JSON object
 the backend refuses wrong fields.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import orjson
 from msgspec import Struct
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from router.base.decoding import UndecodableError, json_bytes
 from router.base.errors import BadRequestError
-from router.base.tokens import EMPTY, Tokens, pack, pieces, unpack
+from router.base.tokens import Tokens, pack, pieces
 from router.llama import json_offload
 from router.llama.bodies.anthropic import BILLING_PREFIX, anthropic_to_chat, without_stamp
 from router.llama.bodies.filters import NO_FILTERS, Filters, filtered
@@ -26,7 +26,12 @@ from router.llama.routes import Shape
 INT32_MAX = 2**31 - 1
 # Names of the limit of an answer's tokens: the first that is not null counts.
 LIMITS = ("n_predict", "max_completion_tokens", "max_tokens")
-TINY_PAYLOAD = "base64,AA=="  # one zero byte: /apply-template decodes and ignores it
+# Of each type of media: a payload of one zero byte, which /apply-template decodes and ignores.
+_TINY = {
+    "image_url": {"url": "data:image/png;base64,AA=="},
+    "input_audio": {"data": "data:audio/wav;base64,AA=="},
+    **{key: {"data": "data:video/mp4;base64,AA=="} for key in ("input_video", "video_url")},
+}
 
 
 class TokenPrompt(Struct, frozen=True):
@@ -376,34 +381,16 @@ def _tiny_part(part: object, media: list[str]) -> object:
     payload stays as it is: the server refuses the part in both requests alike.
     """
     kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or not isinstance(kind, str):
+    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TINY:
         return part
-    holder = part.get(kind)
-    match kind:
-        case "image_url":
-            payload = _payload(holder, "url")
-            tiny = {"url": f"data:image/png;{TINY_PAYLOAD}"}
-        case "input_audio":
-            payload = _payload(holder, "data", "url")
-            tiny = {"data": f"data:audio/wav;{TINY_PAYLOAD}"}
-        case "input_video" | "video_url":
-            payload = _payload(holder, "data", "url")
-            tiny = {"data": f"data:video/mp4;{TINY_PAYLOAD}"}
-        case _:
-            return part
+    holder, tiny = part.get(kind), _TINY[kind]
+    keys = ("url",) if kind == "image_url" else ("data", "url")
+    found = [holder.get(key) for key in keys] if isinstance(holder, dict) else []
+    payload = next((text for text in found if isinstance(text, str)), "")
     if not payload:
         return part
     media.append(fingerprint(payload))
     return {**part, kind: tiny}
-
-
-def _payload(holder: object, *keys: str) -> str:
-    """Return the first string at `keys`, as nested `json_value` calls find it, or ""."""
-    if isinstance(holder, dict):
-        for key in keys:
-            if isinstance(holder.get(key), str):
-                return str(holder[key])
-    return ""
 
 
 def fingerprint(payload: str) -> str:
@@ -446,76 +433,8 @@ def strip_slot(raw: bytes, body: dict[str, Any], **more: object) -> bytes:
     return json_bytes({key: value for key, value in body.items() if key != "id_slot"} | more)
 
 
-def tokenize_body(
-    content: str | Sequence[str | int], *, add_special: bool, parse_special: bool = True
-) -> bytes:
-    """Return the body for POST /tokenize."""
-    return orjson.dumps(
-        {"content": content, "add_special": add_special, "parse_special": parse_special}
-    )
-
-
-def detokenize_body(ids: list[int]) -> bytes:
-    """Return the body for POST /detokenize."""
-    return orjson.dumps({"tokens": ids})
-
-
-def prefill_body(
-    tokens: Tokens, slot: int, *, exact: bool = True, cache: bool | None = True
-) -> bytes:
-    """Return the POST /completion body that computes `tokens` in a slot and keeps no answer.
-
-    `n_predict: 0` samples one token that the slot does not keep (llama-server.md section 2.3).
-    With progress events the server notices a closed connection after the next batch (5.6). Not
-    `exact`: the server may shift KV, if it is configured to. `cache`: None takes its default, as
-    for a field that is not there (`field::eval`, server-schema.cpp).
-    """
-    more = {"n_predict": 0, "stream": True, "return_progress": True, "cache_prompt": cache}
-    return _compute(tokens, slot, more if exact else more | {"n_cache_reuse": None})
-
-
-def overwrite_body(slot: int) -> bytes:
-    """Return the POST /completion body that leaves one token of any vocabulary in a slot."""
-    return _compute(pack([0]), slot, {"n_predict": 0, "cache_prompt": False})
-
-
 class Shown(NamedTuple):
     """A prompt of text with media: files in base64, one for each marker in the text."""
 
     text: str
     media: tuple[str, ...]
-
-
-def fingerprint_body(prompt: Tokens | Shown, slot: int, n_predict: int = 1) -> bytes:
-    """Return the POST /completion body for the likeliest next tokens, to tell models apart."""
-    more: dict[str, Any] = {"n_predict": n_predict, "n_probs": 5, "temperature": 0.0}
-    if isinstance(prompt, Shown):
-        more["prompt"] = {"prompt_string": prompt.text, "multimodal_data": prompt.media}
-        return _compute(EMPTY, slot, more)
-    return _compute(prompt, slot, more)
-
-
-def unplaced_body(tokens: Tokens) -> bytes:
-    """Return the POST /completion body that computes `tokens` in a slot of the server's choice."""
-    return _compute(tokens, -1, {"n_predict": 0})
-
-
-def infill_body(parts: InfillPrompt, slot: int) -> bytes:
-    """Return the POST /infill body that computes these parts in a slot."""
-    extra = [{"filename": name, "text": text} for name, text in parts.extra]
-    body = {"input_prefix": parts.prefix, "input_suffix": parts.suffix, "prompt": parts.prompt}
-    more = {"input_extra": extra, "id_slot": slot, "n_predict": 0, "n_cache_reuse": 0}
-    return orjson.dumps(body | more)
-
-
-def _compute(tokens: Tokens, slot: int, more: dict[str, Any]) -> bytes:
-    body = {"prompt": unpack(tokens), "id_slot": slot, "cache_prompt": True, "n_cache_reuse": 0}
-    return orjson.dumps(body | more)
-
-
-Action = Literal["save", "restore"]
-
-
-def action_body(name: str) -> bytes:
-    """Return the body for POST /slots/N?action=save|restore."""
-    return orjson.dumps({"filename": name})

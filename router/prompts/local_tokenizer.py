@@ -11,8 +11,9 @@ import itertools
 import json
 import struct
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
@@ -24,39 +25,22 @@ class LocalTokenizerError(RuntimeError):
     """Raised if no tokenizer can be made of a file. The message has the reason, not the path."""
 
 
-class Encoder(Protocol):
-    """A tokenizer in this process that parses special tokens and adds none."""
-
-    async def encode(self, text: str) -> list[int]: ...
-
-
+@dataclass(frozen=True, slots=True)
 class LocalTokenizer:
-    """An `Encoder` around `encode`, which must be safe to call from several threads.
+    """A tokenizer in this process that parses special tokens and adds none.
 
-    `least_tokens` returns a number of tokens that a text has at least, far sooner than `encode`.
+    `encode_now` blocks for about 0.5 µs per character; several threads may call it. `least_tokens`
+    returns a number of tokens that a text has at least, far sooner.
     """
 
-    def __init__(
-        self,
-        encode: Callable[[str], list[int]],
-        least_tokens: Callable[[str], int] = lambda _text: 0,
-    ) -> None:
-        self._encode = encode
-        self.least_tokens = least_tokens
-
-    def is_inline(self, n_characters: int) -> bool:
-        """Return whether a text is short enough for `encode_now` on the event loop."""
-        return n_characters <= INLINE_CHARS
-
-    def encode_now(self, text: str) -> list[int]:
-        """Return the ids of `text`. Blocks for about 0.5 µs per character."""
-        return self._encode(text)
+    encode_now: Callable[[str], list[int]]
+    least_tokens: Callable[[str], int] = lambda _text: 0
 
     async def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; a thread encodes long ones."""
-        if self.is_inline(len(text)):
-            return self._encode(text)
-        return await asyncio.to_thread(self._encode, text)
+        if len(text) <= INLINE_CHARS:
+            return self.encode_now(text)
+        return await asyncio.to_thread(self.encode_now, text)
 
 
 def load_local(path: Path, specials: Iterable[str] = ()) -> LocalTokenizer:

@@ -38,66 +38,35 @@ _LOWER = {upper: upper + 32 for upper in range(ord("A"), ord("Z") + 1)}
 _WORD = re.compile(f"[^{_SPACE}]+")
 
 
-def _strip(text: str, chars: str | None = None) -> str:
-    return text.strip(_set_of(chars))
+def _stripped(how: Callable[..., str]) -> Callable[..., str]:
+    def stripped(text: str, chars: str | None = None) -> str:
+        if chars is not None and not chars.isascii():
+            raise OtherwiseError("it would strip bytes")
+        return how(text, _SPACE if chars is None else chars)
 
-
-def _lstrip(text: str, chars: str | None = None) -> str:
-    return text.lstrip(_set_of(chars))
-
-
-def _rstrip(text: str, chars: str | None = None) -> str:
-    return text.rstrip(_set_of(chars))
-
-
-def _set_of(chars: str | None) -> str:
-    if chars is None:
-        return _SPACE
-    if not chars.isascii():
-        raise OtherwiseError("it would strip bytes")
-    return chars
-
-
-def _upper(text: str) -> str:
-    return text.translate(_UPPER)
-
-
-def _lower(text: str) -> str:
-    return text.translate(_LOWER)
+    return stripped
 
 
 def _capitalize(text: str) -> str:
     return text[:1].translate(_UPPER) + text[1:].translate(_LOWER)
 
 
-def _title(text: str) -> str:
-    return _WORD.sub(lambda word: _capitalize(word.group()), text)
-
-
-def _split(text: str, separator: str = " ", most: int = -1) -> list[str]:
-    return text.split(separator, most)
-
-
-def _rsplit(text: str, separator: str = " ", most: int = -1) -> list[str]:
-    return text.rsplit(separator, most)
-
-
 _METHODS: Mapping[str, Callable[..., Any]] = {
-    "strip": _strip,
-    "lstrip": _lstrip,
-    "rstrip": _rstrip,
-    "upper": _upper,
-    "lower": _lower,
+    "strip": _stripped(str.strip),
+    "lstrip": _stripped(str.lstrip),
+    "rstrip": _stripped(str.rstrip),
+    "upper": lambda text: text.translate(_UPPER),
+    "lower": lambda text: text.translate(_LOWER),
     "capitalize": _capitalize,
-    "title": _title,
+    "title": lambda text: _WORD.sub(lambda word: _capitalize(word.group()), text),
     "startswith": str.startswith,
     "endswith": str.endswith,
-    "split": _split,
-    "rsplit": _rsplit,
+    "split": lambda text, separator=" ", most=-1: text.split(separator, most),
+    "rsplit": lambda text, separator=" ", most=-1: text.rsplit(separator, most),
 }
 _OF_DICTS = frozenset(dir(dict))
 _FILTERS = {name: _METHODS[name] for name in ("upper", "lower", "capitalize", "title")}
-_FILTERS["trim"] = _strip
+_FILTERS["trim"] = _METHODS["strip"]
 # Filters of jinja2 with llama.cpp's result for lists and numbers.
 _KEPT = (
     *("abs", "d", "default", "dictsort", "first", "float", "int", "items", "last", "list", "map"),

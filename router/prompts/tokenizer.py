@@ -22,7 +22,12 @@ from router.base.errors import BackendError
 from router.base.ports import Spawn
 from router.base.tokens import EMPTY, Tokens, join, pack
 from router.base.types import NO_TENANT, Tenant
-from router.prompts.local_tokenizer import Encoder, LocalTokenizer, probes_alone, probes_together
+from router.prompts.local_tokenizer import (
+    INLINE_CHARS,
+    LocalTokenizer,
+    probes_alone,
+    probes_together,
+)
 from router.prompts.special_tokens import (
     Framing,
     TokenizeCall,
@@ -62,7 +67,10 @@ class _Cache:
             self._entries.move_to_end(key)
         return tokens
 
-    def put(self, key: Key, tokens: Tokens) -> None:
+    def put(self, key: Key, tokens: Tokens, *, anew: bool = False) -> None:
+        """Keep ids for a key that has none, or `anew` whatever it had before."""
+        if anew and (old := self._entries.pop(key, None)) is not None:
+            self.size_bytes -= len(old) + ENTRY_BYTES
         cost = len(tokens) + ENTRY_BYTES
         if key in self._entries or cost > self._limit:
             return
@@ -71,13 +79,6 @@ class _Cache:
         while self.size_bytes > self._limit:
             _, old = self._entries.popitem(last=False)
             self.size_bytes -= len(old) + ENTRY_BYTES
-
-    def correct(self, key: Key, tokens: Tokens) -> None:
-        """Keep these ids for a key, whatever it had before."""
-        old = self._entries.pop(key, None)
-        if old is not None:
-            self.size_bytes -= len(old) + ENTRY_BYTES
-        self.put(key, tokens)
 
     def clear(self) -> None:
         self._entries.clear()
@@ -117,7 +118,7 @@ class SegmentTokenizer:
         self._pending: dict[Key, asyncio.Future[Tokens | None]] = {}
         self._cutter: Cutter | None = None  # None: whole texts
         self._framing: Framing | None = None
-        self._local: Encoder | None = None
+        self._local: LocalTokenizer | None = None
         self._epoch = 0  # rises when a part is dropped: ids from before are void
         self._unexplained = 0
         self._n_odd_texts = 0
@@ -132,11 +133,7 @@ class SegmentTokenizer:
     def uses_local(self) -> bool:
         return self._local is not None
 
-    @property
-    def cache_size_bytes(self) -> int:
-        return self._cache.size_bytes
-
-    async def self_check(self, local: Encoder | None = None) -> str | None:
+    async def self_check(self, local: LocalTokenizer | None = None) -> str | None:
         """Compare the cut, then `local`, with full calls; use those that agree. Call at attach.
 
         `try_local` does the second part, at any time.
@@ -151,7 +148,7 @@ class SegmentTokenizer:
             _log.warning("tokenizer_not_segmenting", reason=reason)
         return reason
 
-    async def try_local(self, local: Encoder) -> None:
+    async def try_local(self, local: LocalTokenizer) -> None:
         """Use a local tokenizer from now on, if it agrees with full calls. Raises BackendError."""
         if self._framing is None:
             return
@@ -190,7 +187,7 @@ class SegmentTokenizer:
         self._cutter, self.specials = cutter, frozenset(specials)
         return None
 
-    async def _local_agrees(self, local: Encoder) -> bool:
+    async def _local_agrees(self, local: LocalTokenizer) -> bool:
         for text in probes_together(list(self._found)):
             pieces = self._cutter.cut(text) if self._cutter else []
             whole = pack(await local.encode(text))
@@ -202,7 +199,7 @@ class SegmentTokenizer:
 
     async def least_tokens(self, text: str) -> int:
         """Return a number of tokens that a long text has at least; 0 where that is not known."""
-        if len(text) <= LONG_TEXT or not isinstance(self._local, LocalTokenizer):
+        if len(text) <= LONG_TEXT or self._local is None:
             return 0
         return await asyncio.to_thread(self._local.least_tokens, text)
 
@@ -234,7 +231,7 @@ class SegmentTokenizer:
                 return await self._direct(text, add_special)
         name = partial(key_of, text, tenant)
         key = (add_special, await asyncio.to_thread(name) if long else name())
-        return await self._once(key, partial(self._whole, key, text, add_special))
+        return await self._once(key, partial(self._whole, text, add_special))
 
     async def tokenize_plain(self, text: str, tenant: Tenant = NO_TENANT) -> Tokens:
         """Return the ids of `text`, in which a special token's name is text like any other.
@@ -243,21 +240,19 @@ class SegmentTokenizer:
         """
         if not text:
             return EMPTY
-        key = ("plain", key_of(text, tenant))
+        work = partial(self._direct, text, False, parse_special=False)
+        return await self._once(("plain", key_of(text, tenant)), work)
 
-        async def work() -> Mapping[Key, Tokens]:
-            return {
-                key: await _packed(await self._call(text, add_special=False, parse_special=False))
-            }
-
-        return await self._once(key, work)
-
-    async def _once(self, key: Key, work: _Work) -> Tokens:
+    async def _once(self, key: Key, work: Callable[[], Awaitable[Tokens]]) -> Tokens:
         """Return the ids of a whole text: cached, awaited with other callers, or from `work`."""
+
+        async def found() -> Mapping[Key, Tokens]:
+            return {key: await work()}
+
         known = self._known(key)
         if known is None:
             known = self._pending[key] = asyncio.get_running_loop().create_future()
-            self._spawn(self._fill({key: known}, work), name="tokenize")
+            self._spawn(self._fill({key: known}, found), name="tokenize")
         tokens = await _value(known)
         return EMPTY if tokens is None else tokens
 
@@ -275,7 +270,7 @@ class SegmentTokenizer:
             run = segments[start:stop]
             text = "".join(segment.text for segment in run)
             local = self._local
-            if isinstance(local, LocalTokenizer) and local.is_inline(len(text)):
+            if local is not None and len(text) <= INLINE_CHARS:
                 # No await here: no caller can be cancelled or ask for the same text meanwhile.
                 pieces = self._split(cutter, local.encode_now(text), run)
                 if pieces is None:
@@ -350,14 +345,14 @@ class SegmentTokenizer:
             _log.warning("tokenizer_answer_not_split", n_segments=len(run), n_tokens=len(ids))
         return pieces
 
-    async def _whole(self, key: Key, text: str, add_special: bool) -> Mapping[Key, Tokens]:
-        if self._local is not None:
-            ids = await _packed(await self._local.encode(text))
-            return {key: self._framed([ids], add_special)}
-        return {key: await self._direct(text, add_special)}
+    async def _whole(self, text: str, add_special: bool) -> Tokens:
+        if self._local is None:
+            return await self._direct(text, add_special)
+        return self._framed([await _packed(await self._local.encode(text))], add_special)
 
-    async def _direct(self, text: str, add_special: bool) -> Tokens:
-        return await _packed(await self._call(text, add_special=add_special, parse_special=True))
+    async def _direct(self, text: str, add_special: bool, *, parse_special: bool = True) -> Tokens:
+        ids = await self._call(text, add_special=add_special, parse_special=parse_special)
+        return await _packed(ids)
 
     def _framed(self, parts: Sequence[Tokens], add_special: bool) -> Tokens:
         if not add_special or self._framing is None:
@@ -431,7 +426,7 @@ class SegmentTokenizer:
             if pack(await local.encode(piece.text)) != part
         ]
         for key, part in wrong:
-            self._cache.correct(key, part)
+            self._cache.put(key, part, anew=True)
         self._n_odd_texts += bool(wrong)
         return bool(wrong)
 

@@ -75,7 +75,7 @@ async def _answered(raw: bytes) -> None:
         if packet and connection.is_open:
             connection.data_received(packet)
     connection.connection_lost(None)
-    with suppress(HttpError):
+    with suppress(HttpError, BackendError):
         response = await asked
         assert heads, "a response has had its head"
         assert 200 <= response.status < 600

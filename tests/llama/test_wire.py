@@ -27,7 +27,6 @@ from router.llama.wire import (
     parse_request,
     pin_slot,
     strip_slot,
-    tokenize_body,
 )
 from tests.conftest import StartServer
 from tests.support.servers.llama_server import LlamaServer
@@ -376,7 +375,8 @@ async def test_prompt_source_gives_the_slot_s_tokens(
         case TokenPrompt(tokens):
             predicted = tokens
         case TextPrompt(content) | MixedPrompt(content):
-            _, payload = await post(server, "/tokenize", tokenize_body(content, add_special=True))
+            body = {"content": content, "add_special": True, "parse_special": True}
+            _, payload = await post(server, "/tokenize", orjson.dumps(body))
             predicted = pack(ids_from(payload))
         case _:
             pytest.fail(f"{given_source}")

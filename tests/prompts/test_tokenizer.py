@@ -292,8 +292,8 @@ async def test_cache_stays_within_its_limit_and_drops_the_oldest() -> None:
     made = await checked(oracle, cache_bytes=8000)
     for i in range(50):
         await made.tokenize(turn("user", f"{i} " + "word " * 30), add_special=False)
-        assert made.cache_size_bytes <= 8000
-    assert made.cache_size_bytes > 4000
+        assert made._cache.size_bytes <= 8000
+    assert made._cache.size_bytes > 4000
     oracle.calls.clear()
 
     await made.tokenize(turn("user", "49 " + "word " * 30), add_special=False)
@@ -307,7 +307,7 @@ async def test_text_larger_than_the_cache_is_tokenized_all_the_same() -> None:
     made = await checked(oracle, cache_bytes=300)
 
     assert pack(oracle.ids(CHAT, True)) == await made.tokenize(CHAT, add_special=True)
-    assert made.cache_size_bytes <= 300
+    assert made._cache.size_bytes <= 300
 
 
 def _one_special_lost(content: Content, ids: list[int]) -> list[int]:
@@ -341,7 +341,7 @@ async def test_answer_not_in_segments_is_neither_used_nor_kept(
 
     assert pack(oracle.ids(text, True)) == await made.tokenize(text, add_special=True)
     assert [text.removesuffix(ENDING), text] == oracle.calls
-    assert made.cache_size_bytes == 0
+    assert made._cache.size_bytes == 0
 
 
 # --- the proof ----------------------------------------------------------------------------------
@@ -519,7 +519,7 @@ async def test_ids_that_arrive_after_a_part_was_dropped_are_not_kept() -> None:
     oracle.gate.set()
     await turns()
 
-    assert made.cache_size_bytes == 0
+    assert made._cache.size_bytes == 0
 
 
 async def test_who_waits_while_a_part_is_dropped_gets_the_right_ids() -> None:

@@ -2,20 +2,19 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 
 from msgspec.structs import replace
 
 from router.base.errors import BackendRefusedError
-from router.base.ports import SnapshotStore
 from router.base.tasks import in_thread, within
-from router.base.types import BackendInfo, KvDir, KvSettings, MemoryKind, Namespace, SlotStatus
-from router.llama.attach.attached import Attached
-from router.llama.attach.model_file import model_digest
-from router.llama.attach.namespace import digest, namespace, shown
+from router.base.types import BackendInfo, KvSettings, MemoryKind, Namespace, SlotStatus
+from router.llama.attach.namespace import digest, model_digest, namespace, shown
 from router.llama.attach.probe import Probe, is_still_so
 from router.llama.attach.probe_result import ProbeResult
+from router.llama.attach.probe_slots import SlotFolder, erase
 from router.llama.client import LlamaClient
 from router.llama.replies import ModelsInfo, Props
 from router.store.format.head import VERSION
@@ -27,18 +26,36 @@ Recall = Callable[[Props, ModelsInfo], ProbeResult | None]
 
 
 NO_SETTINGS = KvSettings()
+# Facts of `BackendInfo` that are the probe's, by the same names.
+_AS_PROBED = (
+    *("memory_kind", "keeps_idle_slots", "generates", "n_stream", "window", "cuts", "extends"),
+    *("caches_by_default", "checkpoints", "bytes_per_token", "prefill_s_per_token"),
+    *("output_s_per_token", "save_s", "restore_s"),
+)
 
 
 def nothing_known(*_: object) -> None:
     """Know of no equal process."""
 
 
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """All facts learned when a backend came up."""
+
+    info: BackendInfo
+    slots: tuple[SlotStatus, ...]
+    props: Props
+    models: ModelsInfo
+    probe: ProbeResult
+    recalled: bool = False  # the probe is that of an equal process before
+    lora: bytes = b""  # the answer about its adapters
+
+
 async def attach(
     client: LlamaClient,
     props: Props,
     *,
-    kv_dir: KvDir | None,
-    store: SnapshotStore | None,
+    folder: SlotFolder | None,
     extra_models: tuple[str, ...] = (),
     max_running: int | None = None,
     probe: Probe | None = None,
@@ -63,11 +80,10 @@ async def attach(
         s if only is None or s.index in only else replace(s, is_processing=True) for s in slots
     ]
     for slot in allowed:
-        if slot.adapted and not slot.is_processing:
-            with contextlib.suppress(BackendRefusedError):  # a model without KV refuses
-                await client.erase(slot.index)  # adapted KV is neither kept nor reused
+        if slot.adapted and not slot.is_processing:  # adapted KV is neither kept nor reused
+            await erase(client, slot.index)
     recalled = recall(props, models)
-    if recalled is not None and not await is_still_so(client, store, kv_dir, allowed, recalled):
+    if recalled is not None and not await is_still_so(client, folder, allowed, recalled):
         recalled = None
     found = recalled or ProbeResult()
     if probe is not None and recalled is None:
@@ -81,27 +97,12 @@ async def attach(
         n_ctx=min((s.n_ctx for s in slots), default=props.n_ctx),
         namespace=namespace(facts, file, found.behaviour, known or set(), seen),
         models=models.names | set(extra_models),
-        kv_dir=kv_dir if found.usable and found.keeps_idle_slots else None,
-        on_disk=kv_dir is not None and store is not None and store.is_on_disk(kv_dir),
-        memory_kind=found.memory_kind,
-        keeps_idle_slots=found.keeps_idle_slots,
-        generates=found.generates,
-        n_stream=found.n_stream,
+        kv_dir=folder.kv_dir if folder and found.usable and found.keeps_idle_slots else None,
+        on_disk=folder is not None and folder.store.is_on_disk(folder.kv_dir),
         max_running=max_running,
         unified=props.total_slots > 1 and found.unified,
-        window=found.window,
-        cuts=found.cuts,
-        extends=found.extends,
-        caches_by_default=found.caches_by_default,
-        checkpoints=found.checkpoints,
-        bytes_per_token=found.bytes_per_token,
-        prefill_s_per_token=(
-            found.prefill_s / found.n_tokens if found.prefill_s and found.n_tokens else None
-        ),
-        output_s_per_token=found.output_s,
-        save_s=found.save_s,
-        restore_s=found.restore_s,
-        untried=found.untried and kv_dir is not None,
+        untried=found.untried and folder is not None,
+        **{name: getattr(found, name) for name in _AS_PROBED},
     )
     after = tuple(await slots_of(client, props))
     if empties_unknown and has_adapters(lora):
@@ -119,8 +120,7 @@ async def _without_unknown(
     """
     for slot in slots:
         if not slot.is_processing:
-            with contextlib.suppress(BackendRefusedError):
-                await client.erase(slot.index)
+            await erase(client, slot.index)
     unknown = [s.index for s in slots if s.is_processing]
     return [
         replace(s, adapted=True) if s.index in unknown else s for s in await slots_of(client, props)
@@ -176,6 +176,6 @@ async def slots_of(client: LlamaClient, props: Props) -> list[SlotStatus]:
 
 async def _lora(client: LlamaClient) -> bytes:
     try:
-        return await client.lora_adapters()
+        return await client.get("/lora-adapters")
     except BackendRefusedError:
         return b""

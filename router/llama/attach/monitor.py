@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import structlog
 from msgspec.structs import replace
@@ -19,15 +20,15 @@ from router.base.errors import (
     ProbePutOffError,
     TwinError,
 )
-from router.base.ports import SnapshotStore
-from router.base.types import BackendId, KvDir
-from router.llama.attach.attached import Attached, BackendListener
+from router.base.types import BackendId, KvSettings, Namespace
 from router.llama.attach.diagnosis import NO_LLAMA_SERVER, Trouble, unusable
-from router.llama.attach.learning import attach, has_adapters, nothing_known, slots_of
+from router.llama.attach.learning import Attached, attach, has_adapters, nothing_known, slots_of
 from router.llama.attach.media_sample import media_sample
 from router.llama.attach.probe import Probe
+from router.llama.attach.probe_result import PUT_OFF, ProbeResult
+from router.llama.attach.probe_slots import SlotFolder
 from router.llama.client import LlamaClient
-from router.llama.replies import Process, Props
+from router.llama.replies import InfillAnswer, ModelsInfo, Process, Props
 
 log = structlog.get_logger(__name__)
 
@@ -74,6 +75,32 @@ class MonitorSettings:
     tenants: bool = False  # tenants are kept apart
 
 
+class BackendListener(Protocol):
+    """The router around a monitor: `assembly.reactions.BackendReactions` says what each is."""
+
+    def up(self, attached: Attached) -> None: ...
+    def down(self, backend: BackendId) -> None: ...
+    def no_llama_server(self, backend: BackendId, reason: str) -> None: ...
+    def probed(self, attached: Attached, kept: frozenset[int]) -> None: ...
+    def misnamed(self, name: Namespace, ago_s: float) -> None: ...
+    def borrow(self, backend: BackendId) -> Collection[int]: ...
+    def poll_for_strangers(self, backend: BackendId) -> None: ...
+    def is_in_the_way(self, backend: BackendId) -> bool: ...
+    def known_namespaces(self) -> set[Namespace]: ...
+    async def prepare(
+        self,
+        client: LlamaClient,
+        props: Props,
+        namespace: Namespace,
+        infill: tuple[InfillAnswer, ...],
+        recalled: bool,
+    ) -> None: ...
+    def recall(
+        self, backend: BackendId, props: Props, models: ModelsInfo
+    ) -> ProbeResult | None: ...
+    def settings_of(self, backend: BackendId) -> KvSettings: ...
+
+
 class Monitor:
     """Monitor of one backend: call `run`, until cancelled."""
 
@@ -81,8 +108,7 @@ class Monitor:
         self,
         client: LlamaClient,
         *,
-        kv_dir: KvDir | None,
-        store: SnapshotStore | None,
+        folder: SlotFolder | None,
         extra_models: tuple[str, ...],
         max_running: int | None = None,
         watch: MonitorSettings,
@@ -105,8 +131,7 @@ class Monitor:
         self.problem = "not contacted yet"
         self.watch = watch  # may be replaced; applies from the next check on.
         self.detached = False  # drained: no check runs any more.
-        self._kv_dir = kv_dir
-        self._store = store
+        self._folder = folder
         self._extra_models = extra_models
         self._max_running = max_running
         self._answered = False  # in this check, as a llama-server does.
@@ -118,7 +143,7 @@ class Monitor:
         self._sure = False  # a request has failed.
         self._hung_up = False  # the server did, since the last regular check.
         client.tell_hang_ups(self._hang_up)
-        client.tell_suspicions(self.suspect)
+        client.on_suspicion = self.suspect
         self._begun, self._over = 0, 0  # checks.
         self._news = asyncio.Event()  # set when a check is over.
 
@@ -249,7 +274,7 @@ class Monitor:
             return False
         self._adapters_asked_at = now
         try:
-            if await self.client.lora_adapters(soon=True) != attached.lora:
+            if await self.client.get("/lora-adapters", soon=True) != attached.lora:
                 return True
         except BackendError:
             return False
@@ -317,13 +342,14 @@ class Monitor:
                 unprobed = await self._learn_unprobed(props)
             slots = tuple(await slots_of(self.client, props))
             attached = dataclasses.replace(unprobed, slots=slots)
-            attached.probe.put_off()
+            attached.probe.untried, attached.probe.problem = True, PUT_OFF
         except (BackendError, KvError) as error:
             self._probe = None
             if not await self._still_answers(props):
                 raise
             attached = await self._learn_unprobed(props)
-            attached.probe.fail(str(error))
+            attached.probe.untried = True
+            attached.probe.problem = f"the probe failed, and is tried again: {error}"
         self.attached = attached
         self.models, self.generates = attached.info.models, attached.info.generates
         self.problem, self._told = "", None
@@ -333,8 +359,8 @@ class Monitor:
 
     async def _learn_unprobed(self, props: Props) -> Attached:
         attached = await self._learn(props, None, with_probe=False)
-        untried = self._kv_dir is not None
-        return dataclasses.replace(attached, info=replace(attached.info, untried=untried))
+        info = replace(attached.info, untried=self._folder is not None)
+        return dataclasses.replace(attached, info=info)
 
     async def _still_answers(self, props: Props) -> bool:
         """Return whether the same process answers, after its probe has failed."""
@@ -395,14 +421,11 @@ class Monitor:
         self._adapters_told_at = asyncio.get_running_loop().time()
         if self._probe is None and with_probe and self.watch.probe:
             tenants, sample = self.watch.tenants, media_sample(props)
-            self._probe = Probe(
-                self.client, self._store, self._kv_dir, tenants=tenants, sample=sample
-            )
+            self._probe = Probe(self.client, self._folder, tenants=tenants, sample=sample)
         attached = await attach(
             self.client,
             props,
-            kv_dir=self._kv_dir,
-            store=self._store,
+            folder=self._folder,
             extra_models=self._extra_models,
             max_running=self._max_running,
             probe=self._probe if with_probe else None,

@@ -8,6 +8,7 @@ same results.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +20,9 @@ from router.base.errors import (
     KvFileError,
     ProbePutOffError,
 )
-from router.base.ports import SnapshotStore
 from router.base.tasks import spawn
 from router.base.tokens import EMPTY, Tokens, count, head, join, pack, tail, unpack
-from router.base.types import KvDir, MemoryKind, SlotStatus
+from router.base.types import MemoryKind, SlotStatus
 from router.llama.attach.namespace import Behaviour, alike
 from router.llama.attach.probe_result import (
     MOVES_CHUNKS,
@@ -34,10 +34,10 @@ from router.llama.attach.probe_result import (
     ProbeResult,
 )
 from router.llama.attach.probe_slots import (
+    SlotFolder,
     discard,
     erase,
     has_ram_cache,
-    infill_answers,
     keeps_idle_slots,
     moves_chunks,
     places_by_prefix,
@@ -45,7 +45,7 @@ from router.llama.attach.probe_slots import (
     put_back,
 )
 from router.llama.client import LlamaClient
-from router.llama.wire import Shown
+from router.llama.wire import INFILL_PROBES, Shown
 from router.store import files, shapes
 from router.store.format.head import Head, read_head
 from router.store.format.layout import OPAQUE, Layout, read_layout
@@ -91,8 +91,7 @@ class Probe:
     def __init__(
         self,
         client: LlamaClient,
-        store: SnapshotStore | None,
-        kv_dir: KvDir | None,
+        folder: SlotFolder | None,
         *,
         tenants: bool = False,
         sample: Shown | None = None,
@@ -108,10 +107,10 @@ class Probe:
         self._windowed = self._whole = self._proved = False
         self._done = self._tries = 0
         self.touched: set[int] = set()  # slots that do not hold what they held, in the last run
-        if store is None or kv_dir is None:
-            self._folder, self._steps = None, [self._compute]
-        else:
-            self._folder = _Folder(store, kv_dir, store.staging_name())
+        self._folder, self._steps = folder, [self._compute]
+        if folder is not None:
+            self._store, self._kv_dir = folder
+            self._name = folder.store.staging_name()
             longer = [partial(self._outgrow, length) for length in _LONGER]
             self._steps = [self._try_text, self._try_whole, *longer, self._end_windows]
             self._steps += [self._try_restore, self._try_chunks]
@@ -134,11 +133,10 @@ class Probe:
         self._slot, self._slots, self._status, self._room = slot.index, slots, slot, _room(slot)
         if not self._text:
             self._text = self._tokens = await _text(self._client, slot)
-        store, kv_dir = self._store_and_dir
         if self._tries < _TRIES and makes_way():
             self._tries += 1
             raise ProbePutOffError
-        keep = await put_aside(self._client, store, kv_dir, slot)
+        keep = await put_aside(self._client, self._folder, slot)
         self.touched.add(slot.index)
         put_off = False
         try:
@@ -158,23 +156,13 @@ class Probe:
                 # A slot that was empty is left as it is: a request waits, and this may be in work.
                 if keep is not None or not put_off:
                     restores = not found.restores_wrong
-                    await put_back(self._client, store, kv_dir, slot, keep, restores=restores)
+                    await put_back(self._client, self._folder, slot, keep, restores=restores)
                     if keep is not None and restores:
                         self.touched.clear()
             finally:
-                if not put_off:
-                    await self._close()
+                if not put_off and self._folder is not None:
+                    await discard(self._folder, self._name)
         return found
-
-    async def _close(self) -> None:
-        """Delete the file of the trial."""
-        if self._folder is not None:
-            await discard(self._folder.store, self._folder.kv_dir, self._folder.name)
-
-    @property
-    def _store_and_dir(self) -> tuple[SnapshotStore | None, KvDir | None]:
-        folder = self._folder
-        return (None, None) if folder is None else (folder.store, folder.kv_dir)
 
     async def _step(self, makes_way: Callable[[], bool] | None) -> None:
         """Take the next step. Raises ProbePutOffError if it was left for a request."""
@@ -213,7 +201,9 @@ class Probe:
             self._found.unseen = str(error)
 
     async def _infill(self) -> None:
-        self._found.infill = await infill_answers(self._client, self._slot)
+        with suppress(BackendRefusedError):  # the model has none
+            asked = [await self._client.infill(self._slot, parts) for parts in INFILL_PROBES]
+            self._found.infill = tuple(asked)
 
     async def _place(self) -> None:
         """Find out how the server places requests, and what becomes of its idle slots."""
@@ -245,7 +235,7 @@ class Probe:
 
     async def _outgrow(self, length: int) -> None:
         """Save a longer text until the window shows, if it takes at most `_LONGER_S`."""
-        found, rate = self._found, _rate(self._found)
+        found, rate = self._found, self._found.prefill_s_per_token
         if not self._windowed or found.problem is not None or _window(found.layout):
             return
         if rate is None or length * rate > _LONGER_S:
@@ -279,7 +269,7 @@ class Probe:
 
     async def _try_chunks(self) -> None:
         """Look for moved KV: that of other memory kinds cannot be moved, except with --swa-full."""
-        found, tokens, rate = self._found, self._tokens, _rate(self._found)
+        found, tokens, rate = self._found, self._tokens, self._found.prefill_s_per_token
         if found.problem is not None or found.memory_kind is not MemoryKind.FULL:
             return
         longest = _CHUNK if rate is None else min(_CHUNK, int(_LONGER_S / 2 / rate))
@@ -289,33 +279,15 @@ class Probe:
 
     # --- what the steps do ------------------------------------------------------------------------
 
-    @property
-    def _name(self) -> str:
-        assert self._folder is not None
-        return self._folder.name
-
-    @property
-    def _store(self) -> SnapshotStore:
-        assert self._folder is not None
-        return self._folder.store
-
-    @property
-    def _kv_dir(self) -> KvDir:
-        assert self._folder is not None
-        return self._folder.kv_dir
-
     async def _prefill(self, tokens: Tokens) -> None:
         """Prefill an erased slot, so that time and result are its own."""
         await erase(self._client, self._slot)
         n = count(tokens)
-        parts = [*range(_AT_ONCE, n, _AT_ONCE)] if n >= _LONGER[0] // 2 else []
-        first = await self._client.prefill(self._slot, head(tokens, [*parts, n][0]))
-        took_s = first.prompt_s or 0.0
-        for end in [*parts, n][1:]:
-            reported = await self._client.prefill(self._slot, head(tokens, end))
-            took_s += reported.prompt_s or 0.0
+        ends = [*range(_AT_ONCE, n, _AT_ONCE), n] if n >= _LONGER[0] // 2 else [n]
+        told = [await self._client.prefill(self._slot, head(tokens, end)) for end in ends]
+        took_s = sum(one.prompt_s or 0.0 for one in told)
         self._found.n_tokens = n
-        self._found.prefill_s = took_s if took_s and first.cached_tokens == 0 else None
+        self._found.prefill_s = took_s if took_s and told[0].cached_tokens == 0 else None
 
     async def _save(self, tokens: Tokens) -> Behaviour:
         """Compute and save `tokens`, read the file; return what two more tokens predict.
@@ -357,7 +329,7 @@ class Probe:
         longer = await self._client.prefill(self._slot, _extended(tokens, 1))
         found.live_extension = longer.cached_tokens
         if longer.computed_tokens == 1:
-            found.output_s = longer.prompt_s
+            found.output_s_per_token = longer.prompt_s
         fresh = await self._client.fingerprint(self._slot, _extended(tokens, 2))
         found.live_again = (await self._client.prefill(self._slot, tokens)).cached_tokens
         held = tokens
@@ -466,7 +438,7 @@ class Probe:
             found.note = f"no prefix can be cut out of its state files: {error}"
             return
         finally:
-            await discard(self._store, self._kv_dir, name)
+            await discard(SlotFolder(self._store, self._kv_dir), name)
         found.cuts = cached == count(half) and alike(again, whole)
         if not found.cuts:
             # A refused restore in `_reuse` concerns the cut file only, and stops nothing.
@@ -485,14 +457,6 @@ class Probe:
         return (await self._client.prefill(self._slot, prompt)).cached_tokens or 0
 
 
-class _Folder(NamedTuple):
-    """Where the trial of saving writes its file."""
-
-    store: SnapshotStore
-    kv_dir: KvDir
-    name: str
-
-
 async def _watch(makes_way: Callable[[], bool], limit: asyncio.Timeout) -> None:
     while not makes_way():  # noqa: ASYNC110 - queue, readers and hosts would each have an event
         await asyncio.sleep(_LOOKS_S)
@@ -500,11 +464,7 @@ async def _watch(makes_way: Callable[[], bool], limit: asyncio.Timeout) -> None:
 
 
 async def is_still_so(
-    client: LlamaClient,
-    store: SnapshotStore | None,
-    kv_dir: KvDir | None,
-    slots: list[SlotStatus],
-    before: ProbeResult,
+    client: LlamaClient, folder: SlotFolder | None, slots: list[SlotStatus], before: ProbeResult
 ) -> bool:
     """Return whether the model predicts what it did in the probe of an equal process before.
 
@@ -516,13 +476,13 @@ async def is_still_so(
     slot = _idle(slots)
     if slot is None:
         return False
-    keep = await put_aside(client, store, kv_dir, slot)
+    keep = await put_aside(client, folder, slot)
     try:
         tokens = head(await _text(client, slot), _GLANCE)
         await erase(client, slot.index)
         return alike(await client.fingerprint(slot.index, tokens), before.glance)
     finally:
-        await put_back(client, store, kv_dir, slot, keep)
+        await put_back(client, folder, slot, keep)
 
 
 def _idle(slots: list[SlotStatus]) -> SlotStatus | None:
@@ -543,11 +503,6 @@ def _room(slot: SlotStatus) -> int:
 
 def _extended(tokens: Tokens, n: int) -> Tokens:
     return join([tokens, head(tokens, n)])
-
-
-def _rate(found: ProbeResult) -> float | None:
-    """Return the seconds of prefill per token, or None if not measured."""
-    return found.prefill_s / found.n_tokens if found.prefill_s else None
 
 
 def _window(layout: Layout | None) -> int:

@@ -70,7 +70,7 @@ class ProbeResult:
     keeps_idle_slots: bool = True
     n_tokens: int = 0  # of the saved text
     prefill_s: float | None = None
-    output_s: float | None = None  # one token by itself, as in an answer
+    output_s_per_token: float | None = None  # one token by itself, as in an answer
     save_s: float | None = None
     restore_s: float | None = None
     size_bytes: int | None = None
@@ -92,13 +92,10 @@ class ProbeResult:
     generates: bool = True  # False: the server refuses every completion.
     infill: tuple[InfillAnswer, ...] = ()  # to `INFILL_PROBES`; empty: the model has no infill.
 
-    def put_off(self) -> None:
-        """Note that the probe made way for a request, and follows when a slot is idle."""
-        self.untried, self.problem = True, PUT_OFF
-
-    def fail(self, reason: str) -> None:
-        """Note that the probe failed, on a server that answers."""
-        self.untried, self.problem = True, f"the probe failed, and is tried again: {reason}"
+    @property
+    def prefill_s_per_token(self) -> float | None:
+        """Return the seconds of prefill per token; None: not measured."""
+        return self.prefill_s / self.n_tokens if self.prefill_s and self.n_tokens else None
 
     @property
     def n_stream(self) -> int:

@@ -2,6 +2,7 @@
 
 import secrets
 from contextlib import suppress
+from typing import NamedTuple
 
 import structlog
 
@@ -10,8 +11,6 @@ from router.base.ports import SnapshotStore
 from router.base.tokens import Tokens, common_prefix, count, head, join, pack, unpack
 from router.base.types import KvDir, MemoryKind, SlotStatus
 from router.llama.client import LlamaClient
-from router.llama.replies import InfillAnswer
-from router.llama.wire import INFILL_PROBES
 
 log = structlog.get_logger(__name__)
 
@@ -19,16 +18,21 @@ _RAM_CACHE_TOKENS = 32  # length of the prompt for the RAM cache test.
 _APART = 8  # random tokens that make a prompt new.
 
 
-async def put_aside(
-    client: LlamaClient, store: SnapshotStore | None, kv_dir: KvDir | None, slot: SlotStatus
-) -> str | None:
+class SlotFolder(NamedTuple):
+    """Where a server saves its slots, and the store that checks what it writes there."""
+
+    store: SnapshotStore
+    kv_dir: KvDir
+
+
+async def put_aside(client: LlamaClient, folder: SlotFolder | None, slot: SlotStatus) -> str | None:
     """Save the slot's content to restore it afterwards; return the file name.
 
     None if the slot is empty or cannot be saved.
     """
-    if store is None or kv_dir is None or not slot.n_tokens:
+    if folder is None or not slot.n_tokens:
         return None
-    reason = ""
+    (store, kv_dir), reason = folder, ""
     # As the file looks, or if it cannot be read, as it is.
     for kind in (None, MemoryKind.OPAQUE):
         name = store.staging_name()
@@ -38,7 +42,7 @@ async def put_aside(
         except (BackendError, KvError) as error:
             reason = str(error)
             if isinstance(error, KvError):  # else nothing was saved
-                await discard(store, kv_dir, name)
+                await discard(folder, name)
         else:
             return name
     log.info("probe_cannot_keep_slot", backend=client.id, slot=slot.index, reason=reason)
@@ -47,8 +51,7 @@ async def put_aside(
 
 async def put_back(
     client: LlamaClient,
-    store: SnapshotStore | None,
-    kv_dir: KvDir | None,
+    folder: SlotFolder | None,
     slot: SlotStatus,
     name: str | None,
     *,
@@ -56,12 +59,12 @@ async def put_back(
 ) -> None:
     """Leave the slot as it was, or empty: always empty, unless it `restores`."""
     await erase(client, slot.index)
-    if store is not None and kv_dir is not None and name is not None:
+    if folder is not None and name is not None:
         try:
             if restores:
                 await client.restore(slot.index, name)
         finally:
-            await discard(store, kv_dir, name)
+            await discard(folder, name)
 
 
 async def keeps_idle_slots(
@@ -136,24 +139,16 @@ async def moves_chunks(client: LlamaClient, slot: int, tokens: Tokens) -> bool:
     return (again.cached_tokens or 0) > common_prefix(whole, less)
 
 
-async def infill_answers(client: LlamaClient, slot: int) -> tuple[InfillAnswer, ...]:
-    """Return the server's answers to small infill requests; empty if the model has no infill."""
-    try:
-        return tuple([await client.infill(slot, parts) for parts in INFILL_PROBES])
-    except BackendRefusedError:
-        return ()
-
-
 async def erase(client: LlamaClient, slot: int) -> None:
     """Empty a slot if the server permits; the probe also works without."""
     with suppress(BackendRefusedError):
         await client.erase(slot)
 
 
-async def discard(store: SnapshotStore, kv_dir: KvDir, name: str) -> None:
+async def discard(folder: SlotFolder, name: str) -> None:
     """Discard a state file of the probe; ignore failures.
 
     A file that stays is swept when the router starts.
     """
     with suppress(KvError):
-        await store.discard(kv_dir, name)
+        await folder.store.discard(folder.kv_dir, name)

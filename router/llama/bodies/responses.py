@@ -84,9 +84,16 @@ def _all_text(item: dict[str, Any], *keys: str) -> bool:
     return all(isinstance(item.get(key), str) for key in keys)
 
 
-def _last_assistant(messages: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the last message if it is the assistant's: calls and reasoning join that turn."""
-    return messages[-1] if messages and messages[-1].get("role") == "assistant" else None
+def _turn(messages: list[dict[str, Any]], new: dict[str, Any]) -> dict[str, Any]:
+    """Return the last message if it is the assistant's, whose turn goes on; else append `new`."""
+    if not messages or messages[-1].get("role") != "assistant":
+        messages.append(new)
+    return messages[-1]
+
+
+def _listed(holder: dict[str, Any], key: str) -> list[Any]:
+    value = holder.get(key)
+    return value if isinstance(value, list) else []
 
 
 def _add_input_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
@@ -112,18 +119,10 @@ def _add_input_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> 
 
 
 def _add_output_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    content = item.get("content")
-    parts = [_output_part(part) for part in content] if isinstance(content, list) else []
-    previous = _last_assistant(messages)
-    if previous is None:
-        item.pop("status", None)
-        item.pop("type", None)
-        item["content"] = parts
-        messages.append(item)
-    elif isinstance(previous.get("content"), list):
-        previous["content"] = previous["content"] + parts
-    else:
-        previous["content"] = parts
+    parts = [_output_part(part) for part in _listed(item, "content")]
+    own = {key: value for key, value in item.items() if key not in ("status", "type")}
+    turn = _turn(messages, own | {"content": []})
+    turn["content"] = _listed(turn, "content") + parts
 
 
 def _output_part(part: object) -> dict[str, Any]:
@@ -145,13 +144,8 @@ def _add_function_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> 
         "id": item["call_id"],
         "type": "function",
     }
-    previous = _last_assistant(messages)
-    if previous is None:
-        messages.append({"role": "assistant", "tool_calls": [call]})
-    elif isinstance(previous.get("tool_calls"), list):
-        previous["tool_calls"] = [*previous["tool_calls"], call]
-    else:
-        previous["tool_calls"] = [call]
+    turn = _turn(messages, {"role": "assistant"})
+    turn["tool_calls"] = [*_listed(turn, "tool_calls"), call]
 
 
 def _add_function_output(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
@@ -184,11 +178,7 @@ def _add_reasoning(messages: list[dict[str, Any]], item: dict[str, Any]) -> None
     text = first.get("text") if isinstance(first, dict) else None
     if not isinstance(text, str):
         raise ValueError("item['content']['text'] is not a string")
-    previous = _last_assistant(messages)
-    if previous is None:
-        messages.append({"role": "assistant", "content": [], "reasoning_content": text})
-    else:
-        previous["reasoning_content"] = text
+    _turn(messages, {"role": "assistant", "content": []})["reasoning_content"] = text
 
 
 def _convert_tools(tools: object) -> list[dict[str, Any]]:

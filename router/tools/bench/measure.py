@@ -18,7 +18,7 @@ from router.base.errors import BackendError, BackendRefusedError, KvError
 from router.base.ports import SnapshotStore
 from router.base.tokens import Tokens, head, pack
 from router.base.types import KvDir, SlotStatus
-from router.llama.attach.probe_slots import discard, erase, put_aside, put_back
+from router.llama.attach.probe_slots import SlotFolder, discard, erase, put_aside, put_back
 from router.llama.client import LlamaClient
 from router.llama.replies import Props
 from router.store import shapes
@@ -89,13 +89,14 @@ class ServerBench:
         kv_dir = None if self.folder is None else KvDir(str(self.folder))
         if kv_dir is None:
             self._notes.append("nothing was saved: no kv_dir is given (--kv-dir)")
-        keep = await put_aside(self.client, self._store, kv_dir, slot)
+        place = None if kv_dir is None else SlotFolder(self._store, kv_dir)
+        keep = await put_aside(self.client, place, slot)
         if keep is None and slot.n_tokens:
             self._notes.append(f"slot {slot.index} held {slot.n_tokens} tokens, which are gone")
         try:
             points = await self._points(slot.index, props)
         finally:
-            await put_back(self.client, self._store, kv_dir, slot, keep)
+            await put_back(self.client, place, slot, keep)
         layout = self._layout
         attention = layout.attention if layout is not None else ()
         return Measured(
@@ -165,7 +166,7 @@ class ServerBench:
             self._notes.append(f"the server saves nothing: {error}")
             return point
         finally:
-            await discard(self._store, kv_dir, name)
+            await discard(SlotFolder(self._store, kv_dir), name)
         return replace(
             point,
             save_s=saved.seconds,

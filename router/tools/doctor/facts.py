@@ -16,16 +16,15 @@ from router.base.ports import SnapshotStore
 from router.base.tasks import Tasks
 from router.base.types import KvDir, MemoryKind, Namespace, StagedFile
 from router.config.schema import BackendConfig, Config, TokenizerMode
-from router.llama.attach.attached import Attached
 from router.llama.attach.diagnosis import Trouble, Unusable, unusable
-from router.llama.attach.learning import attach
+from router.llama.attach.learning import Attached, attach
 from router.llama.attach.media_sample import media_sample
 from router.llama.attach.probe import Probe
-from router.llama.attach.probe_slots import discard, put_aside
+from router.llama.attach.probe_slots import SlotFolder, discard, put_aside
 from router.llama.client import LlamaClient
 from router.llama.replies import Props, slots_from
 from router.llama.server_client import Connections
-from router.prompts.local_tokenizer import Encoder, LocalTokenizerError, load_local
+from router.prompts.local_tokenizer import LocalTokenizer, LocalTokenizerError, load_local
 from router.prompts.special_tokens import discover_specials
 from router.prompts.tokenizer import SegmentTokenizer
 from router.store import files, shapes
@@ -189,16 +188,16 @@ async def _try_out(
     store = DirectoryProbeStore()
     # The probe uses only the three methods of DirectoryProbeStore.
     own = cast(SnapshotStore, store)
-    facts.untried = await _why_untried(client, props, own, kv_dir)
+    place = None if kv_dir is None else SlotFolder(own, kv_dir)
+    facts.untried = await _why_untried(client, props, place)
     facts.attached = await attach(
         client,
         props,
-        kv_dir=kv_dir,
-        store=own,
+        folder=place,
         extra_models=facts.backend.models,
         probe=None
         if facts.untried
-        else Probe(client, own, kv_dir, tenants=tenants, sample=media_sample(props)),
+        else Probe(client, place, tenants=tenants, sample=media_sample(props)),
         known=known,
     )
     # A refused save leaves no file either, and is no reason to report a missing file.
@@ -207,9 +206,7 @@ async def _try_out(
         facts.unseen = store.unseen
 
 
-async def _why_untried(
-    client: LlamaClient, props: Props, store: SnapshotStore, kv_dir: KvDir | None
-) -> str:
+async def _why_untried(client: LlamaClient, props: Props, folder: SlotFolder | None) -> str:
     """Return why a probe would be impossible or destroy KV; "" if it is safe."""
     if not props.endpoint_slots:
         return "its GET /slots is off (--no-slots), so its slots cannot be seen"
@@ -219,10 +216,10 @@ async def _why_untried(
     if any(not slot.n_tokens for slot in idle):
         return ""
     used = min(idle, key=lambda slot: slot.n_tokens or 0)  # the slot that the probe will take
-    name = await put_aside(client, store, kv_dir, used)
-    if kv_dir is None or name is None:
+    name = await put_aside(client, folder, used)
+    if folder is None or name is None:
         return "every idle slot holds KV that could not be put back"
-    await discard(store, kv_dir, name)
+    await discard(folder, name)
     return ""
 
 
@@ -243,7 +240,7 @@ async def _words(client: LlamaClient, props: Props, config: Config) -> Words | N
     return Words(len(tokenizer.specials), why_whole, agrees, problem)
 
 
-async def _local(config: Config, specials: tuple[str, ...]) -> tuple[Encoder | None, str]:
+async def _local(config: Config, specials: tuple[str, ...]) -> tuple[LocalTokenizer | None, str]:
     path = config.tokenizer.path
     if path is None:
         return None, ""

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from router.base.types import MemoryKind
 from router.core.model.memory_kinds import can_restore
-from router.llama.attach.attached import Attached
+from router.llama.attach.learning import Attached
 from router.llama.attach.monitor import EMPTIES_SLOTS, NO_RAM_CACHE, NO_SPS, PLACES_BY_AGE
 from router.llama.attach.namespace import file_name
 from router.llama.attach.probe_result import (

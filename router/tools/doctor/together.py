@@ -14,8 +14,8 @@ from router.base.types import Namespace
 from router.config.loader import path_text
 from router.config.open_doors import open_doors
 from router.config.schema import Config, TokenizerMode
-from router.llama.attach.attached import Attached
 from router.llama.attach.diagnosis import Trouble, Unusable
+from router.llama.attach.learning import Attached
 from router.llama.attach.namespace import file_name
 from router.store import shapes
 from router.store.files import openness

@@ -81,7 +81,7 @@ class MonitorRoutes:
         if len(infos) < 2:
             return None
         client = self._selection.fitting(model)[0]
-        told = as_dict(json_of(await client.props_answer()))
+        told = as_dict(json_of(await client.get("/props")))
         told["total_slots"] = sum(info.n_slots for info in infos)
         headers = call.names() | {"x-kvferry-backend": client.id}
         return open_to_browsers(call.http, json_response(told, headers=headers))
@@ -114,7 +114,7 @@ class MonitorRoutes:
         self._asked_at[backend] = now
         try:
             async with asyncio.timeout(_WITHIN_S):
-                told = {slot["id"]: slot for slot in slots_in(await monitor.client.slots_answer())}
+                told = {slot["id"]: slot for slot in slots_in(await monitor.client.get("/slots"))}
         except (BackendError, TimeoutError):
             return  # what kvferry knows is shown
         self._told[backend] = {

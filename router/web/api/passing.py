@@ -17,9 +17,9 @@ from router.base.errors import (
 from router.core.model.servers import ServerPhase
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.client import LlamaClient
+from router.llama.http1 import Response
 from router.llama.listings import Listed, merge_models, with_names, with_status
 from router.llama.replies import knows_no_answer
-from router.llama.server_client import RelayedResponse
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.elsewhere import Elsewhere
 from router.web.server.call import Call
@@ -134,7 +134,7 @@ class Passing:
                 raise
             return answer
 
-    async def _whole(self, upstream: RelayedResponse) -> bytes:
+    async def _whole(self, upstream: Response) -> bytes:
         """Return a short answer. Raises BackendError if it does not come to its end."""
         try:
             async with asyncio.timeout(self._settings.idle_timeout_s):
@@ -142,14 +142,12 @@ class Passing:
         except TimeoutError as error:
             raise BackendTimeoutError("the backend did not end its answer") from error
 
-    def _sent(
-        self, call: Call, client: LlamaClient
-    ) -> AbstractAsyncContextManager[RelayedResponse]:
+    def _sent(self, call: Call, client: LlamaClient) -> AbstractAsyncContextManager[Response]:
         headers = call.forwarded_headers(resumable=self._settings.passthrough)
         return client.relay(call.http.method, call.target, headers, call.raw or None, yields=True)
 
     async def _relayed(
-        self, call: Call, client: LlamaClient, upstream: RelayedResponse
+        self, call: Call, client: LlamaClient, upstream: Response
     ) -> web.StreamResponse:
         answer, _ = await relay(
             call,
@@ -195,5 +193,5 @@ async def _models_of(clients: Sequence[LlamaClient]) -> bytes | None:
     for client in clients:
         with contextlib.suppress(BackendError, TimeoutError):
             async with asyncio.timeout(_MODELS_WITHIN_S):
-                return await client.models_answer()
+                return await client.get("/v1/models")
     return None

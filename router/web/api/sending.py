@@ -12,9 +12,9 @@ from router.engine.engine import Engine, Grant, Timing
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.answer_counts import AnswerCounts
 from router.llama.attach.monitor import Monitor
-from router.llama.http1 import OnHead
+from router.llama.http1 import OnHead, Response
 from router.llama.replies import IDENTITY
-from router.llama.server_client import RelayedResponse, Relaying
+from router.llama.server_client import Relaying
 from router.llama.wire import ParsedRequest, kept_in_place, pin_slot, strip_slot
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.reports import End, Reports
@@ -56,7 +56,7 @@ class Sender:
             raise BackendError("the backend went down")
         capture = Capture()
         outcome = Outcome.BACKEND_ERROR
-        upstream: RelayedResponse | None = None
+        upstream: Response | None = None
 
         def first_byte() -> None:
             call.first_byte = perf_counter()
@@ -120,7 +120,7 @@ class Sender:
         return ends is not None
 
     def _counts(
-        self, call: Call, prefilled: OwnPrefill | None, upstream: RelayedResponse
+        self, call: Call, prefilled: OwnPrefill | None, upstream: Response
     ) -> AnswerCounts | None:
         """Return the correction of an answer's counts. None: it is sent on as it comes."""
         parsed, settings = call.parsed, self._settings

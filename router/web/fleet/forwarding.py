@@ -30,8 +30,9 @@ from router.hosts.choice import (
 from router.hosts.messages import HOP_REFUSED, HOP_SUSPECT
 from router.hosts.peer import Peer
 from router.hosts.peers import Peers, Usable
+from router.llama.http1 import Response
 from router.llama.replies import knows_no_answer, read_reply
-from router.llama.server_client import RelayedResponse, Relaying
+from router.llama.server_client import Relaying
 from router.llama.wire import ParsedRequest
 from router.telemetry.decision_log import DecisionLog, HostsAsked
 from router.telemetry.hosts_metrics import HostsMetrics
@@ -348,7 +349,7 @@ class Forwarding:
     async def _relay(
         self,
         call: Call,
-        upstream: RelayedResponse,
+        upstream: Response,
         capture: Capture,
         on_first_byte: Callable[[], None],
     ) -> tuple[web.StreamResponse, Outcome]:
@@ -484,7 +485,7 @@ def _sent_on(call: Call, peer: Peer, hop: Hop) -> Relaying:
     )
 
 
-def _is_refusal(upstream: RelayedResponse) -> bool:
+def _is_refusal(upstream: Response) -> bool:
     """Return whether the peer did not begin: its price rose, or it cannot serve the request."""
     if upstream.header(HOP_REFUSED) is not None:
         return True

@@ -20,8 +20,8 @@ from router.engine.loop_throttle import LoopThrottle
 from router.llama import json_offload
 from router.llama.answer_counts import AnswerCounts
 from router.llama.early_events import PING
+from router.llama.http1 import Response
 from router.llama.replies import error_of
-from router.llama.server_client import RelayedResponse
 from router.web.server.call import Call
 from router.web.server.relayed_response import RelayedAnswer
 from router.web.server.settings import Settings
@@ -146,7 +146,7 @@ async def _silence(
 
 async def relay(
     call: Call,
-    upstream: RelayedResponse,
+    upstream: Response,
     headers: Mapping[str, str],
     settings: Settings,
     capture: Capture,
@@ -191,7 +191,7 @@ class _Passage:
     """One answer on its way. `begun`: an event of it, or another byte that counts, was sent."""
 
     request: web.BaseRequest
-    upstream: RelayedResponse
+    upstream: Response
     response: RelayedAnswer
     settings: Settings
     capture: Capture

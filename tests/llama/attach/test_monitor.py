@@ -9,8 +9,9 @@ from structlog.testing import capture_logs
 
 from router.base.errors import BackendTimeoutError
 from router.base.types import BackendId, KvDir, KvSettings, MemoryKind, Namespace
-from router.llama.attach.attached import Attached
+from router.llama.attach.learning import Attached
 from router.llama.attach.monitor import Monitor, MonitorSettings
+from router.llama.attach.probe_slots import SlotFolder
 from router.llama.client import LlamaClient
 from router.llama.replies import Process, Props
 from router.llama.server_client import Connections, Timeouts
@@ -40,9 +41,7 @@ class Watched:
         drivers: dict[Process, BackendId] | None = None,
     ) -> None:
         kv_dir = None if folder is None else KvDir(str(folder))
-        self.store = None
-        if kv_dir is not None:
-            self.store = KvStore([kv_dir], wall_now=lambda: 1.0)
+        self.store = None if kv_dir is None else KvStore([kv_dir], wall_now=lambda: 1.0)
         self.said: list[str] = []
         self.up: list[Attached] = []
         self.lent: set[int] = set()
@@ -55,8 +54,7 @@ class Watched:
         )
         self.monitor = Monitor(
             client,
-            kv_dir=kv_dir,
-            store=self.store,
+            folder=SlotFolder(self.store, kv_dir) if self.store and kv_dir else None,
             extra_models=("alias",),
             watch=SLOW,
             listener=Reports(self),

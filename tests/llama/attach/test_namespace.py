@@ -4,8 +4,7 @@ from pathlib import Path
 
 from router.base.types import Namespace
 from router.core.model.tenancy import facts_of, is_foreign
-from router.llama.attach.model_file import model_digest
-from router.llama.attach.namespace import Behaviour, is_same, namespace, shown
+from router.llama.attach.namespace import Behaviour, is_same, model_digest, namespace, shown
 
 BEHAVIOUR: Behaviour = [(5, -0.5), (6, -1.5), (7, -2.5), (8, -3.5), (9, -4.5)]
 

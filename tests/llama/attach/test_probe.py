@@ -15,10 +15,10 @@ from router.base.errors import BackendRefusedError, KvFileError
 from router.base.tokens import Tokens
 from router.base.types import BackendId, KvDir, MemoryKind, Namespace, Reported, Transfer
 from router.llama.attach import probe
-from router.llama.attach.attached import Attached
-from router.llama.attach.learning import attach
+from router.llama.attach.learning import Attached, attach
 from router.llama.attach.probe import Probe
 from router.llama.attach.probe_result import MOVES_CHUNKS, NO_KV, SWA_FULL, WRONG_ENDING, Padding
+from router.llama.attach.probe_slots import SlotFolder
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.llama.wire import Shown
@@ -60,9 +60,8 @@ async def examine(client: LlamaClient, folder: Path, *known: Namespace) -> Attac
         return await attach(
             client,
             await client.props(),
-            kv_dir=kv_dir,
-            store=store,
-            probe=Probe(client, store, kv_dir),
+            folder=SlotFolder(store, kv_dir),
+            probe=Probe(client, SlotFolder(store, kv_dir)),
             known=set(known),
         )
     finally:

@@ -8,6 +8,7 @@ import pytest
 from router.base.tokens import pack
 from router.base.types import BackendId, KvDir
 from router.llama.attach.probe_slots import (
+    SlotFolder,
     erase,
     has_ram_cache,
     keeps_idle_slots,
@@ -56,13 +57,13 @@ async def test_what_cannot_be_kept_is_left_empty(
     fake: FakeLlama, client: LlamaClient, store: KvStore, tmp_path: Path
 ) -> None:
     """The slot is left empty if a save fails, the file is short or there is no KV directory."""
-    kv_dir, slot = KvDir(str(tmp_path)), (await client.slots())[0]
+    folder, slot = SlotFolder(store, KvDir(str(tmp_path))), (await client.slots())[0]
     for fault in ("save_fails", "save_lies"):
         setattr(fake.faults, fault, True)
-        assert await put_aside(client, store, kv_dir, slot) is None
+        assert await put_aside(client, folder, slot) is None
         setattr(fake.faults, fault, False)
-    assert await put_aside(client, None, None, slot) is None
-    await put_back(client, store, kv_dir, slot, None)
+    assert await put_aside(client, None, slot) is None
+    await put_back(client, folder, slot, None)
 
     assert fake.slots[0].tokens == []
     assert files(tmp_path) == []

@@ -25,7 +25,6 @@ from router.llama.wire import (
     ChatPrompt,
     parse_completion,
     parse_request,
-    tokenize_body,
 )
 from tests.support.models.tiny_models import CHAT_TEMPLATE, tiny_model
 from tests.support.paths import TEMPLATES
@@ -270,7 +269,8 @@ async def predicted_tokens(server: LlamaServer, shape: Shape, body: Json) -> Tok
     source = parse_request(shape, body).prompt_source
     assert isinstance(source, ChatPrompt), source
     rendered = prompt_from(await ask(server, "/apply-template", orjson.dumps(source.body)))
-    return pack(ids_from(await ask(server, "/tokenize", tokenize_body(rendered, add_special=True))))
+    asked = {"content": rendered, "add_special": True, "parse_special": True}
+    return pack(ids_from(await ask(server, "/tokenize", orjson.dumps(asked))))
 
 
 async def slot_tokens(server: LlamaServer, folder: Path) -> Tokens:

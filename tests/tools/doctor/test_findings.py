@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from router.base.types import BackendId, BackendInfo, KvDir, MemoryKind, Namespace
 from router.config.schema import BackendConfig, Config, from_flags, parse
-from router.llama.attach.attached import Attached
 from router.llama.attach.diagnosis import Trouble, Unusable
+from router.llama.attach.learning import Attached
 from router.llama.attach.probe_result import MOVES_CHUNKS, NO_KV, SWA_FULL, Padding, ProbeResult
 from router.llama.replies import ModelsInfo, Props
 from router.store.format.layout import Layout

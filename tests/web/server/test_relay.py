@@ -10,7 +10,7 @@ from aiohttp import HttpVersion11, web
 from router.base.clock import MonotonicClock
 from router.base.types import Outcome, RequestId
 from router.engine.loop_throttle import LoopThrottle
-from router.llama.server_client import RelayedResponse
+from router.llama.http1 import Response
 from router.web.server.call import Call
 from router.web.server.relay import Capture, relay
 from router.web.server.settings import Settings
@@ -97,7 +97,7 @@ async def test_what_one_client_has_not_taken_is_bounded(upstream: object) -> Non
 
     async def outcome(request: _Stuck) -> Outcome:
         call = Call(cast(web.BaseRequest, request), RequestId("r"))
-        answer = cast(RelayedResponse, upstream)
+        answer = cast(Response, upstream)
         return (await relay(call, answer, {}, settings, Capture(), lambda: None, TURNSTILE))[1]
 
     assert await outcome(_Pipelining(unsent=2**15)) is Outcome.OK

@@ -7,8 +7,7 @@ import pytest
 from aiohttp import HttpVersion, HttpVersion11
 from aiohttp.test_utils import make_mocked_request
 
-from router.llama.http1 import Header
-from router.llama.server_client import RelayedResponse
+from router.llama.http1 import Header, Response
 from router.web.server.relayed_response import RelayedAnswer
 
 LENGTH = (b"Content-Length", b"2")
@@ -35,7 +34,7 @@ async def sent(
 ) -> tuple[bool, list[str], bytes]:
     """Return whether the connection stays open, the head's lines without Date, and the rest."""
     upstream = SimpleNamespace(status=status, reason="Fine", headers=list(headers))
-    answer = RelayedAnswer(cast(RelayedResponse, upstream), own or {})
+    answer = RelayedAnswer(cast(Response, upstream), own or {})
     writer = Writer()
     request = make_mocked_request(method, "/", client, version=version, writer=writer)
     await answer.prepare(request)
