@@ -47,10 +47,11 @@ from router.base.types import (
 from router.core.execution.state import State
 from router.core.inventory.catalog import Catalog
 from router.core.inventory.inventory import Inventory
+from router.core.model.effects import AnswerEnd
 from router.core.model.policy import Policy, SnapshotLimits
 from router.core.model.request_queue import Queue, QueueLimits
 from router.core.scheduler import Scheduler
-from router.engine.engine import Engine, Timing
+from router.engine.engine import Engine
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
@@ -222,7 +223,7 @@ async def _alternate(
         seconds = perf_counter() - start
         parts = dict(slow.parts)
         reported = await client.prefill(grant.lease.slot.index, request.prompt.tokens)
-        engine.finish(request.id, Outcome.OK, reported, Timing(None, seconds))
+        engine.finish(request.id, AnswerEnd(Outcome.OK, reported, total_s=seconds))
         if grant.plan.chosen.source is Source.SNAPSHOT and "save" not in parts:
             beyond = seconds - parts["restore"]
             outside = parts["store"] + parts["restore call"] + parts.get("erase", 0.0)

@@ -95,14 +95,9 @@ def secret_of(key: str, variable: str | None) -> str | None:
 
 def kv_dir_of(backend: BackendConfig, config: Config) -> KvDir | None:
     """Return the KV directory of a backend; None: nothing is ever saved."""
-    if backend.kv_dir is None or not moves_kv(config):
+    if backend.kv_dir is None or not config.keeps_snapshots:
         return None
     return KvDir(str(backend.kv_dir))
-
-
-def moves_kv(config: Config) -> bool:
-    """Return whether state files are written and read at all."""
-    return config.store.enabled and config.policy.name.moves_kv
 
 
 @dataclass(frozen=True, slots=True)

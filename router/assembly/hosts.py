@@ -137,15 +137,7 @@ async def hosts_of(
         raise StartError(f"fleet.credentials (--fleet-credentials): {error}") from error
     name, incarnation = fleet.name or _own_name(), secrets.token_hex(8)
     address = OwnAddress(fleet.url, "http" if credentials.server is None else "https")
-    held = engine.held_prefixes(
-        lambda inventory: HeldPrefixes(
-            inventory,
-            credentials.secret,
-            facts_of,
-            is_same,
-        )
-    )
-
+    held = HeldPrefixes(engine.state.inventory, credentials.secret, facts_of, is_same)
     told = count(1)
 
     def hello() -> Hello:

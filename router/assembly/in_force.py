@@ -2,7 +2,7 @@
 
 import structlog
 
-from router.assembly.backends import key_of, kv_dir_of, moves_kv
+from router.assembly.backends import key_of, kv_dir_of
 from router.assembly.part_settings import (
     known_of,
     limits_of,
@@ -40,7 +40,7 @@ class InForce:
             key_of(backend)
         kv_dirs = [kv_dir_of(backend, wanted) for backend in wanted.backends]
         await parts.on_demand.prepare()
-        kv_dirs.append(kv_dir_of_servers(wanted) if moves_kv(wanted) else None)
+        kv_dirs.append(kv_dir_of_servers(wanted) if wanted.keeps_snapshots else None)
         await parts.certificates.take(wanted)
         found = await parts.store.add([kv_dir for kv_dir in kv_dirs if kv_dir is not None])
         engine.configure(policy_of(wanted), limits_of(wanted), queue_limits_of(wanted))

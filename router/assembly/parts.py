@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
-from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from router.assembly.backends import (
@@ -24,9 +24,11 @@ from router.assembly.tokenizer_registry import TokenizerRegistry
 from router.base.clock import MonotonicClock, wall_now
 from router.base.errors import RouterError
 from router.base.tasks import Tasks
-from router.base.types import BackendId, Standing, Stats
+from router.base.types import BackendId, BackendStats, ServerStats, Standing, Stats
 from router.config.schema import BackendConfig, Config, TokenizerMode
 from router.core.execution.state import State
+from router.core.model.policy import UNLIMITED
+from router.core.model.slots import Phase
 from router.core.model.tenancy import Budget, tenant_of
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
@@ -94,9 +96,8 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
     clients: dict[BackendId, LlamaClient] = {}
     on_demand = ServersOnDemand(config, connections)
     budget = Budget(wall_now, clock.now)
-    engine = Engine(
-        Scheduler(State(budget=budget)), clients, store, clock, telemetry, throttle, on_demand
-    )
+    scheduler = Scheduler(State(budget=budget))
+    engine = Engine(scheduler, clients, store, clock, telemetry, throttle, on_demand.supervisor)
     store.listener = StoreReactions(engine)
     stack.push_async_callback(engine.aclose)
     tasks = Tasks()
@@ -190,14 +191,36 @@ def watched_backends(config: Config, parts: Parts, stack: AsyncExitStack) -> Wat
 
 
 def stats_of(parts: Parts, watched: Watched) -> Stats:
-    """Return the numbers for gauges: those of the engine, and of requests that it has not seen."""
-    known, leaving = parts.engine.stats(), (Standing.DRAINING, Standing.DRAINED)
-    selection = watched.selection
-    return replace(
-        known,
-        queue_depth=known.queue_depth + selection.waiting,
-        backends=tuple(
-            replace(one, drained=selection.standing(one.backend) in leaving)
-            for one in known.backends
+    """Return the numbers for gauges: those of the core, and of requests that it has not seen."""
+    state, selection = parts.engine.state, watched.selection
+    known, catalog = state.inventory, state.inventory.catalog
+    limits = catalog.limits
+
+    def backend(name: BackendId) -> BackendStats:
+        slots, there = known.slots.of(name), known.backends.get(name)
+        return BackendStats(
+            name,
+            name in known.up,
+            {phase: sum(slot.phase is phase for slot in slots) for phase in Phase},
+            drained=selection.standing(name) in (Standing.DRAINING, Standing.DRAINED),
+            resident_tokens=sum(len(slot.content.resident) for slot in slots),
+            speeds=there.rates.speeds if there else None,
+            stalled_s=there.stalled_s if there else {},
+        )
+
+    return Stats(
+        backends=tuple(map(backend, parts.clients)),
+        queue_depth=len(state.queue) + selection.waiting,
+        snapshots=len(catalog),
+        snapshot_bytes=catalog.total_bytes,
+        snapshot_tokens=catalog.total_tokens,
+        evicted=catalog.evicted,
+        protected_bytes=catalog.protection.total_bytes,
+        snapshot_bytes_limit=inf if limits.max_bytes == UNLIMITED else limits.max_bytes,
+        snapshot_tokens_limit=inf if limits.max_tokens == UNLIMITED else limits.max_tokens,
+        servers=tuple(
+            ServerStats(one.name, one.phase, state.waiting_for(one), one.load_s.value)
+            for one in known.servers
         ),
+        server_swaps=known.servers.swaps,
     )

@@ -122,14 +122,6 @@ class ServersOnDemand:
         except OSError as error:
             raise OSError(f"{self._kv_dir} cannot be made: {error.strerror}") from error
 
-    def start(self, server: BackendId) -> None:
-        """Start a server."""
-        self.supervisor.start(server)
-
-    def stop(self, server: BackendId, *, hangs: bool) -> None:
-        """End a server: after its last answer, or soon if it `hangs`."""
-        self.supervisor.stop(server, hangs=hangs)
-
     async def _is_ready(self, url: str) -> bool:
         with suppress(BackendError):
             client = LlamaClient(BackendId("starting"), url, self._connections, self._timeouts)

@@ -50,7 +50,7 @@ class Changes:
 
 def compare(old: Config, new: Config) -> Changes:
     """Return the changes from the old configuration to the new one."""
-    fixed = frozenset[str]() if _keeps_snapshots(old) == _keeps_snapshots(new) else _SWITCHES
+    fixed = frozenset[str]() if old.keeps_snapshots == new.keeps_snapshots else _SWITCHES
     fixed |= _TLS if (old.tls.key is None) != (new.tls.key is None) else frozenset()
     applied: list[Change] = []
     needs_restart: list[Change] = []
@@ -76,10 +76,6 @@ def compare(old: Config, new: Config) -> Changes:
         removed=tuple(name for name in was if name not in wanted),
         replaced=tuple(n for n in wanted if n in was and wanted[n] != was[n]),
     )
-
-
-def _keeps_snapshots(config: Config) -> bool:
-    return config.store.enabled and config.policy.name.moves_kv
 
 
 def _by_name(config: Config) -> dict[BackendId, BackendConfig]:

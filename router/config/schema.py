@@ -366,6 +366,11 @@ class Config(ConfigSection):
     filters: tuple[FilterConfig, ...] = Field(default=(), strict=False)
     shutdown_grace_s: values.Seconds = Field(default=30.0, alias="shutdown_grace")
 
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Return whether state files are written and read at all."""
+        return self.store.enabled and self.policy.name.moves_kv
+
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         if misfits := self.misfits():

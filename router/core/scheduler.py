@@ -37,39 +37,39 @@ class Scheduler:
         if state.unexplained:
             admission.explain_admitted(state)
         if now >= state.backoffs_end_at:
-            idle_saves.end_backoffs(state, now)
+            idle_saves.end_backoffs(state)
         if state.inventory.catalog.protection.total_bytes:
             state.inventory.catalog.lapse(now)
         take(state, *args, **kwargs)
         if take not in _FREES_NO_SLOT:
             state.idle_saves_at = min(state.idle_saves_at, now)
         state.dirty = bool(state.scanned) and (state.dirty or take is not tick)
-        self._settle(now)
+        self._settle()
         if take not in _USUAL:
             self._is_over = state.inventory.catalog.is_over
         return state.out
 
-    def _settle(self, now: float) -> None:
+    def _settle(self) -> None:
         """Do what is possible now, after something has changed."""
         state = self.state
-        if state.has_waiting_jobs():
-            preparation.go_on(state, now)
+        if state.turns:
+            preparation.go_on(state)
         if state.queue.waiting and not state.stopping:
-            admission.serve_queue(state, now)
+            admission.serve_queue(state)
             admission.turn_away(state)
             # A request refused at once may have kept a job at the placement gate, and freed a slot.
-            if state.has_waiting_jobs() and preparation.pass_gate(state):
-                state.resume_scan_at = now
+            if state.turns and preparation.pass_gate(state):
+                state.resume_scan_at = state.now
         if state.queue.waiting or state.unserved:
-            admission.note_unserved(state, now)
+            admission.note_unserved(state)
         if state.inventory.servers.by_name:
-            server_swaps.settle(state, now)
-        if now >= state.idle_saves_at:
-            idle_saves.save_idle(state, now)
+            server_swaps.settle(state)
+        if state.now >= state.idle_saves_at:
+            idle_saves.save_idle(state)
         if state.inventory.draining:
-            backend_drain.detach(state, now)
+            backend_drain.detach(state)
         if state.stopping and state.saves_on_stop:
-            backend_drain.prove_all(state, now)
+            backend_drain.prove_all(state)
 
     def explain_admitted(self) -> None:
         """Do the work that can wait until the effects of the last fact are on their way.
@@ -86,7 +86,7 @@ class Scheduler:
             min(state.idle_saves_at, state.backoffs_end_at) < at
             or bool(state.unexplained or state.queue.waiting or state.inventory.servers.by_name)
             or self._is_over
-            or state.has_waiting_jobs()
+            or bool(state.turns)
         )
 
     def next_wakeup(self, now: float) -> float | None:
@@ -98,7 +98,7 @@ class Scheduler:
         if state.idle_saves_at < inf:
             state.idle_saves_at = idle_saves.wakeup(state)
             at = min(at, state.idle_saves_at)
-        if state.has_waiting_jobs():
+        if state.turns:
             at = min(at, prefill_queue.wakeup(state), deadline.wakeup(state))
         if state.queue.waiting:
             at = min(at, state.queue.next_deadline(), admission.wakeup(state, now))
@@ -109,9 +109,9 @@ class Scheduler:
 
 def tick(state: State) -> None:
     """Do what is due because time has passed."""
-    deadline.reject_queued(state, state.now)
-    admission.give_up_unserved(state, state.now)
-    server_swaps.reject_overdue(state, state.now)
+    deadline.reject_queued(state)
+    admission.give_up_unserved(state)
+    server_swaps.reject_overdue(state)
     state.delete(state.inventory.catalog.shrink())
 
 

@@ -7,33 +7,29 @@ Effects that take time run as tasks and report back (`slot_work.py`).
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
+from types import MappingProxyType
+from typing import Concatenate, ParamSpec
 
 import structlog
-from msgspec import Struct
 
 from router.base.errors import BackendError
 from router.base.ports import Clock, Preparing, ServerRunner, SlotServer, SnapshotStore, Telemetry
 from router.base.tasks import Tasks, catch
-from router.base.tokens import Tokens
 from router.base.types import (
     BackendId,
     BackendInfo,
     Cost,
-    Lease,
     MemoryKind,
     Outcome,
-    OwnPrefill,
-    Reported,
     Request,
     RequestId,
     RequestRecord,
     SlotStatus,
     Snapshot,
     SnapshotId,
-    Stats,
     Tenant,
     TierStatus,
 )
@@ -47,22 +43,17 @@ from router.core.execution import (
     resident_updates,
     state,
 )
+from router.core.execution.state import State
 from router.core.hosts.handout import once_fetched
 from router.core.hosts.quote import is_surely_cheap
 from router.core.hosts.quote import quote as make_quote
-from router.core.inventory.inventory import Inventory
 from router.core.model import effects as ef
 from router.core.model.effects import AnswerEnd
 from router.core.model.plan import Offered, Plan, Quote
-from router.core.model.policy import Policy, SnapshotLimits
-from router.core.model.request_queue import QueueLimits
-from router.core.model.servers import ServerLimit, ServerSpec
 from router.core.planning.planner import plan as make_plan
 from router.core.planning.pricing import keeps_snapshots
 from router.core.reporting.miss_reasons import record_of
 from router.core.scheduler import Scheduler, tick
-from router.core.stats import stats_of
-from router.engine.held_prefixes import HeldPrefixes
 from router.engine.host_saves import HostSaves
 from router.engine.loop_throttle import LoopThrottle
 from router.engine.server_placement import LaunchWatch
@@ -71,27 +62,16 @@ from router.engine.transfers import Transferred, Transfers
 
 log = structlog.get_logger(__name__)
 
+P = ParamSpec("P")
 Then = Callable[[], None] | None
+Fact = tuple[Callable[..., None], tuple[object, ...], Mapping[str, object], Then]
 
 _PURGED_AT_ONCE = 10
 _FOUND_AT_ONCE = 100  # about 5 ms
 
 
-class Grant(Struct, frozen=True):
-    """The right to send one request now. Its holder calls `Engine.finish` once."""
-
-    lease: Lease
-    plan: Plan
-    pin: bool
-    waited_s: float
-    prefilled: OwnPrefill | None = None  # None: the router computed nothing for it
-
-
-class Timing(Struct, frozen=True):
-    """Times that only the web layer can measure, in seconds."""
-
-    ttft_s: float | None
-    total_s: float
+Grant = ef.Dispatch
+"""The right to send one request now. Its holder calls `Engine.finish` once."""
 
 
 class EngineListener:
@@ -111,6 +91,17 @@ class EngineListener:
 
     def prove(self, backend: BackendId) -> None:
         """Probe a backend in the slots that are lent."""
+
+
+def _fact(
+    take: Callable[Concatenate[State, P], None],
+) -> Callable[Concatenate["Engine", P], None]:
+    """Return the method that has the scheduler take in this fact; `take` says what it is."""
+
+    def told(engine: "Engine", /, *facts: P.args, **named: P.kwargs) -> None:
+        engine._tell(take, facts, named)  # noqa: SLF001 - a method of it
+
+    return told
 
 
 class Engine:
@@ -143,7 +134,6 @@ class Engine:
         self._tasks = Tasks()
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
         self._loads: dict[RequestId, asyncio.Future[None]] = {}  # requests that wait for a model
-        self._timings: dict[RequestId, Timing] = {}
         self._launches = LaunchWatch(scheduler, backends)
         self._work = SlotWork(scheduler, backends, self._feed, self._send_elsewhere, throttle)
         self.prefilled_tokens = self._work.prefilled_tokens
@@ -152,7 +142,7 @@ class Engine:
             partial(self._feed, admission.save_unasked),
             scheduler.state.inventory,
         )
-        self._facts: deque[tuple[Callable[..., None], tuple[object, ...], Then]] = deque()
+        self._facts: deque[Fact] = deque()
         self._carries_out = False
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakes_at = inf  # in clock seconds, or a little later
@@ -177,7 +167,7 @@ class Engine:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self.finish(request.id, Outcome.CLIENT_GONE, Reported(), Timing(None, 0.0))
+                self.finish(request.id, AnswerEnd(Outcome.CLIENT_GONE))
             else:
                 # Abandoned at the loop throttle, `future` is not cancelled yet: a dispatch under
                 # way would grant it, and the lease would never be released.
@@ -190,12 +180,7 @@ class Engine:
             self._work.preparing.pop(request.id, None)
 
     def finish(
-        self,
-        request: RequestId,
-        outcome: Outcome,
-        reported: Reported,
-        timing: Timing,
-        then: Callable[[], None] = lambda: None,
+        self, request: RequestId, ended: AnswerEnd, then: Callable[[], None] | None = None
     ) -> None:
         """End a granted request. Call once for each grant, on every path; never blocks.
 
@@ -204,16 +189,9 @@ class Engine:
         """
 
         def end(index: int | None = None) -> None:
-            self._timings[request] = timing
-            begun = timing.ttft_s is not None
-            ended = AnswerEnd(outcome, reported, begun)
-            self._feed(job_ends.finished, request, ended, index, then=accounted)
+            self._tell(job_ends.finished, (request, ended, index), then=then)
 
-        def accounted() -> None:
-            self._timings.pop(request, None)
-            then()
-
-        if outcome is not Outcome.OK or not self._launches.keeps(request, end):
+        if ended.outcome is not Outcome.OK or not self._launches.keeps(request, end):
             end()
 
     async def until_loaded(self, request: RequestId, model: str | None) -> None:
@@ -229,24 +207,10 @@ class Engine:
         finally:
             del self._loads[request]
 
-    def unwant_model(self, request: RequestId) -> None:
-        """Note that a request that waited for a model was answered or abandoned."""
-        self._feed(server_swaps.unwanted, request)
-
-    def begun(self, request: RequestId) -> None:
-        """Note the first token of a request that had a prefill before it."""
-        self._feed(prefill_queue.begun, request)
-
-    def misread(self, backend: BackendId, *, always: bool) -> None:
-        """Note that the last prompt on a backend is rendered otherwise there than it was read.
-
-        `always`: the backend differs from the one that reads; else what read it is mended.
-        """
-        self._feed(resident_updates.misread, backend, always)
-
-    def answer_read(self, lease: Lease, prompt: Tokens, answer: Tokens) -> None:
-        """Note the token ids of an answer, which are known a little after its end."""
-        self._feed(job_ends.answer_read, lease, prompt, answer)
+    unwant_model = _fact(server_swaps.unwanted)
+    begun = _fact(prefill_queue.begun)
+    misread = _fact(resident_updates.misread)
+    answer_read = _fact(job_ends.answer_read)
 
     def plan(self, request: Request) -> Plan | None:
         """Return the plan of a request now. None: it would wait. No side effects."""
@@ -275,10 +239,6 @@ class Engine:
             request, known.inventory, known.queue, self._clock.now(), limit_s
         )
 
-    def held_prefixes(self, make: Callable[[Inventory], HeldPrefixes]) -> HeldPrefixes:
-        """Return the index of what this host holds that `make` makes; there may be only one."""
-        return make(self.state.inventory)
-
     # -- for the monitors and the store --------------------------------------------------------
 
     def backend_up(self, info: BackendInfo, slots: tuple[SlotStatus, ...]) -> None:
@@ -293,70 +253,25 @@ class Engine:
         slots = self.state.inventory.slots.of(backend)
         return {slot.id.index for slot in slots if slot.holder == ours}
 
-    def backend_down(self, backend: BackendId) -> None:
-        """Take a backend out of use: the content of its slots is lost."""
-        self._feed(backend_attach.backend_down, backend)
-
-    def probed(self, info: BackendInfo, kept: Set[int]) -> None:
-        """Take what a probe found out; the slots of `kept` hold what they held."""
-        self._feed(backend_attach.probed, info, kept)
-
-    def probe_put_off(self, backend: BackendId, kept: Set[int]) -> None:
-        """Take back the slots of a probe that made way for a request."""
-        self._feed(backend_attach.put_off, backend, kept)
-
-    def drain(self, backend: BackendId) -> None:
-        """Give a backend nothing new; `EngineListener.detached` tells when its jobs are over."""
-        self._feed(backend_drain.begin, backend)
-
-    def undrain(self, backend: BackendId) -> None:
-        """Keep a backend that is still draining."""
-        self._feed(backend_drain.undrained, backend)
-
-    def remove(self, backend: BackendId) -> None:
-        """Forget a detached backend: its name may be used for another one."""
-        self._feed(backend_drain.removed, backend)
-
-    def configure(self, policy: Policy, limits: SnapshotLimits, queue: QueueLimits) -> None:
-        """Put a configuration that was read again in force."""
-        self._feed(backend_drain.configured, policy, limits, queue)
+    backend_down = _fact(backend_attach.backend_down)
+    probed = _fact(backend_attach.probed)
+    probe_put_off = _fact(backend_attach.put_off)
+    drain = _fact(backend_drain.begin)
+    undrain = _fact(backend_drain.undrained)
+    remove = _fact(backend_drain.removed)
+    configure = _fact(backend_drain.configured)
 
     def poll_for_strangers(self, backend: BackendId) -> None:
         """Check in the background whether an unknown client uses slots that should be idle."""
         self._tasks.spawn(self._work.poll_for_strangers(backend), name=f"look around {backend}")
 
-    def configure_servers(
-        self, servers: Sequence[ServerSpec], limits: Sequence[ServerLimit]
-    ) -> None:
-        """Take the servers that may be started, and what of them may be loaded together."""
-        self._feed(server_swaps.configured, servers, limits)
-
-    def ask_server(self, name: BackendId, *, start: bool = False, stop: bool = False) -> None:
-        """Start or stop a server because an operator wants it; both: restart it."""
-        self._feed(server_swaps.asked, name, start, stop)
-
-    def server_ready(self, name: BackendId) -> None:
-        """Note that a server's process answers; its backend is to be attached soon."""
-        self._feed(server_swaps.ready, name)
-
-    def server_ended(self, name: BackendId, problem: str = "", *, hopeless: bool = False) -> None:
-        """Note that a server's process has ended, as ordered or by itself, or did not start.
-
-        `hopeless`: the next one would end in the same way.
-        """
-        self._feed(server_swaps.ended, name, problem, hopeless)
-
-    def room_found(self, spare_bytes: int | None) -> None:
-        """Note what the disk of the snapshots has to spare; None: nothing is known of it."""
-        self._feed(state.room_found, spare_bytes)
-
-    def snapshot_lost(self, snapshot: SnapshotId) -> None:
-        """Offer a snapshot no more: it turned out to be unusable."""
-        self._feed(state.snapshot_lost, snapshot)
-
-    def snapshot_stored(self, snapshot: Snapshot) -> None:
-        """Take a snapshot as it is now: it has blobs, or no whole file any more."""
-        self._feed(state.snapshot_stored, snapshot)
+    configure_servers = _fact(server_swaps.configured)
+    ask_server = _fact(server_swaps.asked)
+    server_ready = _fact(server_swaps.ready)
+    server_ended = _fact(server_swaps.ended)
+    room_found = _fact(state.room_found)
+    snapshot_lost = _fact(state.snapshot_lost)
+    snapshot_stored = _fact(state.snapshot_stored)
 
     def snapshot_made(self, snapshot: Snapshot, kind: MemoryKind) -> None:
         """Offer a snapshot of this kind that was made just now."""
@@ -431,29 +346,33 @@ class Engine:
             self._wakeup.cancel()
         await self._tasks.aclose()
 
-    def stats(self) -> Stats:
-        """Return the numbers for gauges."""
-        return stats_of(self.state, self._backends)
-
     # -- facts in, effects out ----------------------------------------------------------------
 
-    def _feed(
-        self, take: Callable[..., None], *facts: object, then: Callable[[], None] | None = None
+    def _feed(self, take: Callable[..., None], *facts: object) -> None:
+        """Have the scheduler take in facts with `take`, a function of the core."""
+        self._tell(take, facts)
+
+    def _tell(
+        self,
+        take: Callable[..., None],
+        facts: tuple[object, ...],
+        named: Mapping[str, object] = MappingProxyType({}),
+        then: Then = None,
     ) -> None:
         """Have the scheduler take in facts, now or after those under way.
 
         `take`: the function of the core that does. `then` is called after its effects.
         """
-        self._facts.append((take, facts, then))
+        self._facts.append((take, facts, named, then))
         if self._carries_out:
             return
         self._carries_out = True
         failures: list[Exception] = []
         try:
             while self._facts:
-                take, facts, then = self._facts.popleft()
+                take, facts, named, then = self._facts.popleft()
                 try:
-                    self._scheduler.do(self._clock.now(), take, *facts)
+                    self._scheduler.do(self._clock.now(), take, *facts, **named)
                 except Exception as error:  # noqa: BLE001 - raised below
                     catch(failures, error)
                 for effect in self.state.out:
@@ -556,11 +475,9 @@ class Engine:
 
     def _grant(self, effect: ef.Dispatch, future: asyncio.Future[Grant] | None) -> None:
         if future is None or future.done():  # the client has just disconnected
-            self.finish(effect.request, Outcome.CLIENT_GONE, Reported(), Timing(None, 0.0))
+            self.finish(effect.request, AnswerEnd(Outcome.CLIENT_GONE))
         else:
-            future.set_result(
-                Grant(effect.lease, effect.plan, effect.pin, effect.waited_s, effect.prefilled)
-            )
+            future.set_result(effect)
 
     def _reject(self, effect: ef.Reject) -> None:
         waiting = self._grants.get(effect.request) or self._loads.get(effect.request)
@@ -568,8 +485,7 @@ class Engine:
             waiting.set_exception(effect.error)
 
     def _account(self, effect: ef.Account) -> None:
-        timing = self._timings.get(effect.request.id, Timing(None, 0.0))
-        record = record_of(effect, timing.ttft_s, timing.total_s)
+        record = record_of(effect)
         self._telemetry.request(record)
         self.listener.over(record, effect.plan)
 

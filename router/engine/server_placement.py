@@ -135,10 +135,8 @@ class LaunchWatch:
 
     def _at_gate(self, backend: BackendId) -> set[int]:
         """Return the slots of requests at the placement gate: nothing is under way in them."""
-        state = self._scheduler.state
-        there = state.inventory.up.get(backend)
-        waiting = there.gate.waiting if there is not None else ()
-        return {state.job_of(name).slot.index for name in waiting}
+        there = self._scheduler.state.inventory.up.get(backend)
+        return {job.slot.index for job in there.gate.waiting} if there is not None else set()
 
     def _slot_is_irrelevant(self, effect: Dispatch) -> bool:
         """Return whether nobody needs to know yet which slot the request got.

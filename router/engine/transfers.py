@@ -13,7 +13,7 @@ from router.base.errors import BackendError, BackendRefusedError, KvError, KvFil
 from router.base.ports import Clock, SlotServer, SnapshotStore, Telemetry
 from router.base.types import BackendId, BackendInfo, KvDir, Snapshot
 from router.core.model import effects as ef
-from router.core.model.effects import Blame, Erased, Failed, Restored, Saved, WasCut
+from router.core.model.effects import Blame, Failed, Restored, Saved
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +35,7 @@ class Transfers:
 
     async def carry_out(
         self, effect: Transferred, infos: Mapping[BackendId, BackendInfo]
-    ) -> Saved | WasCut | Restored | Erased | Failed:
+    ) -> Saved | Restored | Failed | None:
         """Carry out one order and return its result.
 
         A bug in here fails the order: unanswered, its slot would be out of use for good.
@@ -115,16 +115,16 @@ class Transfers:
         self.telemetry.restored(slot, transfer, "")
         return Restored(transfer.n_tokens, transfer.seconds, rewrite_s)
 
-    async def erase(self, effect: ef.Erase) -> Erased | Failed:
+    async def erase(self, effect: ef.Erase) -> Failed | None:
         """Let the backend empty a slot."""
         try:
             await self.backends[effect.slot.backend].erase(effect.slot.index)
         except BackendError as error:
             self.telemetry.erase_failed(effect.slot, str(error))
             return Failed(str(error), Blame.BACKEND)
-        return Erased()
+        return None
 
-    async def cut(self, effect: ef.Cut) -> WasCut | Failed:
+    async def cut(self, effect: ef.Cut) -> Saved | Failed:
         """Make a snapshot of the first tokens of another one. No backend takes part."""
         start = self.clock.now()
         try:
@@ -134,7 +134,7 @@ class Transfers:
             return Failed(str(error))
         seconds = self.clock.now() - start
         self.telemetry.rewritten("cut", made.size_bytes, seconds, "")
-        return WasCut(made, seconds)
+        return Saved(made, seconds)
 
     async def cut_off(self, snapshot: Snapshot, n_tokens: int) -> Snapshot:
         """Return a new snapshot of the first tokens of another one. Raises KvError."""

@@ -381,7 +381,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         state = self.scheduler.state
         waiting = [job for job in self.jobs() if isinstance(job.doing, InPrefillQueue)]
         queues = {name: there.prefills for name, there in state.inventory.up.items()}
-        assert {job.id for job in waiting} == {i for q in queues.values() for i in q.waiting}
+        assert set(waiting) == {one for q in queues.values() for one in q.waiting}
         for job in waiting:
             assert not job.cancelled or job.for_others  # others wait for its prefill
             permit_until = queues[job.slot.backend].permit_until
@@ -395,7 +395,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         state = self.scheduler.state
         waiting = [job for job in self.jobs() if isinstance(job.doing, AtGate)]
         gates = {name: there.gate for name, there in state.inventory.up.items()}
-        assert {job.id for job in waiting} == {i for gate in gates.values() for i in gate.waiting}
+        assert set(waiting) == {one for gate in gates.values() for one in gate.waiting}
         assert not any(placement_gate.is_free(state, job) or job.cancelled for job in waiting)
         assert not {job.id for job in waiting} & {gate.holder for gate in gates.values()}
 

@@ -22,9 +22,9 @@ from router.base.tokens import Tokens
 from router.base.types import BackendId, Outcome, Reported, Request, RequestId, SlotStatus
 from router.core.admission import admission, backend_drain
 from router.core.execution.state import State
-from router.core.model.effects import Detach, Effect
+from router.core.model.effects import AnswerEnd, Detach, Effect
 from router.core.model.rates import LinearFit
-from router.engine.engine import Engine, Timing
+from router.engine.engine import Engine
 from router.engine.loop_throttle import MOST, LoopThrottle
 from tests.support.scheduler.build import (
     UNREAD,
@@ -380,7 +380,7 @@ async def test_an_exception_in_one_effect_costs_no_other() -> None:
     assert first.lease.slot.backend == A
     assert not asked.done()
     with pytest.raises(ZeroDivisionError):
-        engine.finish(RequestId("r1"), Outcome.OK, Reported(), Timing(None, 0.0))
+        engine.finish(RequestId("r1"), AnswerEnd(Outcome.OK))
     assert (await asked).lease.slot == first.lease.slot
     await engine.aclose()
 

@@ -19,7 +19,7 @@ from router.base.errors import (
 )
 from router.base.types import KvDir, StagedFile, StateShape, Transfer
 from router.core.model import effects as ef
-from router.core.model.effects import Blame, Erased, Failed, Restored, Saved, WasCut
+from router.core.model.effects import Blame, Failed, Restored, Saved
 from router.engine.transfers import Transfers
 from tests.support.scheduler.build import A0, NS, A, R, backend, run_of, snapshot
 
@@ -102,7 +102,7 @@ class World:
 async def test_a_cut_becomes_a_snapshot() -> None:
     world = World()
 
-    assert await world.transfers().cut(CUT) == WasCut(PART, 1.0)
+    assert await world.transfers().cut(CUT) == Saved(PART, 1.0)
     assert world.said == [
         ("cut", "s", 500),
         ("commit", "staged"),
@@ -207,8 +207,8 @@ async def test_each_effect_is_carried_out() -> None:
     transfers, up = World().transfers(), {A: backend()}
     for effect, kind in (
         (SAVE, Saved),
-        (CUT, WasCut),
+        (CUT, Saved),
         (ef.Restore(R, A0, LONG), Restored),
-        (ef.Erase(R, A0), Erased),
+        (ef.Erase(R, A0), type(None)),
     ):
         assert isinstance(await transfers.carry_out(effect, up), kind)

@@ -9,22 +9,22 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 51_849,
-    "router/assembly": 2_371,
+    "router": 51_540,
+    "router/assembly": 2_373,
     "router/base": 1_731,
-    "router/config": 1_958,
-    "router/core": 9_804,
-    "router/engine": 1_838,
+    "router/config": 1_959,
+    "router/core": 9_586,
+    "router/engine": 1_752,
     "router/hosts": 1_349,
     "router/llama": 5_646,
     "router/prompts": 2_296,
     "router/servers": 1_166,
     "router/store": 6_522,
     "router/telemetry": 1_846,
-    "router/tools": 7_503,
-    "router/web": 7_803,
-    "tests": 66_979,
-    "bench": 8_946,
+    "router/tools": 7_504,
+    "router/web": 7_794,
+    "tests": 66_973,
+    "bench": 8_947,
 }
 # A part may shrink so far before its ceiling has to follow.
 SLACK = 100

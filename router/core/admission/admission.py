@@ -20,13 +20,8 @@ from router.core.execution.spending import Budgets
 from router.core.execution.state import State
 from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Slot
-from router.core.model.effects import StopWork
-from router.core.model.jobs import (
-    AtGate,
-    InPrefillQueue,
-    PrefillStep,
-    RequestJob,
-)
+from router.core.model.effects import Prefill, StopWork
+from router.core.model.jobs import AtGate, InPrefillQueue, RequestJob
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import Waiting
@@ -42,36 +37,35 @@ from router.core.reporting.miss_reasons import coverage_of
 
 def arrived(state: State, request: Request) -> None:
     """Queue the request, perhaps for no time; reject it if it fits no backend."""
-    now = state.now
     state.inventory.servers.unread.pop(request.id, None)
     if too_long := _too_long(state, request):
         state.reject(request.id, too_long)
     elif state.stopping:
         state.reject(request.id, NoBackendError("the router is stopping"))
-    elif state.inventory.servers.by_name and (failed := server_swaps.refusal(state, request, now)):
+    elif state.inventory.servers.by_name and (failed := server_swaps.refusal(state, request)):
         state.reject(request.id, failed)
     elif request.caller and (used := state.budget.refusal(request.caller.tenant)):
         state.reject(request.id, used)
-    elif state.queue.waiting or not _starts_at_once(state, request, now):
-        state.queue.add(request, now)
+    elif state.queue.waiting or not _starts_at_once(state, request):
+        state.queue.add(request, state.now)
         if not state.inventory.slots.any_idle():
-            _keep_prefix(state.inventory, request, now)
+            _keep_prefix(state.inventory, request, state.now)
 
 
-def _starts_at_once(state: State, request: Request, now: float) -> bool:
+def _starts_at_once(state: State, request: Request) -> bool:
     """Grant a request that finds no queue, if it can start now; return whether it could.
 
     Jobs that wait for their turn come first: then it is queued, for no time perhaps.
     """
     inventory = state.inventory
-    if state.has_waiting_jobs() or not inventory.has_idle(request.model):
+    if state.turns or not inventory.has_idle(request.model):
         return False
     if state.budget.limits and Budgets(state).pick(request) is None:
         return False
-    decision = decide(inventory, request, now, 0.0)
+    decision = decide(inventory, request, state.now, 0.0)
     if decision is None or decision.plan.chosen.wait_for is not None:
         return False
-    _grant(state, Waiting(request, now), decision.plan, now, pinnable=decision.request.pinnable)
+    _grant(state, Waiting(request, state.now), decision.plan, pinnable=decision.request.pinnable)
     return True
 
 
@@ -110,7 +104,6 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
 
 def cancelled(state: State, request: RequestId) -> None:
     """Drop a request that was not sent yet: its client disconnected."""
-    now = state.now
     if state.queue.remove(request) is not None:
         stop_for_nobody(state)
         return
@@ -120,12 +113,12 @@ def cancelled(state: State, request: RequestId) -> None:
     # A slot action cannot be cancelled; the job ends with the step that is under way.
     job.cancel()
     step, slot = job.doing, job.own
-    if isinstance(step, PrefillStep) and slot.work.sharing and is_wanted(state, job, step.tokens):
+    if isinstance(step, Prefill) and slot.work.sharing and is_wanted(state, job, job.wanted):
         # Other requests wait for this very prefill: it goes on.
         job.go_on_for_others(wanted=True)
     elif isinstance(job.doing, InPrefillQueue | AtGate):
         slot.do(replace(slot.work, sharing=False))
-        end(state, job, now)  # another job may have the slot, and compute it
+        end(state, job)  # another job may have the slot, and compute it
     else:
         _break_off(state, job)
 
@@ -133,7 +126,7 @@ def cancelled(state: State, request: RequestId) -> None:
 def _break_off(state: State, job: RequestJob) -> None:
     """Break off what the job does; a prefill's result so far stays in the slot."""
     slot = job.own
-    abandoned = isinstance(job.doing, PrefillStep)
+    abandoned = isinstance(job.doing, Prefill)
     slot.do(replace(slot.work, sharing=False, prefill_abandoned=abandoned))
     if abandoned:
         prefill_queue.broke_off(state, job)
@@ -145,9 +138,9 @@ def stop_for_nobody(state: State) -> None:
     for job in list(state.inventory.jobs.values()):
         if not (isinstance(job, RequestJob) and job.cancelled):
             continue
-        if not isinstance(step := job.doing, PrefillStep):
+        if not isinstance(job.doing, Prefill):
             continue
-        if job.own.work.sharing and not is_wanted(state, job, step.tokens):
+        if job.own.work.sharing and not is_wanted(state, job, job.wanted):
             job.go_on_for_others(wanted=False)
             _break_off(state, job)
 
@@ -158,20 +151,20 @@ def save_unasked(state: State, slot: SlotId) -> None:
     stop_for_nobody(state)
 
 
-def give_up_unserved(state: State, now: float) -> None:
+def give_up_unserved(state: State) -> None:
     """Reject the queued requests that have waited too long for a backend to come up."""
-    for waiting, since in _unserved(state, now):
-        if now - since >= state.queue.limits.no_backend_s:
+    for waiting, since in _unserved(state, state.now):
+        if state.now - since >= state.queue.limits.no_backend_s:
             state.queue.remove(waiting.request.id)
             # Its backend may have come back with a shorter context.
             no_backend = NoBackendError("no backend for this model is up")
             state.reject(waiting.request.id, _too_long(state, waiting.request) or no_backend)
 
 
-def note_unserved(state: State, now: float) -> None:
+def note_unserved(state: State) -> None:
     """Note for each model since when no backend could serve a queued request."""
-    gone = {waiting.request.model for waiting in _nobodys(state, now)}
-    state.unserved = {model: state.unserved.get(model, now) for model in gone}
+    gone = {waiting.request.model for waiting in _nobodys(state, state.now)}
+    state.unserved = {model: state.unserved.get(model, state.now) for model in gone}
 
 
 def wakeup(state: State, now: float) -> float:
@@ -257,7 +250,7 @@ def stop(state: State, save: bool) -> None:
     server_swaps.reject_all(state, NoBackendError("the router is stopping"))
 
 
-def serve_queue(state: State, now: float) -> None:
+def serve_queue(state: State) -> None:
     """Give free slots to queued requests, in the order of the queue.
 
     1. The request can start now: admit it.
@@ -289,16 +282,16 @@ def serve_queue(state: State, now: float) -> None:
             request = replace(request, avoid=request.avoid | reserved)
         return None if full and state.inventory.kind(request) in full else request
 
-    for waiting, request in _some(state, asked, now):
-        decision = decide(state.inventory, request, now, now - waiting.since)
+    for waiting, request in _some(state, asked):
+        decision = decide(state.inventory, request, state.now, state.now - waiting.since)
         if decision is not None and decision.plan.chosen.wait_for is None:
-            _grant(state, waiting, decision.plan, now, pinnable=decision.request.pinnable)
+            _grant(state, waiting, decision.plan, pinnable=decision.request.pinnable)
             budgets.granted()
         if not state.inventory.slots.any_idle():
             state.scanned.clear()  # plan all again when a slot comes free
             return
         if decision is None:
-            if not state.inventory.room(request, now):
+            if not state.inventory.room(request, state.now):
                 full.add(state.inventory.kind(request))
             if not request.takes_one_slot:
                 reserved.update(_to_reserve(state, request))
@@ -308,7 +301,7 @@ def serve_queue(state: State, now: float) -> None:
 
 
 def _some(
-    state: State, asked: Callable[[Waiting], Request | None], now: float
+    state: State, asked: Callable[[Waiting], Request | None]
 ) -> Iterator[tuple[Waiting, Request]]:
     """Yield a few queued requests: the first in order, then those unplanned for longest."""
     first = more = skipped = 0
@@ -323,14 +316,14 @@ def _some(
             continue
         elif more == TUNING.scanned_at_once:
             granted = len(state.queue) < n_waiting
-            state.resume_scan_at = now if granted else now + TUNING.resume_scan_after_s
+            state.resume_scan_at = state.now if granted else state.now + TUNING.resume_scan_after_s
             return
         else:
             more += 1
             state.scanned.add(request.id)
         yield waiting, request
     if skipped and state.dirty:  # since they were planned
-        state.resume_scan_at = now + TUNING.resume_scan_after_s
+        state.resume_scan_at = state.now + TUNING.resume_scan_after_s
     state.scanned.clear()
 
 
@@ -392,8 +385,9 @@ def _note_return(inventory: Inventory, request: Request, chosen: Candidate, now:
     slot.hold(replace(slot.content, returned_after_s=back_s))
 
 
-def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnable: bool) -> None:
+def _grant(state: State, waiting: Waiting, decision: Plan, *, pinnable: bool) -> None:
     """Lease the chosen slot to the request, then start its steps."""
+    now = state.now
     inventory, request, chosen = state.inventory, waiting.request, decision.chosen
     if request.pinnable is not pinnable:
         request = replace(request, pinnable=pinnable)
@@ -430,7 +424,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
             used.hold(replace(used.content, tenant=request.tenant))
     inventory.has_tenants = inventory.has_tenants or bool(request.tenant)
     if claim in (SlotClaim.SERVER_PLACED, SlotClaim.SEVERAL) and backend.info.is_managed:
-        backend.gate.take(job.id)
+        backend.gate.take(job)
     if chosen.snapshot is not None:
         inventory.catalog.add_reference(chosen.snapshot, now)
         if request.keep_s:

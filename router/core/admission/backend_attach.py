@@ -36,11 +36,10 @@ def backend_up(state: State, info: BackendInfo, slots: Sequence[SlotStatus]) -> 
     KV of one request's own adapter, until it is wiped. Without KV there is nothing to destroy or to
     wipe.
     """
-    now = state.now
     server = state.inventory.servers.by_name.get(info.id)
     if server is not None and not server.may_attach:
         return  # it was told to end meanwhile
-    lose_backend(state, info.id, now)
+    lose_backend(state, info.id)
     backend = state.inventory.take(info, _rates_for(info))
     statuses = {status.index: status for status in slots}
     for slot in backend.slots:
@@ -55,15 +54,14 @@ def backend_up(state: State, info: BackendInfo, slots: Sequence[SlotStatus]) -> 
             unread = Resident(unread=status.n_tokens or 0, may_hold_more=status.n_tokens is None)
             slot.hold(replace(slot.content, resident=unread))
     _value_anew(state, backend)
-    server_swaps.came_up(state, info, now)
+    server_swaps.came_up(state, info)
 
 
 def backend_down(state: State, backend: BackendId) -> None:
     """Note that a backend is down, and the content of its slots is lost."""
-    now = state.now
-    lose_backend(state, backend, now)
+    lose_backend(state, backend)
     if (server := state.inventory.servers.by_name.get(backend)) is not None:
-        server.went_down(now)
+        server.went_down(state.now)
 
 
 def probe_name(backend: BackendId) -> RequestId:
@@ -77,12 +75,11 @@ def probe_due(state: State, backend: BackendId) -> None:
     They are lent until `Probed` or until the backend goes down. None while a server-placed request
     is on its way: the server may pick these slots.
     """
-    now = state.now
     if not (state.stopping or backend in state.inventory.draining):
-        _lend(state, backend, now)
+        _lend(state, backend)
 
 
-def prove(state: State, backend: Backend, now: float) -> None:
+def prove(state: State, backend: Backend) -> None:
     """Order a probe of a backend that is to end unprobed, once: it then has a job.
 
     What its slots hold could not be saved so far, and would be lost with it. The next process of a
@@ -101,12 +98,12 @@ def prove(state: State, backend: Backend, now: float) -> None:
     ):
         return
     backend.proof_asked = True
-    _lend(state, backend.id, now)
+    _lend(state, backend.id)
     if probe_name(backend.id) in state.inventory.jobs:
         state.out.append(Prove(backend.id))
 
 
-def _lend(state: State, backend: BackendId, now: float) -> None:
+def _lend(state: State, backend: BackendId) -> None:
     name = probe_name(backend)
     if name in state.inventory.jobs or backend in state.inventory.gated:
         return
@@ -116,7 +113,7 @@ def _lend(state: State, backend: BackendId, now: float) -> None:
     idle = [slot for slot in state.inventory.slots.of(backend) if slot.is_idle]
     chosen = sorted(idle, key=lambda slot: len(slot.content.resident))[: TUNING.probe_slots]
     if chosen:
-        work = Work(busy_until=now + TUNING.probe_s)
+        work = Work(busy_until=state.now + TUNING.probe_s)
         before = {slot.id.index: slot.content for slot in chosen}
         loan = ProbeLoan(id=name, own=chosen[0], others=chosen[1:], before=before)
         for slot in chosen:
@@ -128,10 +125,9 @@ def _lend(state: State, backend: BackendId, now: float) -> None:
 
 def put_off(state: State, backend: BackendId, kept: Set[int]) -> None:
     """Take back the slots of a probe that made way for a request; `kept` hold what they held."""
-    now = state.now
     job = state.inventory.jobs.get(probe_name(backend))
     if isinstance(job, ProbeLoan):
-        _take_back(state, job, kept, now)
+        _take_back(state, job, kept)
 
 
 def probed(state: State, info: BackendInfo, kept: Set[int]) -> None:
@@ -142,7 +138,6 @@ def probed(state: State, info: BackendInfo, kept: Set[int]) -> None:
     Rates learned from traffic stay, too; bytes per token can be read off a state file only. The
     probe measured speed beside other requests, which is better than nothing.
     """
-    now = state.now
     job = state.inventory.jobs.get(probe_name(info.id))
     if not isinstance(job, ProbeLoan):
         return  # it went down meanwhile
@@ -154,13 +149,13 @@ def probed(state: State, info: BackendInfo, kept: Set[int]) -> None:
         slot.hold(replace(slot.content, save_decided=False))  # nothing could be saved so far
         if slot.is_idle and not info.is_managed:
             slot.hold(replace(slot.content, resident=NOTHING))
-    _take_back(state, job, kept, now)
+    _take_back(state, job, kept)
 
 
-def _take_back(state: State, job: ProbeLoan, kept: Collection[int], now: float) -> None:
+def _take_back(state: State, job: ProbeLoan, kept: Collection[int]) -> None:
     """Take back the slots of a probe. What was put back there has no checkpoints any more."""
     backend = job.own.backend
-    end(state, job, now, UNKNOWN if backend.info.is_managed else NOTHING)
+    end(state, job, UNKNOWN if backend.info.is_managed else NOTHING)
     for slot in backend.slots:
         before = job.before.get(slot.id.index)
         if before is not None and slot.id.index in kept and slot.is_idle:
@@ -175,12 +170,11 @@ def snapshots_found(
 
     On disk their memory kind is not recorded, so none is dropped in favour of a longer one.
     """
-    now = state.now
     if not made:
         found_bytes = sum(snapshot.size_bytes for snapshot in snapshots)
         state.inventory.catalog.found_on_disk(found_bytes)
     for snapshot in snapshots:
-        state.keep(snapshot, kind, now=now)
+        state.keep(snapshot, kind, now=state.now)
 
 
 def _value_anew(state: State, backend: Backend) -> None:

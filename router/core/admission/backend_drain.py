@@ -26,7 +26,7 @@ def begin(state: State, backend: BackendId) -> None:
         slot.hold(replace(slot.content, save_decided=False))
 
 
-def detach(state: State, now: float) -> None:
+def detach(state: State) -> None:
     """Detach the drained backends that are done: no slot is held, and no save is left to do.
 
     Called after the idle saves: were one left to do, its job would hold a slot now. To the
@@ -36,24 +36,24 @@ def detach(state: State, now: float) -> None:
     held = {slot.id.backend for job in ours for slot in job.held}
     for backend in sorted(state.inventory.draining - held):
         if (there := state.inventory.up.get(backend)) is not None:
-            prove(state, there, now)
+            prove(state, there)
             if probe_name(backend) in state.inventory.jobs:
                 continue
         state.inventory.draining.remove(backend)
-        lose_backend(state, backend, now)
+        lose_backend(state, backend)
         state.out.append(Detach(backend))
         server = state.inventory.servers.by_name.get(backend)
         if server is not None and server.phase is ServerPhase.LEAVING:
-            server.stop(now)
+            server.stop(state.now)
             state.out.append(StopServer(backend))
 
 
-def prove_all(state: State, now: float) -> None:
+def prove_all(state: State) -> None:
     """Order probes of what was not probed before the router stops, where nothing runs any more."""
     for backend in state.inventory.up.values():
         phases = backend.phases
         if phases[Phase.IDLE] == len(backend.slots):
-            prove(state, backend, now)
+            prove(state, backend)
 
 
 def undrained(state: State, backend: BackendId) -> None:

@@ -22,8 +22,9 @@ from router.core.model.servers import (
 from router.core.planning.server_swap import plan_swaps
 
 
-def settle(state: State, now: float) -> None:
+def settle(state: State) -> None:
     """Start and stop servers as the present requests need."""
+    now = state.now
     servers = state.inventory.servers
     if state.stopping:
         return
@@ -32,7 +33,7 @@ def settle(state: State, now: float) -> None:
         server.note(demands.get(server.name, Demand()), now)
         at, fault = server.hangs_at()
         if now >= at:
-            _end_hanging(state, server, fault, now)
+            _end_hanging(state, server, fault)
         elif server.may_attach:
             hangs_at = min(hangs_at, at)
     made = plan_swaps(servers, demands, now)
@@ -41,7 +42,7 @@ def settle(state: State, now: float) -> None:
         state.out.append(StartServer(server.name))
     servers.swaps += len({server.spec.model for server in made.stop})
     for server in made.stop + made.expired:
-        _leave(state, server, now)
+        _leave(state, server)
     state.plan_servers_at = min(made.again_at, hangs_at)
 
 
@@ -54,8 +55,7 @@ def wakeup(state: State) -> float:
 
 def configured(state: State, servers: Sequence[ServerSpec], limits: Sequence[ServerLimit]) -> None:
     """Take the servers that may be started, and what of them may be loaded together."""
-    now = state.now
-    state.inventory.servers.configure(tuple(servers), tuple(limits), now)
+    state.inventory.servers.configure(tuple(servers), tuple(limits), state.now)
 
 
 def wanted(state: State, request: RequestId, model: str | None) -> None:
@@ -63,13 +63,12 @@ def wanted(state: State, request: RequestId, model: str | None) -> None:
 
     It counts as a request for that server until it arrives, or is `unwanted`.
     """
-    now = state.now
     servers = state.inventory.servers
     if state.stopping:
         state.reject(request, NoBackendError("the router is stopping"))
-    elif servers.may_serve(model, now):
+    elif servers.may_serve(model, state.now):
         # One that a peer has refused meanwhile has waited since it came.
-        servers.unread.setdefault(request, Unread(request, model, now))
+        servers.unread.setdefault(request, Unread(request, model, state.now))
         if state.inventory.is_loaded(model):
             state.out.append(ModelReady(request))
     else:
@@ -81,10 +80,10 @@ def unwanted(state: State, request: RequestId) -> None:
     state.inventory.servers.unread.pop(request, None)
 
 
-def reject_overdue(state: State, now: float) -> None:
+def reject_overdue(state: State) -> None:
     """Reject the requests for models that were not loaded in time (`queue.deadline`)."""
     unread, limits = state.inventory.servers.unread, state.queue.limits
-    for waiting in [one for one in unread.values() if limits.deadline(one.since) <= now]:
+    for waiting in [one for one in unread.values() if limits.deadline(one.since) <= state.now]:
         del unread[waiting.request]
         told = f"the model was not loaded within {limits.deadline_s:g} s (queue.deadline)"
         state.reject(waiting.request, DeadlineError(told))
@@ -97,10 +96,10 @@ def reject_all(state: State, error: NoBackendError) -> None:
         state.reject(unread.popitem()[0], error)
 
 
-def refusal(state: State, request: Request, now: float) -> ServerFailedError | None:
+def refusal(state: State, request: Request) -> ServerFailedError | None:
     """Return the error for a request that only servers which failed too often could serve."""
     servers = state.inventory.servers
-    if not servers.of(request.model) or servers.may_serve(request.model, now):
+    if not servers.of(request.model) or servers.may_serve(request.model, state.now):
         return None
     return None if state.inventory.is_served(request) else _failed(state, request.model)
 
@@ -123,12 +122,12 @@ def _told(problem: str) -> str:
     return "; ".join(part for part in (how, hint) if part)
 
 
-def came_up(state: State, info: BackendInfo, now: float) -> None:
+def came_up(state: State, info: BackendInfo) -> None:
     """Note that a server's backend is attached, and tell the requests that wait for its model."""
     server = state.inventory.servers.by_name.get(info.id)
     if server is None:
         return
-    server.came_up(now, generates=info.generates)
+    server.came_up(state.now, generates=info.generates)
     for waiting in state.inventory.servers.unread.values():
         if server in state.inventory.servers.of(waiting.model):
             state.out.append(ModelReady(waiting.request))
@@ -136,65 +135,62 @@ def came_up(state: State, info: BackendInfo, now: float) -> None:
 
 def ready(state: State, name: BackendId) -> None:
     """Note that a server's process answers: its backend has to be attached soon."""
-    now = state.now
     if server := state.inventory.servers.by_name.get(name):
-        server.ready_at = now
+        server.ready_at = state.now
 
 
-def ended(state: State, name: BackendId, problem: str, hopeless: bool) -> None:
+def ended(state: State, name: BackendId, problem: str = "", hopeless: bool = False) -> None:
     """Note that a server's process has ended, as ordered or by itself, or did not start.
 
     Refuse what only servers given up could serve. `hopeless`: the next would end in the same way.
     """
-    now = state.now
     servers = state.inventory.servers
     server = servers.by_name.get(name)
     if server is None:
         return
     jobs = state.inventory.jobs.values()
     if any(isinstance(job, RequestJob) and job.slot.backend == name for job in jobs):
-        server.lost_request(now)
-    lose_backend(state, name, now)
+        server.lost_request_at = state.now
+    lose_backend(state, name)
     state.inventory.draining.discard(name)
-    server.ended(problem, now, hopeless=hopeless)
+    server.ended(problem, state.now, hopeless=hopeless)
     if not server.is_given_up:
         return
     for waiting in state.queue:
-        if error := refusal(state, waiting.request, now):
+        if error := refusal(state, waiting.request):
             state.queue.remove(waiting.request.id)
             state.reject(waiting.request.id, error)
     for unread in list(servers.unread.values()):
-        if not servers.may_serve(unread.model, now):
+        if not servers.may_serve(unread.model, state.now):
             del servers.unread[unread.request]
             state.reject(unread.request, _failed(state, unread.model))
 
 
-def asked(state: State, name: BackendId, start: bool, stop: bool) -> None:
+def asked(state: State, name: BackendId, start: bool = False, stop: bool = False) -> None:
     """Start a server, or stop it, because an operator wants it; both: restart it."""
-    now = state.now
     server = state.inventory.servers.by_name.get(name)
     if server is None:
         return
     if start:
-        server.ask(now, again=stop)
+        server.ask(state.now, again=stop)
     else:
-        server.unask()
+        server.asked_at = None
     if stop:
         if server.phase is ServerPhase.UP:
-            _leave(state, server, now)
+            _leave(state, server)
         elif server.phase is ServerPhase.STARTING:
-            server.stop(now)
+            server.stop(state.now)
             state.out.append(StopServer(server.name))
 
 
-def _end_hanging(state: State, server: Server, fault: str, now: float) -> None:
-    lose_backend(state, server.name, now)
-    server.stop(now, fault)
+def _end_hanging(state: State, server: Server, fault: str) -> None:
+    lose_backend(state, server.name)
+    server.stop(state.now, fault)
     state.out.append(StopServer(server.name, hangs=True))
 
 
-def _leave(state: State, server: Server, now: float) -> None:
-    server.leave(now)
+def _leave(state: State, server: Server) -> None:
+    server.leave(state.now)
     backend_drain.begin(state, server.name)
 
 

@@ -13,18 +13,18 @@ from router.core.model.jobs import AtGate, InPrefillQueue, RequestJob
 _WHAT: dict[type, str] = {InPrefillQueue: "its prefill", AtGate: "the placement gate"}
 
 
-def reject_queued(state: State, now: float) -> None:
+def reject_queued(state: State) -> None:
     """Reject the queued requests that have waited too long."""
     limit_s = state.queue.limits.deadline_s
-    for waiting in state.queue.overdue(now):
+    for waiting in state.queue.overdue(state.now):
         state.queue.remove(waiting.request.id)
         _reject(state, waiting.request.id, f"no slot came free within {limit_s:g} s")
 
 
-def reject_late(state: State, now: float) -> list[RequestJob]:
+def reject_late(state: State) -> list[RequestJob]:
     """Reject each request with a job that has waited too long; return the jobs, to be ended."""
     limit_s = state.queue.limits.deadline_s
-    late = [job for job in _waiting(state) if _deadline(state, job) <= now]
+    late = [job for job in _waiting(state) if _deadline(state, job) <= state.now]
     for job in late:
         what = _WHAT[type(job.doing)]
         _reject(state, job.id, f"the request waited {limit_s:g} s for {what}")
@@ -49,14 +49,7 @@ def _waiting(state: State) -> list[RequestJob]:
     An abandoned job waits for the sake of other requests: it is dropped when it gets the permit, if
     no request wants its result any more.
     """
-    names = list[RequestId]()
-    for backend in state.inventory.up.values():
-        names += backend.prefills.waiting
-        names += backend.gate.waiting
-    if not names:
-        return []
-    jobs = [state.job_of(name) for name in names]
-    return [job for job in jobs if not job.cancelled]
+    return [job for job in state.turns if not job.cancelled]
 
 
 def _reject(state: State, request: RequestId, reason: str) -> None:

@@ -21,7 +21,7 @@ from router.core.planning.pricing import can_save, saving_pays
 _LATE_S, _GAPS, _LATEST_S = 120.0, 2.0, 600.0
 
 
-def save_idle(state: State, now: float) -> None:
+def save_idle(state: State) -> None:
     """Save slots with content that is worth it, one per backend at a time.
 
     1. Idle for long enough on a backend where nothing runs: the save delays no request.
@@ -34,11 +34,11 @@ def save_idle(state: State, now: float) -> None:
         leaves = state.stopping or name in state.inventory.draining
         while unsaved := backend.unsaved:
             due, slot = _first_due(state.inventory, backend, unsaved)
-            if due > now and not leaves:
+            if due > state.now and not leaves:
                 state.idle_saves_at = min(state.idle_saves_at, due)
                 break
             if saving_pays(state.inventory, slot, last=leaves)[2]:
-                _save(state, slot, now)  # the next slot follows when that save is over
+                _save(state, slot)  # the next slot follows when that save is over
                 break
             slot.hold(replace(slot.content, save_decided=True))  # ruled out, and considered once
 
@@ -72,7 +72,6 @@ def save_for_host(state: State, slot_id: SlotId) -> None:
 
     No idle slot while the placement gate is closed: the server may take it for the request there.
     """
-    now = state.now
     backend = state.inventory.up.get(slot_id.backend)
     slots = state.inventory.slots.of(slot_id.backend)
     if backend is None or slot_id.index >= len(slots) or state.gives_up_content:
@@ -84,7 +83,7 @@ def save_for_host(state: State, slot_id: SlotId) -> None:
         return
     n_tokens = len(slot.content.resident)
     if n_tokens and slot.content.savable and can_save(state.inventory, backend, n_tokens):
-        _save(state, slot, now, SaveReason.HOST)
+        _save(state, slot, SaveReason.HOST)
 
 
 def forget_tenant(state: State, tenant: Tenant) -> None:
@@ -117,16 +116,16 @@ def not_for_host(state: State, slot_id: SlotId) -> None:
         slot.do(replace(slot.work, for_host=False))
 
 
-def end_backoffs(state: State, now: float) -> None:
+def end_backoffs(state: State) -> None:
     """End the write backoffs that are due, and reconsider all slots of their backends."""
     for backend in state.inventory.backends.values():
-        if backend.backoff.until is not None and backend.backoff.until <= now:
+        if backend.backoff.until is not None and backend.backoff.until <= state.now:
             backend.backoff.end()
             for slot in backend.slots:
                 slot.hold(replace(slot.content, save_decided=False))
     backends = state.inventory.backends.values()
     state.backoffs_end_at = min((one.backoff.until or inf for one in backends), default=inf)
-    state.idle_saves_at = now
+    state.idle_saves_at = state.now
 
 
 def wakeup(state: State) -> float:
@@ -139,10 +138,10 @@ def wakeup(state: State) -> float:
     return min(ends, default=inf)
 
 
-def _save(state: State, slot: Slot, now: float, reason: SaveReason = SaveReason.IDLE) -> None:
+def _save(state: State, slot: Slot, reason: SaveReason = SaveReason.IDLE) -> None:
     state.saves += 1
     name = RequestId(f"save-{state.saves}")
     save_s = slot.backend.rates.save_s(len(slot.content.resident))
     job = state.inventory.jobs[name] = SaveJob(id=name, own=slot)
-    slot.lease(job, Work(slot.content.tenant, busy_until=now + save_s))
+    slot.lease(job, Work(slot.content.tenant, busy_until=state.now + save_s))
     begin(state, save_alone(state, job, reason))

@@ -41,18 +41,18 @@ from router.core.execution.spending import (
 )
 from router.core.execution.state import State
 from router.core.model.backend import Slot
-from router.core.model.effects import Account, AnswerEnd, Quiet, StopWork, WatchSlot
-from router.core.model.jobs import (
-    CutStep,
-    Job,
-    PrefillStep,
-    ProbeLoan,
-    RequestJob,
-    RestoreStep,
-    SaveJob,
-    SaveStep,
-    SlotWatch,
+from router.core.model.effects import (
+    Account,
+    AnswerEnd,
+    Cut,
+    Prefill,
+    Quiet,
+    Restore,
+    Save,
+    StopWork,
+    WatchSlot,
 )
+from router.core.model.jobs import Job, ProbeLoan, RequestJob, SaveJob, SlotWatch
 from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import NOTHING, UNKNOWN, Resident, Work
 from router.core.model.tuning import TUNING
@@ -61,7 +61,7 @@ from router.core.reporting.miss_reasons import avoided_s
 _OVER = (Outcome.OK, Outcome.REFUSED)  # such a request will not start any more
 
 
-def lose_backend(state: State, backend: BackendId, now: float) -> None:
+def lose_backend(state: State, backend: BackendId) -> None:
     """Drop a backend's slots, and end its jobs at whatever step they are.
 
     Requests in preparation are rejected to the web layer, which may try another backend. Requests
@@ -80,14 +80,14 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
             case RequestJob():
                 if not job.cancelled:
                     state.reject(job.id, BackendError("the backend went down"))
-                _leave_to_itself(state, job, backend, now)
+                _leave_to_itself(state, job, backend)
             case SlotWatch(request=Request() as request):
                 _forbid_saves_of(state, request, None if job.is_elsewhere else job.slot, job)
                 if job.counted is not None and job.plan is not None:
                     charge_unseen(state, request, job.plan, job.own.backend, job.counted)
-                end(state, job, now)
+                end(state, job)
             case _:
-                end(state, job, now)
+                end(state, job)
 
 
 def _forbid_saves_of(state: State, request: Request, only: SlotId | None, job: Job) -> None:
@@ -97,16 +97,16 @@ def _forbid_saves_of(state: State, request: Request, only: SlotId | None, job: J
             slot.hold(slot.content.touched_by(request))
 
 
-def _leave_to_itself(state: State, job: RequestJob, backend: BackendId, now: float) -> None:
+def _leave_to_itself(state: State, job: RequestJob, backend: BackendId) -> None:
     """End a job of a lost backend; its save under way elsewhere keeps its slot."""
     step, saving = job.doing, None
-    if isinstance(step, PrefillStep):
+    if isinstance(step, Prefill):
         state.out.append(StopWork(job.id))  # a hanging prefill would go on in vain
-    if isinstance(step, SaveStep) and step.slot.backend != backend:
+    if isinstance(step, Save) and step.slot.backend != backend:
         saving = job.slot_at(step.slot)
     if saving is not None:
         job.give_back([saving])
-    end(state, job, now)
+    end(state, job)
     if saving is not None:
         state.inventory.jobs[job.id] = save = SaveJob(id=job.id, own=saving)
         saving.hand_over(job, save)
@@ -132,7 +132,7 @@ def launched(state: State, request: RequestId, index: int, others: Collection[in
     if job.claim is SlotClaim.SEVERAL:
         _release_unused(state, job, {index, *others})
         return
-    job.own.backend.gate.leave(job.id)
+    job.own.backend.gate.leave(job)
     slots = job.own.backend.slots
     actual = next((slot for slot in slots if slot.id.index == index), None)
     waits = placement_gate.waits_in(actual) if actual is not None else None
@@ -157,7 +157,7 @@ def _release_unused(state: State, job: RequestJob, used: Collection[int]) -> Non
     more = [s for s in slots if s.id.index in used and s not in job.held]
     if not all(slot.is_idle for slot in more):
         return
-    job.own.backend.gate.leave(job.id)
+    job.own.backend.gate.leave(job)
     for slot in more:
         job.hold_also([slot.lease(job, work)])
         slot.start(job)
@@ -191,13 +191,12 @@ def finished(state: State, request: RequestId, end_: AnswerEnd, index: int | Non
     `index`: the slot that the backend chose, if the request ended before a poll saw it run. To
     report that before would admit requests while this slot still counts as busy.
     """
-    now = state.now
     job = state.request_job(request)
     if job is None or not job.is_sent:
         return
     if index is not None:
         launched(state, request, index, ())
-    job.own.backend.gate.leave(job.id)
+    job.own.backend.gate.leave(job)
     cost = cost_of(job, end_)
     charge(state, job.request, cost)
     state.out.append(
@@ -205,8 +204,7 @@ def finished(state: State, request: RequestId, end_: AnswerEnd, index: int | Non
             request=job.request,
             slot=job.own.id,
             plan=job.plan,
-            outcome=end_.outcome,
-            reported=end_.reported,
+            end=end_,
             waited_s=job.waited_s,
             prepared_s=job.prepared_s,
             prefill_queue_s=job.past_queue_s,
@@ -218,20 +216,20 @@ def finished(state: State, request: RequestId, end_: AnswerEnd, index: int | Non
     _learn(state, job, end_)
     server = state.inventory.servers.by_name.get(job.own.id.backend)
     if server is not None and end_.outcome is Outcome.BACKEND_ERROR:
-        server.lost_request(now)
+        server.lost_request_at = state.now
     if server is not None and end_.outcome is Outcome.OK:
-        server.answered()
+        server.has_answered = True  # it works, however soon it ends
     if end_.outcome is Outcome.OK:
         state.inventory.note_home(job.request, job.own.id.backend)
     if end_.outcome is Outcome.OK and job.request.prompt.is_exact:
         tokens = job.request.prompt.tokens
-        compare(state, job, job.resident_at_dispatch, tokens, end_.reported, now)
+        compare(state, job, job.resident_at_dispatch, tokens, end_.reported)
     if job.own.job is not job:
-        end(state, job, now)  # the backend went down meanwhile
-    elif end_.outcome is Outcome.OK and not _is_to_be_wiped(state, job, end_, now):
-        end(state, job, now, _content_after(state, job, end_))
+        end(state, job)  # the backend went down meanwhile
+    elif end_.outcome is Outcome.OK and not _is_to_be_wiped(state, job, end_):
+        end(state, job, _content_after(state, job, end_))
     else:
-        _abandon(state, job, now, end_, cost)
+        _abandon(state, job, end_, cost)
 
 
 def _content_after(state: State, job: RequestJob, end_: AnswerEnd) -> Resident:
@@ -265,7 +263,7 @@ def _content_after(state: State, job: RequestJob, end_: AnswerEnd) -> Resident:
     return after_either(job.resident_at_dispatch, job.request.prompt)
 
 
-def _abandon(state: State, job: RequestJob, now: float, end_: AnswerEnd, cost: Cost) -> None:
+def _abandon(state: State, job: RequestJob, end_: AnswerEnd, cost: Cost) -> None:
     """Watch the slot, and every slot that the request may use, until the backend is done.
 
     After a complete answer the first poll decides. After a refusal most slots hold what they held,
@@ -285,11 +283,11 @@ def _abandon(state: State, job: RequestJob, now: float, end_: AnswerEnd, cost: C
     if not job.own.backend.info.is_managed:
         if end_.outcome not in _OVER:
             charge_unseen(state, job.request, job.plan, job.own.backend, cost)
-        end(state, job, now, NOTHING)
+        end(state, job, NOTHING)
         return
     refused = end_.outcome is Outcome.REFUSED
     flush = _shares_state(state, job, end_.reported) and not refused
-    wipe = job.request.adapted or (_is_to_be_wiped(state, job, end_, now) and not refused)
+    wipe = job.request.adapted or (_is_to_be_wiped(state, job, end_) and not refused)
     unseen = not job.knows_slot
     answered = end_.outcome in _OVER
     progress = (
@@ -315,14 +313,14 @@ def _abandon(state: State, job: RequestJob, now: float, end_: AnswerEnd, cost: C
     own = job.own
     own.abandon(job)
     own.hand_over(job, left)
-    busy_until = inf if wipe else now + TUNING.abandoned_s(progress)
+    busy_until = inf if wipe else state.now + TUNING.abandoned_s(progress)
     own.do(replace(own.work, busy_until=busy_until))
     state.out.append(WatchSlot(job.id, job.slot, progress, wipe, flush))
     watched = list(job.others)
     before = {slot.id: slot.content.resident for slot in job.own.backend.slots}
     for slot in watched:
         held = slot.content.resident if refused else UNKNOWN
-        slot.release(job, replace(slot.content, resident=held, save_decided=False), now)
+        slot.release(job, replace(slot.content, resident=held, save_decided=False), state.now)
     if unseen:
         _doubt_watched(state, job)
         placement_gate.mix(state, job)
@@ -345,9 +343,9 @@ def _abandon(state: State, job: RequestJob, now: float, end_: AnswerEnd, cost: C
         )
 
 
-def _is_to_be_wiped(state: State, job: RequestJob, end_: AnswerEnd, now: float) -> bool:
+def _is_to_be_wiped(state: State, job: RequestJob, end_: AnswerEnd) -> bool:
     """Return True if what the request left is not exactly what its tokens say."""
-    if end_.outcome not in _OVER and _may_have_outgrown(state, job, end_, now):
+    if end_.outcome not in _OVER and _may_have_outgrown(state, job, end_):
         return True
     n_ctx = job.own.backend.info.n_ctx
     pinned = job.claim is SlotClaim.PINNED
@@ -357,7 +355,7 @@ def _is_to_be_wiped(state: State, job: RequestJob, end_: AnswerEnd, now: float) 
     return job.request.adapted or not exact or _shares_state(state, job, end_.reported)
 
 
-def _may_have_outgrown(state: State, job: RequestJob, end_: AnswerEnd, now: float) -> bool:
+def _may_have_outgrown(state: State, job: RequestJob, end_: AnswerEnd) -> bool:
     """Return True if an answer that was not read to its end may have outgrown its slot.
 
     With `--context-shift` the server then dropped tokens in the middle and moved the others
@@ -373,7 +371,7 @@ def _may_have_outgrown(state: State, job: RequestJob, end_: AnswerEnd, now: floa
     usual_s = rates.output_s_per_token.value / TUNING.output_fastest
     token_s = min(usual_s, rates.output_fastest_s / 2)  # never seen twice as fast
     prompt_s = 0.0 if job.prefilled is not None else job.plan.chosen.price.prefill_s
-    return now - job.since - job.prepared_s - prompt_s > room * token_s
+    return state.now - job.since - job.prepared_s - prompt_s > room * token_s
 
 
 def _shares_state(state: State, job: RequestJob, reported: Reported) -> bool:
@@ -458,23 +456,22 @@ def found_busy(state: State, slots: Mapping[SlotId, int]) -> None:
 
 def quiet(state: State, request: RequestId, seen: Quiet) -> None:
     """Release a watched slot that is idle at last."""
-    now = state.now
     watch = state.inventory.jobs.get(request)
     if not isinstance(watch, SlotWatch):
         return
     charge_rest(state, watch, seen)
     slot, n_tokens = watch.own, None if seen.wiped else seen.n_tokens
     if watch.likely_unchanged and not watch.is_doubtful and n_tokens == len(slot.content.resident):
-        end(state, watch, now)
+        end(state, watch)
     elif watch.request is None or watch.is_doubtful:
         if watch.likely_unchanged:
             state.inventory.note_displaced(slot)
         # An unknown client may have used it.
         slot.hold(replace(slot.content, tenant=NO_TENANT, keep=NO_KEEP))
-        end(state, watch, now, UNKNOWN if n_tokens is None else Resident(unread=n_tokens))
+        end(state, watch, UNKNOWN if n_tokens is None else Resident(unread=n_tokens))
     else:
         prompt, begun = watch.request.prompt, watch.has_begun
-        end(state, watch, now, after_quiet(watch.before, prompt, n_tokens, begun=begun))
+        end(state, watch, after_quiet(watch.before, prompt, n_tokens, begun=begun))
 
 
 def answer_read(state: State, lease: Lease, prompt: Tokens, answer: Tokens) -> None:
@@ -487,14 +484,14 @@ def answer_read(state: State, lease: Lease, prompt: Tokens, answer: Tokens) -> N
             slot.hold(replace(slot.content, resident=read))
 
 
-def end(state: State, job: Job, now: float, resident: Resident | None = None) -> None:
+def end(state: State, job: Job, resident: Resident | None = None) -> None:
     """End the job, and release all that it holds.
 
     `resident` None: its slots hold what they were believed to hold.
     """
     _let_go(state, job)
     state.dirty = state.dirty or bool(state.scanned)  # a slot comes free, perhaps on a Tick
-    state.idle_saves_at = min(state.idle_saves_at, now)
+    state.idle_saves_at = min(state.idle_saves_at, state.now)
     request = job.request if isinstance(job, RequestJob | SlotWatch) else None
     in_background = isinstance(job, SaveJob | ProbeLoan)
     was_left = isinstance(job, SlotWatch) or (isinstance(job, RequestJob) and job.cancelled)
@@ -503,7 +500,7 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
     if isinstance(job, RequestJob) and not was_sent:
         charge_unsent(state, job)
     if isinstance(job, RequestJob) and not job.request.background:
-        job.own.backend.person_at = now
+        job.own.backend.person_at = state.now
     for slot in job.held:
         if slot.job is not job:
             continue  # lost with its backend
@@ -515,7 +512,7 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
         # Before it has touched the slot, the content is somebody else's.
         ruled_out = in_background or (is_left_fill and _has_used_slot(job))
         left = replace(slot.content, resident=held, savable=savable, save_decided=ruled_out)
-        slot.release(job, left, slot.last_used if in_background else now)
+        slot.release(job, left, slot.last_used if in_background else state.now)
         if slot is job.own and len(held) > 0 and _has_used_slot(job):
             state.inventory.note_use(slot)
 
@@ -537,11 +534,11 @@ def _let_go(state: State, job: Job) -> None:
     job.end()
     if isinstance(job, RequestJob):
         backend = job.own.backend
-        backend.prefills.leave(job.id)
-        backend.gate.leave(job.id)
-        if job.waits is not None:
-            job.stop_waiting().close()
-        if job.is_sent or not isinstance(job.doing, RestoreStep | CutStep):
+        backend.prefills.leave(job)
+        backend.gate.leave(job)
+        if (steps := state.turns.pop(job, None)) is not None:
+            steps.close()
+        if job.is_sent or not isinstance(job.doing, Restore | Cut):
             state.release_snapshot(job)  # else when its file is no longer read
 
 
@@ -569,8 +566,9 @@ def _teach(state: State, backend: BackendId) -> None:
     if known is None:
         return
     for other in inventory.up.values():
-        is_like = other.info.namespace == known.info.namespace and _alike(other.info, known.info)
-        if not other.rates.prefill.n and is_like:
+        if other.rates.prefill.n or other.info.namespace != known.info.namespace:
+            continue
+        if _alike(other.info, known.info):
             other.rates.take_after(known.rates)
 
 

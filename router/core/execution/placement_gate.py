@@ -11,12 +11,8 @@ from router.base.tokens import Tokens
 from router.core.execution.resident_updates import after_either
 from router.core.execution.state import State
 from router.core.model.backend import Slot
-from router.core.model.jobs import (
-    AtGate,
-    PrefillStep,
-    ProbeLoan,
-    RequestJob,
-)
+from router.core.model.effects import Prefill
+from router.core.model.jobs import AtGate, ProbeLoan, RequestJob
 from router.core.model.server_placement import (
     SlotClaim,
     may_hold,
@@ -38,22 +34,22 @@ def is_free(state: State, job: RequestJob) -> bool:
 
 def take(state: State, job: RequestJob) -> None:
     """Give the gate to the job: nothing else is sent until its request is known to run."""
-    job.own.backend.gate.take(job.id)
+    job.own.backend.gate.take(job)
 
 
-def wait(state: State, job: RequestJob, now: float) -> None:
+def wait(state: State, job: RequestJob) -> None:
     """Let the job wait at the gate. Its prefill is over: no request waits for its end."""
     slot = job.own
-    slot.do(replace(slot.work, sharing=False, busy_until=now))
-    job.own.backend.prefills.leave(job.id)
-    job.own.backend.gate.wait(job.id)
-    job.do(AtGate(now))
+    slot.do(replace(slot.work, sharing=False, busy_until=state.now))
+    job.own.backend.prefills.leave(job)
+    job.own.backend.gate.wait(job)
+    job.do(AtGate(state.now))
 
 
 def next_through(state: State) -> RequestJob | None:
     """Return the first waiting job that may be sent. None: all keep waiting."""
     backends = state.inventory.up.values()
-    jobs = (state.job_of(name) for backend in backends for name in backend.gate.waiting)
+    jobs = (job for backend in backends for job in backend.gate.waiting)
     return next((job for job in jobs if is_free(state, job)), None)
 
 
@@ -136,7 +132,7 @@ def _is_in_the_way(state: State, job: RequestJob, slot: Slot, computed: bool) ->
     held, coming = slot.content.resident, [slot.work.pending]
     if isinstance(holder, RequestJob):
         coming += _restored(state, holder)
-        if isinstance(holder.doing, PrefillStep):  # in use, and not known to have it
+        if isinstance(holder.doing, Prefill):  # in use, and not known to have it
             held = replace(held, may_hold_more=False)
     return may_hold(held, request.prompt) or any(  # (6)
         Resident(tokens).covers(request.prompt) for tokens in coming

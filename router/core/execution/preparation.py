@@ -45,18 +45,8 @@ from router.core.model.effects import (
     Save,
     Saved,
     SaveReason,
-    WasCut,
 )
-from router.core.model.jobs import (
-    CutStep,
-    DispatchStep,
-    EraseStep,
-    PrefillStep,
-    RequestJob,
-    RestoreStep,
-    SaveJob,
-    SaveStep,
-)
+from router.core.model.jobs import RequestJob, SaveJob
 from router.core.model.memory_kinds import goes_back
 from router.core.model.plan import Candidate
 from router.core.model.server_placement import SlotClaim
@@ -101,7 +91,7 @@ def _advance(state: State, steps: Steps, result: object) -> None:
     except StopIteration:
         return
     if isinstance(awaited, _Turn):
-        awaited.job.wait(steps)
+        state.turns[awaited.job] = steps
     else:
         state.under_way[id(awaited)] = awaited, steps
         state.out.append(awaited)
@@ -144,7 +134,7 @@ async def prepare(state: State, job: RequestJob, crowding: Sequence[Slot]) -> No
         await _send(state, job)
     except _LeftError:
         if not (job.is_over or job.is_sent):
-            end(state, job, state.now)
+            end(state, job)
 
 
 def _still(job: RequestJob) -> None:
@@ -188,8 +178,8 @@ async def _erase(state: State, job: RequestJob, slot: Slot) -> None:
     A slot that was only to be out of the server's way is released at once. If the erase failed, the
     request ends here: another tenant's tokens may still be in the slot.
     """
-    job.do(EraseStep(slot.id))
-    result = await Erase(job.id, slot.id)
+    job.do(order := Erase(job.id, slot.id))
+    result = await order
     if job.is_over:
         raise _LeftError
     failed, own = isinstance(result, Failed), slot is job.own
@@ -242,9 +232,9 @@ async def _cut(state: State, job: RequestJob, n_tokens: int) -> None:
     assert job.using is not None
     if catalog.is_forgotten(job.using):
         return  # the restore deals with it
-    job.do(CutStep(job.using, n_tokens))
-    result = await Cut(job.id, catalog[job.using], n_tokens)
-    if isinstance(result, WasCut):
+    job.do(order := Cut(job.id, catalog[job.using], n_tokens))
+    result = await order
+    if isinstance(result, Saved):
         # No other kind can be cut.
         state.keep(result.snapshot, MemoryKind.FULL, now=state.now, keep=job.request.keep)
         if not job.is_over:
@@ -283,9 +273,10 @@ async def _restore(state: State, job: RequestJob, name: SnapshotId) -> None:
         state.release_snapshot(job)
         job.went_cold("the snapshot turned out to be unusable")
         return
-    job.do(RestoreStep(name))
     snapshot, held = catalog[name], job.own.content.resident
-    result = await Restore(job.id, job.slot, snapshot, len(held) > 0 or held.may_hold_more)
+    erase = len(held) > 0 or held.may_hold_more
+    job.do(order := Restore(job.id, job.slot, snapshot, erase))
+    result = await order
     if isinstance(result, Restored):
         catalog.note_restore(name, failed=False)
         if not job.is_over:
@@ -344,7 +335,7 @@ def _may_save_branch(state: State, job: RequestJob, *, is_sent_next: bool) -> bo
         return False
     if goes_back(slot.backend.info.memory_kind) is not is_sent_next:
         return False
-    return job.doing is None or isinstance(job.doing, PrefillStep | RestoreStep | EraseStep)
+    return job.doing is None or isinstance(job.doing, Prefill | Restore | Erase)
 
 
 async def _compute(
@@ -375,30 +366,32 @@ async def _prefill(
     The result is saved if other requests wait for it and it is not `is_saved` anyway.
     """
     while True:
-        if prefill_queue.must_wait(state, job, tokens, state.now):
-            prefill_queue.wait(state, job, tokens, state.now)
+        if prefill_queue.must_wait(state, job, tokens):
+            prefill_queue.wait(state, job)
             await _Turn(job)
             if job.cancelled and not is_wanted(state, job, tokens):
                 raise _LeftError  # no request waits for it any more
         else:
-            prefill_queue.enter(state, job, tokens, state.now)
-        slot, step = job.own, PrefillStep(tokens, piece(state.inventory, job.slot, tokens))
-        job.do(step)
+            prefill_queue.enter(state, job, tokens)
+        slot, upto = job.own, piece(state.inventory, job.slot, tokens)
+        part = tokens if upto is None else head(tokens, upto)
+        job.do(order := Prefill(job.id, job.slot, part))
+        job.want(tokens)
         whole_s = remaining_prefill_s(state.inventory, slot, whole)
         slot.do(replace(slot.work, pending=whole, sharing=True, busy_until=state.now + whole_s))
-        piece_s = remaining_prefill_s(state.inventory, slot, step.now)
-        prefill_queue.begin(state, job, piece_s, state.now)
-        result = await Prefill(job.id, job.slot, step.now)
+        piece_s = remaining_prefill_s(state.inventory, slot, part)
+        prefill_queue.begin(state, job, piece_s)
+        result = await order
         if job.is_over:
             raise _LeftError
         if isinstance(result, PrefillFailed):
             _prefill_failed(job, result)
             _still(job)
             return False
-        _note_prefilled(state, job, step, result)
+        _note_prefilled(state, job, part, result)
         if job.cancelled and not job.for_others:
             raise _LeftError
-        if step.upto is None:
+        if upto is None:
             break
         if job.cancelled and not is_wanted(state, job, tokens):
             raise _LeftError  # no request waits for it any more
@@ -408,13 +401,13 @@ async def _prefill(
     return True
 
 
-def _note_prefilled(state: State, job: RequestJob, step: PrefillStep, result: Prefilled) -> None:
+def _note_prefilled(state: State, job: RequestJob, part: Tokens, result: Prefilled) -> None:
     """Note what the job's slot holds now, and learn from what was reported."""
     slot, reported = job.own, result.reported
     state.stalled(slot.id.backend, Stall.PREFILL, reported.prompt_s or 0.0)
-    compare(state, job, slot.content.resident, step.now, reported, state.now)
+    compare(state, job, slot.content.resident, part, reported)
     limit = slot.backend.info.checkpoints
-    held = after_prefill(slot.content.resident, step.now, reported, limit)
+    held = after_prefill(slot.content.resident, part, reported, limit)
     slot.hold(slot.content.replaced_by(held, job.request.keep))
     slot.follow(job.fate)
     job.note_prefill(reported)
@@ -439,10 +432,10 @@ async def _send(state: State, job: RequestJob) -> None:
         await _save_step(state, job, slot, SaveReason.BRANCH)
     if job.claim is SlotClaim.STEERED:
         while not placement_gate.is_free(state, job):
-            placement_gate.wait(state, job, state.now)
+            placement_gate.wait(state, job)
             await _Turn(job)
         placement_gate.take(state, job)
-    job.do(DispatchStep())
+    job.do(None)
     if not placement_gate.reuses_nothing_foreign(job):
         _refuse(state, job)
     _dispatch(state, job)
@@ -458,7 +451,7 @@ def _dispatch(state: State, job: RequestJob) -> None:
     if slot.content.keep != job.request.keep:
         slot.hold(replace(slot.content, keep=job.request.keep))
     if backend.prefills.holder == job.id:
-        prefill_queue.hand_over(state, job, now)
+        prefill_queue.hand_over(state, job)
     slot.follow(job.fate)
     job.dispatch(slot.content.resident, now)
     if not backend.info.is_managed:
@@ -466,7 +459,7 @@ def _dispatch(state: State, job: RequestJob) -> None:
     pin = job.claim is SlotClaim.PINNED
     gated = backend.gate.holder == job.id
     lease = slot.as_lease()
-    state.out.append(Dispatch(job.id, lease, job.plan, pin, gated, job.waited_s, job.prefilled))
+    state.out.append(Dispatch(lease, job.plan, pin, job.waited_s, job.prefilled, gated))
 
 
 # -- saves -------------------------------------------------------------------------------------
@@ -476,9 +469,8 @@ async def _save_step(
     state: State, job: RequestJob, slot: Slot, reason: SaveReason
 ) -> Snapshot | None:
     """Save a slot of a job that prepares. A request for this very content can wait for it."""
-    job.do(SaveStep(slot.id, reason))
     save_s = slot.backend.rates.save_s(len(slot.content.resident))
-    prefill_queue.save(state, job, save_s, state.now)
+    prefill_queue.save(state, job, save_s)
     snapshot = await save(state, job, slot, reason)
     if reason is not SaveReason.COPY:  # of which the source is still to be released
         _still(job)
@@ -489,7 +481,7 @@ async def save_alone(state: State, job: SaveJob, reason: SaveReason) -> None:
     """Save a slot that is held for that alone."""
     await save(state, job, job.own, reason)
     if not job.is_over:
-        end(state, job, state.now)
+        end(state, job)
 
 
 async def save(state: State, job: LeaseHolder, slot: Slot, reason: SaveReason) -> Snapshot | None:
@@ -497,7 +489,10 @@ async def save(state: State, job: LeaseHolder, slot: Slot, reason: SaveReason) -
     tokens = slot.content.resident.tokens
     slot.do(replace(slot.work, saving=tokens))
     namespace = namespace_of(slot.backend.info, slot.content.tenant)
-    result = await Save(job.id, slot.id, namespace, reason, media_of(tokens))
+    order = Save(job.id, slot.id, namespace, reason, media_of(tokens))
+    if isinstance(job, RequestJob):
+        job.do(order)
+    result = await order
     snapshot = None
     if isinstance(result, Saved):
         snapshot = result.snapshot
@@ -507,7 +502,7 @@ async def save(state: State, job: LeaseHolder, slot: Slot, reason: SaveReason) -
     if (holder := slot.job) is not None:
         slot.do(replace(slot.work, saving=EMPTY))
         if holder is not job and isinstance(holder, SaveJob):  # what is left of a job that is over
-            end(state, holder, state.now)
+            end(state, holder)
     return snapshot
 
 
@@ -539,15 +534,15 @@ def _take_saved(state: State, slot: Slot, result: Saved) -> None:
 # -- waiting, and who waits for it -------------------------------------------------------------
 
 
-def go_on(state: State, now: float) -> None:
+def go_on(state: State) -> None:
     """Go on with the jobs that need not wait any more, and end those that waited too long."""
-    while called := prefill_queue.take_next(state, now):
+    while called := prefill_queue.take_next(state):
         for job in called:
-            _advance(state, job.stop_waiting(), None)
+            _advance(state, state.turns.pop(job), None)
     pass_gate(state)
-    if late := deadline.reject_late(state, now):
+    if late := deadline.reject_late(state):
         for job in late:
-            end(state, job, now)
+            end(state, job)
         pass_gate(state)
 
 
@@ -555,7 +550,7 @@ def pass_gate(state: State) -> int:
     """Let jobs at the gate send their requests; return how many did."""
     passed = 0
     while (job := placement_gate.next_through(state)) is not None:
-        _advance(state, job.stop_waiting(), None)
+        _advance(state, state.turns.pop(job), None)
         passed += 1
     return passed
 
@@ -566,14 +561,14 @@ def prefill_broke(state: State, request: RequestId) -> None:
     Its connection broke or was closed. Unless its client disconnected, its end is not known.
     """
     job = state.request_job(request)
-    if job is not None and isinstance(job.doing, PrefillStep):
+    if job is not None and isinstance(job.doing, Prefill):
         slot = job.own
         slot.do(replace(slot.work, sharing=False))
         prefill_queue.broke_off(state, job)
         if not slot.work.prefill_abandoned:
             slot.do(replace(slot.work, busy_until=inf))
             if (server := state.inventory.servers.by_name.get(slot.id.backend)) is not None:
-                server.lost_request(state.now)
+                server.lost_request_at = state.now
 
 
 def is_wanted(state: State, job: RequestJob, held: Tokens) -> bool:

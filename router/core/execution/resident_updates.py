@@ -189,7 +189,7 @@ RENDERS_OTHERWISE = (
 
 
 def compare(
-    state: State, job: RequestJob, before: Resident, tokens: Tokens, reported: Reported, now: float
+    state: State, job: RequestJob, before: Resident, tokens: Tokens, reported: Reported
 ) -> None:
     """Compare a report on `tokens` with what was expected of the slot, which held `before`.
 
@@ -210,7 +210,7 @@ def compare(
         return
     info = backend.info
     again_at = backend.extends_again_at
-    if not info.extends and again_at is not None and now >= again_at:
+    if not info.extends and again_at is not None and state.now >= again_at:
         info = _believe(backend)
     held, common = count(before.tokens), common_prefix(before.tokens, tokens)
     if held < TUNING.compared_tokens or before.may_hold_more or not job.request.reuse:
@@ -221,7 +221,7 @@ def compare(
             _limit(state, backend, replace(info, extends=False), NO_EXTENSION)
             backend.lost_prefills += 1
             wait_s = TUNING.extends_again_s * 2.0 ** min(backend.lost_prefills - 1, 10)
-            backend.extends_again_at = now + wait_s
+            backend.extends_again_at = state.now + wait_s
     elif job.plan.chosen.source in (Source.SNAPSHOT, Source.COPY):  # (3)
         _count_restore(state, backend, used=cached >= job.plan.chosen.reused_tokens // 2)
     elif extends:  # (2)

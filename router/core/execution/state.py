@@ -39,6 +39,8 @@ class State:
     # Orders that are carried out, by identity, and the steps that await them. A job that ends with
     # its backend leaves its last one here, with the snapshot that is still being read.
     under_way: dict[int, tuple[Order[Any], Coroutine[Any, Any, None]]] = field(default_factory=dict)
+    # Steps of the jobs in a prefill queue or at a placement gate, until it is their turn.
+    turns: dict[RequestJob, Coroutine[Any, Any, None]] = field(default_factory=dict)
     scanned: set[RequestId] = field(default_factory=set)  # queued requests planned in this round
     dirty: bool = False  # slots or queue changed since the first request of this scan was planned
     resume_scan_at: float | None = None  # clock seconds: plan the next then
@@ -50,13 +52,6 @@ class State:
     backoffs_end_at: float = inf  # clock seconds: the next write backoff ends
     saves: int = 0  # idle saves so far; numbers their jobs
     out: list[Effect] = field(default_factory=list)
-
-    def has_waiting_jobs(self) -> bool:
-        """Return whether a job waits in a prefill queue or at a placement gate."""
-        for backend in self.inventory.up.values():
-            if backend.prefills.waiting or backend.gate.waiting:
-                return True
-        return False
 
     def stalled(self, backend: BackendId, stall: Stall, seconds: float) -> None:
         """Add `seconds` of stall for each stream that runs on the backend."""

@@ -14,13 +14,14 @@ from router.base.shared_bytes import SharedBytes
 from router.base.tokens import Tokens, count
 from router.base.types import Blob, MemoryKind, Namespace, Snapshot, SnapshotId, Tenant
 from router.core.inventory.eviction import EvictionOrder, Protection
-from router.core.model.memory_kinds import goes_back, reusable_tokens, subsumes
+from router.core.model.memory_kinds import goes_back, reusable_tokens
 from router.core.model.policy import UNLIMITED, SnapshotLimits
 from router.core.model.prefix_index import GhostList, Match, PrefixIndex
 from router.core.model.tenancy import is_of, tenant_of
 from router.core.model.tuning import TUNING
 
 # Called with a snapshot that became usable (True), or is usable no more.
+_EMPTY: PrefixIndex[SnapshotId] = PrefixIndex()
 Watch = Callable[[Snapshot, bool], None]
 
 
@@ -165,7 +166,7 @@ class Catalog:
         superfluous = [
             match.item
             for match in index.prefixes(snapshot.tokens)
-            if subsumes(kind)
+            if goes_back(kind)
             and index.branches_at(self[match.item].tokens) == 1
             and self.protection.until(match.item) < inf
         ]
@@ -314,13 +315,11 @@ class Catalog:
 
     def covered(self, namespace: Namespace, tokens: Tokens) -> int:
         """Return the most leading tokens of `tokens` that a snapshot holds."""
-        index = self._index.get(namespace)
-        return index.longest(tokens) if index else 0
+        return self.nearest(namespace, tokens)[0]
 
     def nearest(self, namespace: Namespace, tokens: Tokens) -> tuple[int, bool]:
         """Return `covered`, and whether a snapshot that holds so many tokens has more."""
-        index = self._index.get(namespace)
-        return index.nearest(tokens) if index else (0, False)
+        return self._index.get(namespace, _EMPTY).nearest(tokens)
 
     def useful(
         self,
@@ -372,8 +371,7 @@ class Catalog:
         self, namespace: Namespace, tokens: Tokens, limit: int = 8
     ) -> list[Match[SnapshotId]]:
         """Return snapshots that share a prefix with `tokens`, the longest share first."""
-        index = self._index.get(namespace)
-        return index.match(tokens, limit) if index else []
+        return self._index.get(namespace, _EMPTY).match(tokens, limit)
 
     def alike(self, namespace: Namespace, tokens: Tokens) -> list[Match[SnapshotId]]:
         """Return the snapshots that share most with `tokens`, a block at least, the best first."""

@@ -21,7 +21,7 @@ from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.policy import Policy
 from router.core.model.prefix_index import GhostList
 from router.core.model.rates import Rates
-from router.core.model.server_placement import Expected, SlotClaim, holds_up, slot_claim
+from router.core.model.server_placement import SlotClaim, holds_up, slot_claim
 from router.core.model.servers import Servers
 from router.core.model.slots import Fate, Phase
 from router.core.model.tenancy import attracts, may_attract, model_of, namespace_of
@@ -96,8 +96,9 @@ class Inventory:
         """
         if backend.gate.holder is not None or not backend.may_run_more:
             return False
-        if backend.gate.waiting and any(holds_up(request, one) for one in self._at_gate(backend)):
-            return False
+        for first in backend.gate.waiting:
+            if holds_up(request, first.request, computed=self.is_computed(first)):
+                return False
         claim = self.claim(backend, request)
         if claim is SlotClaim.PINNED:
             return True
@@ -244,15 +245,6 @@ class Inventory:
         """Return whether the job's slot has most of its prompt, and steers the server."""
         resident = job.own.content.resident
         return job.claim is SlotClaim.STEERED and resident.covers(job.request.prompt)
-
-    def _at_gate(self, backend: Backend) -> list[Expected]:
-        """Return the requests at the placement gate: one in their way gets no slot there."""
-        jobs = [self.jobs[name] for name in backend.gate.waiting]
-        return [
-            Expected(job.request, self.is_computed(job))
-            for job in jobs
-            if isinstance(job, RequestJob)
-        ]
 
     def attracting(self, backend: Backend, request: Request) -> list[Slot]:
         """Return idle slots that another tenant's tokens may make the server pick.

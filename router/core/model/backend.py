@@ -7,6 +7,7 @@ life is the table `TRANSITIONS`; an illegal move raises, because it is a bug.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
+from typing import TYPE_CHECKING
 
 from router.base.errors import StaleLeaseError
 from router.base.tokens import WIDTH, Tokens, common_prefix
@@ -34,6 +35,9 @@ from router.core.model.slots import (
     Work,
 )
 from router.core.model.tuning import TUNING
+
+if TYPE_CHECKING:
+    from router.core.model.jobs import RequestJob
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -242,29 +246,29 @@ class PrefillQueue:
 
     holder: RequestId | None = None
     permit_until: float = 0.0
-    waiting: list[RequestId] = field(default_factory=list)
+    waiting: "list[RequestJob]" = field(default_factory=list)
 
-    def has_permit(self, job: RequestId, now: float) -> bool:
+    def has_permit(self, job: "RequestJob", now: float) -> bool:
         """Return whether a job has the permit."""
-        return self.holder == job and now < self.permit_until
+        return self.holder == job.id and now < self.permit_until
 
-    def grant(self, job: RequestId, until: float) -> None:
+    def grant(self, job: "RequestJob", until: float) -> None:
         """Give the permit to a job until then; the job waits no longer."""
         if job in self.waiting:
             self.waiting.remove(job)
-        self.holder, self.permit_until = job, until
+        self.holder, self.permit_until = job.id, until
 
-    def end_permit(self, job: RequestId, at: float = 0.0) -> None:
+    def end_permit(self, job: "RequestJob", at: float = 0.0) -> None:
         """End the permit then, or now, if the job has it."""
-        if self.holder == job:
+        if self.holder == job.id:
             self.permit_until = min(self.permit_until, at)
 
-    def wait(self, job: RequestId) -> None:
+    def wait(self, job: "RequestJob") -> None:
         """Let a job wait; its permit ends."""
         self.end_permit(job)
         self.waiting.append(job)
 
-    def leave(self, job: RequestId) -> None:
+    def leave(self, job: "RequestJob") -> None:
         """End the job's permit, if it has one; let the job wait no longer."""
         self.end_permit(job)
         if job in self.waiting:
@@ -276,24 +280,24 @@ class PlacementGate:
     """The placement gate of one backend: closed while a job holds it."""
 
     holder: RequestId | None = None
-    waiting: list[RequestId] = field(default_factory=list)
+    waiting: "list[RequestJob]" = field(default_factory=list)
 
     @property
     def is_closed(self) -> bool:
         return self.holder is not None
 
-    def take(self, job: RequestId) -> None:
+    def take(self, job: "RequestJob") -> None:
         """Close the gate behind a job, which no longer waits."""
         self.leave(job)
-        self.holder = job
+        self.holder = job.id
 
-    def wait(self, job: RequestId) -> None:
+    def wait(self, job: "RequestJob") -> None:
         """Let a job wait."""
         self.waiting.append(job)
 
-    def leave(self, job: RequestId) -> None:
+    def leave(self, job: "RequestJob") -> None:
         """Open the gate if the job holds it; let the job wait no longer."""
-        if self.holder == job:
+        if self.holder == job.id:
             self.holder = None
         if job in self.waiting:
             self.waiting.remove(job)

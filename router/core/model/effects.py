@@ -41,11 +41,19 @@ class SaveReason(StrEnum):
 
 
 class AnswerEnd(Struct, frozen=True):
-    """The end of a response, good or bad. `begun`: a part of the answer had arrived."""
+    """The end of a response, good or bad; its times, in seconds, are the web layer's.
+
+    `ttft_s` None: no part of the answer had arrived.
+    """
 
     outcome: Outcome
-    reported: Reported
-    begun: bool = False
+    reported: Reported = Reported()
+    ttft_s: float | None = None
+    total_s: float = 0.0
+
+    @property
+    def begun(self) -> bool:
+        return self.ttft_s is not None
 
 
 class Quiet(Struct, frozen=True):
@@ -62,21 +70,15 @@ class Quiet(Struct, frozen=True):
 class Saved(Struct, frozen=True):
     """A slot was saved as a committed snapshot, which tells the tokens that the slot holds.
 
-    The backend took `seconds`; the request to it and the check of the file took `handling_s` more.
-    `n_positions`: as the backend counts, which is more than tokens where there are media.
+    Or a prefix was cut out of a snapshot. The backend, or the cut, took `seconds`; the request to
+    it and the check of the file took `handling_s` more. `n_positions`: as the backend counts, which
+    is more than tokens where there are media.
     """
 
     snapshot: Snapshot
     seconds: float
     handling_s: float = 0.0
     n_positions: int = 0
-
-
-class WasCut(Struct, frozen=True):
-    """A prefix was cut out of a snapshot, in `seconds`; `snapshot` is the committed prefix."""
-
-    snapshot: Snapshot
-    seconds: float
 
 
 class Restored(Struct, frozen=True):
@@ -88,10 +90,6 @@ class Restored(Struct, frozen=True):
     n_tokens: int
     seconds: float
     rewrite_s: float = 0.0
-
-
-class Erased(Struct, frozen=True):
-    """A slot was emptied."""
 
 
 class Blame(Enum):
@@ -154,7 +152,7 @@ class Save(Order[Saved | Failed], frozen=True):
     media: tuple[int, ...] = ()
 
 
-class Cut(Order[WasCut | Failed], frozen=True):
+class Cut(Order[Saved | Failed], frozen=True):
     """Cut the first `n_tokens` out of a snapshot."""
 
     snapshot: Snapshot
@@ -174,7 +172,7 @@ class Restore(Order[Restored | Failed], frozen=True):
     erase: bool = False
 
 
-class Erase(Order[Erased | Failed], frozen=True):
+class Erase(Order[Failed | None], frozen=True):
     """Empty the leased slot."""
 
     slot: SlotId
@@ -193,13 +191,16 @@ class Prefill(Order[Prefilled | PrefillFailed], frozen=True):
 class Dispatch(Struct, frozen=True):
     """Send the client's request. Answered by `finished`; with `confirm` by `launched` first."""
 
-    request: RequestId
     lease: Lease
     plan: Plan
     pin: bool
-    confirm: bool
     waited_s: float
-    prefilled: OwnPrefill | None = None
+    prefilled: OwnPrefill | None = None  # None: the router computed nothing for it
+    confirm: bool = False
+
+    @property
+    def request(self) -> RequestId:
+        return self.lease.request
 
 
 class Limited(Struct, frozen=True):
@@ -293,8 +294,7 @@ class Account(Struct, frozen=True):
     request: Request
     slot: SlotId
     plan: Plan
-    outcome: Outcome
-    reported: Reported
+    end: AnswerEnd
     waited_s: float
     prepared_s: float
     prefilled: OwnPrefill | None

@@ -1,71 +1,30 @@
 """Jobs: the holders of leases. A request, an idle save, a probe, or the watch of a slot."""
 
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from router.base.tokens import Tokens, head
+from router.base.tokens import EMPTY, Tokens
 from router.base.types import (
     Cost,
     OwnPrefill,
     Reported,
     Request,
-    SlotId,
     SnapshotId,
     Source,
 )
 from router.core.model.backend import LeaseHolder, Slot
-from router.core.model.effects import SaveReason
+from router.core.model.effects import Order
 from router.core.model.plan import Plan
 from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import NOTHING, Content, Fate, Resident
 
 
-class SaveStep(Struct, frozen=True):
-    """Save a slot that the job holds."""
-
-    slot: SlotId
-    reason: SaveReason
-
-
-class CutStep(Struct, frozen=True):
-    """Cut the first `n_tokens` out of a snapshot, for the restore that comes next."""
-
-    snapshot: SnapshotId
-    n_tokens: int
-
-
-class EraseStep(Struct, frozen=True):
-    """Empty a slot that the job holds and that has another tenant's tokens."""
-
-    slot: SlotId
-
-
-class RestoreStep(Struct, frozen=True):
-    """Restore into the job's slot. None: the snapshot that the copy's save makes."""
-
-    snapshot: SnapshotId | None
-
-
-class PrefillStep(Struct, frozen=True):
-    """Prefill the job's slot with `tokens`; only the first `upto` if this is one chunk."""
-
-    tokens: Tokens
-    upto: int | None = None
-
-    @property
-    def now(self) -> Tokens:
-        """Return the tokens to compute in this step."""
-        return self.tokens if self.upto is None else head(self.tokens, self.upto)
-
-
 class InPrefillQueue(Struct, frozen=True):
     """No step: the job waits in the prefill queue since then, in clock seconds."""
 
-    tokens: Tokens
     since: float
 
 
@@ -73,13 +32,6 @@ class AtGate(Struct, frozen=True):
     """No step: the job waits at the placement gate since then, in clock seconds."""
 
     since: float
-
-
-class DispatchStep(Struct, frozen=True):
-    """Send the client's request."""
-
-
-Step = SaveStep | CutStep | EraseStep | RestoreStep | PrefillStep | DispatchStep
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -131,8 +83,8 @@ class RequestJob(LeaseHolder):
 
     request: Request
     plan: Plan
-    waits: Coroutine[Any, Any, None] | None = None  # its steps, while it waits for its turn
-    doing: Step | InPrefillQueue | AtGate | None = None
+    doing: Order[Any] | InPrefillQueue | AtGate | None = None
+    wanted: Tokens = EMPTY  # of a prefill under way in chunks: all that is to be computed
     using: SnapshotId | None = None  # a reference to release
     is_sent: bool = False
     claim: SlotClaim = SlotClaim.PINNED  # how its request takes slots
@@ -155,19 +107,9 @@ class RequestJob(LeaseHolder):
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def do(self, doing: Step | InPrefillQueue | AtGate) -> None:
+    def do(self, doing: Order[Any] | InPrefillQueue | AtGate | None) -> None:
         """Do this now, or wait for this."""
         self.doing = doing
-
-    def wait(self, steps: Coroutine[Any, Any, None]) -> None:
-        """Let the steps wait in the prefill queue or at the gate."""
-        self.waits = steps
-
-    def stop_waiting(self) -> Coroutine[Any, Any, None]:
-        """Return the steps that waited, to be taken or closed."""
-        assert self.waits is not None
-        steps, self.waits = self.waits, None
-        return steps
 
     def prefill_queue_s(self, now: float) -> float:
         """Return the seconds in the prefill queue so far."""
@@ -179,6 +121,10 @@ class RequestJob(LeaseHolder):
         assert isinstance(self.doing, InPrefillQueue)
         self.past_queue_s = self.prefill_queue_s(now)
         self.doing = None
+
+    def want(self, tokens: Tokens) -> None:
+        """Note what the prefill under way is a part of."""
+        self.wanted = tokens
 
     def begin_chunk(self, until: float) -> None:
         """Note when the prefill in progress is predicted to end; 0: there is none."""

@@ -51,11 +51,7 @@ def can_restore(kind: MemoryKind) -> bool:
 def goes_back(kind: MemoryKind) -> bool:
     """Return whether any prefix of a state can be used, and be cut out of its file.
 
-    The other kinds reuse whole states only: they need a snapshot wherever prompts diverge.
+    So a longer state serves every prompt that a prefix of it would serve. The other kinds reuse
+    whole states only: they need a snapshot wherever prompts diverge.
     """
-    return kind is MemoryKind.FULL
-
-
-def subsumes(kind: MemoryKind) -> bool:
-    """Return whether a longer state serves every prompt that a prefix of it would serve."""
     return kind is MemoryKind.FULL

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from math import inf
 
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from router.base.tokens import EMPTY, Tokens
 from router.base.types import Nearest, SlotId, SnapshotId, Source
@@ -23,15 +24,14 @@ class Price(Struct, frozen=True):
     stall_s: float = 0.0  # of running streams, which stop for transfers and prefills
     loss_s: float = 0.0  # expected, from unsaved displaced content
 
-    @property
-    def ttft_s(self) -> float:
-        """Return the predicted seconds until the first token of this request."""
-        files_s = self.save_s + self.rewrite_s + self.restore_s + self.handling_s
-        return self.wait_s + files_s + self.prefill_s
+    ttft_s: float = 0.0  # predicted seconds until the first token of this request; derived
+    total_s: float = 0.0  # derived
 
-    @property
-    def total_s(self) -> float:
-        return self.ttft_s + self.stall_s + self.loss_s
+    def __post_init__(self) -> None:
+        files_s = self.save_s + self.rewrite_s + self.restore_s + self.handling_s
+        ttft_s = self.wait_s + files_s + self.prefill_s
+        force_setattr(self, "ttft_s", ttft_s)
+        force_setattr(self, "total_s", ttft_s + self.stall_s + self.loss_s)
 
 
 class Candidate(Struct, frozen=True):

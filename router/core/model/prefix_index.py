@@ -107,12 +107,8 @@ class PrefixIndex(Generic[Item]):
             depth = end - len(node.edge)
         return found
 
-    def longest(self, tokens: Tokens) -> int:
-        """Return the most leading tokens that an item shares with `tokens`."""
-        return self._walk(tokens)[1] // WIDTH
-
     def nearest(self, tokens: Tokens) -> tuple[int, bool]:
-        """Return `longest(tokens)`, and whether an item that shares so many tokens has more."""
+        """Return the most tokens that an item shares, and whether such an item has more."""
         path, at = self._walk(tokens)
         if not path:
             return 0, False
@@ -205,6 +201,7 @@ def _common_bytes(edge: bytes, tokens: bytes, at: int) -> int:
     return common_prefix(Tokens(edge), Tokens(part)) * WIDTH
 
 
+_NOTHING: PrefixIndex[int] = PrefixIndex()
 _ITEM_TOKENS = 64  # overhead of a sequence, in tokens
 
 
@@ -241,8 +238,7 @@ class GhostList:
 
     def nearest(self, namespace: Namespace, tokens: Tokens) -> tuple[int, bool]:
         """Return how many leading tokens were held once, and whether others followed them."""
-        index = self._index.get(namespace)
-        return index.nearest(tokens) if index else (0, False)
+        return self._index.get(namespace, _NOTHING).nearest(tokens)
 
     def forget(self, is_owned: Callable[[Namespace], bool]) -> None:
         """Drop the sequences of some namespaces."""

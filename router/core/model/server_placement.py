@@ -6,18 +6,9 @@ slot that holds all of the prompt but its last token is picked, unless another h
 
 from enum import StrEnum
 
-from msgspec import Struct
-
 from router.base.tokens import common_prefix, count
 from router.base.types import BackendInfo, Prompt, Request
 from router.core.model.slots import Resident
-
-
-class Expected(Struct, frozen=True):
-    """A request at the placement gate; `computed`: its leased slot surely has its prompt."""
-
-    request: Request
-    computed: bool
 
 
 class SlotClaim(StrEnum):
@@ -67,11 +58,11 @@ def may_hold(held: Resident, prompt: Prompt) -> bool:
     return goes_on and common == count(held.tokens)
 
 
-def holds_up(request: Request, first: Expected) -> bool:
-    """Return whether a request, if admitted now, could block `first` at the placement gate."""
-    if not first.computed:
+def holds_up(request: Request, first: Request, *, computed: bool) -> bool:
+    """Return whether a request, if admitted now, could block `first` at the placement gate.
+
+    `computed`: the leased slot of `first` surely has its prompt.
+    """
+    if not computed:
         return True  # `first` is sent only when no slot is being prepared
-    prompt, meant = request.prompt, first.request
-    if not prompt.is_exact:
-        return False
-    return Resident(prompt.tokens).covers(meant.prompt)
+    return request.prompt.is_exact and Resident(request.prompt.tokens).covers(first.prompt)

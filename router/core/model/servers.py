@@ -96,7 +96,7 @@ class Server:
     # The share of times without a request that were shorter than `linger_s`.
     soon: Mean = field(default_factory=lambda: Mean(0.0))
     _leaving_since: float = 0.0
-    _lost_request_at: float = -inf
+    lost_request_at: float = -inf  # if it ends soon after that, that may be the cause
 
     @property
     def name(self) -> BackendId:
@@ -123,10 +123,6 @@ class Server:
         """Return for how long it keeps its room without a request, if one usually comes by then."""
         return TUNING.server_linger * (self.load_s.value + self.stop_s.value)
 
-    def can_start(self, now: float) -> bool:
-        """Return whether it may be started now."""
-        return not self.is_loaded and now >= self.retry_at
-
     def may_serve(self, now: float) -> bool:
         """Return whether a request for it may wait: it is loaded, or can be some time soon."""
         return not self.is_given_up or now >= self.retry_at
@@ -139,19 +135,11 @@ class Server:
         if again or self.is_going or not self.is_loaded:
             self.asked_at, self.retry_at = now, now
 
-    def unask(self) -> None:
-        """Note that it is wanted for requests only."""
-        self.asked_at = None
-
     def start(self, now: float) -> None:
         """Note the order to start it."""
         self._enter(ServerPhase.STARTING, now)
         self.ready_at = inf
         self.asked_at, self.has_served, self.has_answered = None, False, False
-
-    def answered(self) -> None:
-        """Note a complete answer: the server works, however soon it ends."""
-        self.has_answered = True
 
     @property
     def may_attach(self) -> bool:
@@ -193,10 +181,6 @@ class Server:
         self.fault, self.down_since = fault, inf
         self._enter(ServerPhase.ENDING, now)
 
-    def lost_request(self, now: float) -> None:
-        """Note that a request failed there: if the server ends now, that may be the cause."""
-        self._lost_request_at = now
-
     def ended(self, problem: str, now: float, *, hopeless: bool = False) -> None:
         """Note that its process has ended, as ordered or by itself.
 
@@ -209,7 +193,7 @@ class Server:
             return
         lasted = self.has_answered or now - self.since >= TUNING.server_well_s
         was_well = self.phase is ServerPhase.UP and lasted
-        if now - self._lost_request_at > TUNING.server_suspect_s:  # else the request may have
+        if now - self.lost_request_at > TUNING.server_suspect_s:  # else the request may have
             self.failures = 1 if was_well else self.failures + 1
         self.problem, self.fault, self.down_since = problem, "", inf
         backoff_s = TUNING.server_backoff_first_s * 2.0 ** min(max(self.failures - 1, 0), 10)

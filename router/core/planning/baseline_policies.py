@@ -3,8 +3,6 @@
 Content that a slot happens to hold still counts.
 """
 
-from msgspec.structs import replace
-
 from router.base.tokens import common_prefix
 from router.base.types import Request, SlotId
 from router.core.inventory.inventory import Inventory
@@ -48,7 +46,7 @@ def baseline(context: PricingContext, room: list[Backend]) -> Plan | None:
     reused = context.inventory.reusable(slot, context.n_prompt, common)
     chosen = resident(context, slot, common, reused) if reused else cold(context, slot)
     return Plan(
-        chosen=replace(chosen, save_displaced=False),
+        chosen=chosen,
         reason=inventory.policy.name,
         shared=None if context.has_no_say else context.shared,
     )

@@ -1,7 +1,5 @@
 """Price the displacement of a slot's content, its loss or its save, and the value of a snapshot."""
 
-from collections.abc import Iterable
-
 from router.base.types import (
     NO_TENANT,
     Snapshot,
@@ -11,6 +9,7 @@ from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Backend, Slot
 from router.core.model.memory_kinds import can_restore
 from router.core.model.rates import Rates
+from router.core.model.slots import Phase
 from router.core.model.tenancy import model_of
 
 
@@ -24,7 +23,7 @@ def can_save(inventory: Inventory, backend: Backend, tokens: int) -> bool:
         inventory.policy.name.moves_kv
         and info.is_managed
         and info.kv_dir is not None
-        and backend.may_write
+        and backend.backoff.until is None
         and can_restore(info.memory_kind)
         and info.extends
         and tokens > info.window
@@ -44,71 +43,43 @@ Displaced = tuple[float, float, bool]
 _NOTHING: Displaced = (0.0, 0.0, False)
 
 
-class Displacing:
-    """Prices of displacement on one backend at this moment, for many slots at once."""
-
-    __slots__ = ("_apart", "_backend", "_inventory", "_last", "_stopped")
-
-    def __init__(self, inventory: Inventory, backend: Backend, *, last: bool = False) -> None:
-        """`last`: the backend is to end, so that what comes back is not asked."""
-        self._inventory, self._backend, self._last = inventory, backend, last
-        self._apart = inventory.policy.keeps_apart
-        self._stopped = 1 + backend.running
-
-    def price(self, slot: Slot, kept: int = 0) -> Displaced:
-        """Price the displacement of a slot's content: `(save seconds, expected loss, save it)`.
-
-        `kept` tokens stay useful where they are. The price is weighted by the chance that the
-        content is asked for again, which falls with the uses of other slots since (docs/adr/0015).
-        The number of requests that stop meanwhile is a weight, too: those beside the save now, and
-        as many beside the later restore or prefill. Content that a client asked not to cache is no
-        loss, and never saved.
-
-        1. A snapshot holds the content: it has to be restored later.
-        2. Saving now and restoring later is cheaper than computing it again: it is saved.
-        3. Otherwise the part that no snapshot holds is computed again.
-        """
-        held = slot.content.resident
-        n_held = len(held)
-        if (
-            n_held <= kept
-            or not slot.content.savable
-            or (self._apart and slot.content.tenant == NO_TENANT)
-        ):
-            return _NOTHING
-        rates, stopped = self._backend.rates, self._stopped
-        fate = None if self._last else slot.fate
-        chance = self._inventory.reuse_chance(slot.content.keep.seconds, fate)
-        chance /= 1 + self._inventory.neglect(slot)
-        if kept and kept >= max(held.checkpoints, default=n_held):
-            # The request goes on from the end of the slot's last prompt: it is the next turn, and
-            # the client has changed the answer that is left over.
-            chance *= 1 - kept / n_held
-        size_bytes = round(n_held * rates.bytes_per_token.value)
-        back_s = chance * stopped * rates.restore_s(size_bytes)
-        missing = n_held - max(self._inventory.reach(slot), kept)
-        if missing <= 0:
-            return 0.0, back_s, False
-        loss_s = chance * stopped * rates.prefill_s(missing, n_held - missing)
-        save_s = rates.save_s(n_held)
-        if save_s * stopped + back_s < loss_s and can_save(self._inventory, self._backend, n_held):
-            return save_s, back_s, True
-        return 0.0, loss_s, False
-
-    def cheapest(self, slots: Iterable[Slot]) -> tuple[Displaced, Slot]:
-        """Return the price and the slot of the least loss; of equals the slot idle for longest.
-
-        Raises ValueError if there are no slots.
-        """
-        ways = ((self.price(slot), slot) for slot in slots)
-        return min(ways, key=lambda way: (way[0][0] + way[0][1], way[1].last_used, way[1].id))
-
-
 def saving_pays(
     inventory: Inventory, slot: Slot, kept: int = 0, *, last: bool = False
 ) -> Displaced:
-    """Return `Displacing.price` of one slot."""
-    return Displacing(inventory, slot.backend, last=last).price(slot, kept)
+    """Price the displacement of a slot's content: `(save seconds, expected loss, save it)`.
+
+    `kept` tokens stay useful where they are. `last`: the backend is to end, so that what comes back
+    is not asked. The price is weighted by the chance that the content is asked for again, which
+    falls with the uses of other slots since (docs/adr/0015). The number of requests that stop
+    meanwhile is a weight, too: those beside the save now, and as many beside the later restore or
+    prefill. Content that a client asked not to cache is no loss, and never saved.
+
+    1. A snapshot holds the content: it has to be restored later.
+    2. Saving now and restoring later is cheaper than computing it again: it is saved.
+    3. Otherwise the part that no snapshot holds is computed again.
+    """
+    content, backend = slot.content, slot.backend
+    held = content.resident
+    n_held = len(held)
+    unowned = inventory.policy.keeps_apart and content.tenant == NO_TENANT
+    if n_held <= kept or not content.savable or unowned:
+        return _NOTHING
+    rates, stopped = backend.rates, 1 + backend.phases[Phase.RUNNING]
+    chance = inventory.reuse_chance(content.keep.seconds, None if last else slot.fate)
+    chance /= 1 + inventory.neglect(slot)
+    if kept and kept >= max(held.checkpoints, default=n_held):
+        # The request goes on from the end of the slot's last prompt: it is the next turn, and
+        # the client has changed the answer that is left over.
+        chance *= 1 - kept / n_held
+    back_s = chance * stopped * rates.restore_s(round(n_held * rates.bytes_per_token.value))
+    missing = n_held - max(inventory.reach(slot), kept)
+    if missing <= 0:
+        return 0.0, back_s, False
+    loss_s = chance * stopped * rates.prefill_s(missing, n_held - missing)
+    save_s = rates.save_s(n_held)
+    if save_s * stopped + back_s < loss_s and can_save(inventory, backend, n_held):
+        return save_s, back_s, True
+    return 0.0, loss_s, False
 
 
 PRIORS = Rates()

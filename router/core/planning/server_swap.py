@@ -42,7 +42,7 @@ def plan_swaps(servers: Servers, demands: Mapping[BackendId, Demand], now: float
     leaving = [server for server in servers if server.is_going]
     starting = {s.spec.model for s in servers if s.is_loaded and s not in leaving}
     for server in waiting:
-        if not server.can_start(now):
+        if now < server.retry_at:
             made.again_at = min(made.again_at, server.retry_at)
             continue
         model = server.spec.model

@@ -25,7 +25,7 @@ from router.core.model.slots import Phase, Resident
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.prefill import Ahead, ahead, before_s, rank
-from router.core.planning.pricing import Displaced, Displacing, can_save, saving_pays
+from router.core.planning.pricing import Displaced, can_save, saving_pays
 
 
 class RestoreOption(NamedTuple):
@@ -226,13 +226,13 @@ def starting_now(
     are not priced.
     """
     if context.has_no_say:
-        return [_any_slot(context, backend) for backend in _where_served(context, room)]
+        return [_anywhere(context, backend) for backend in _where_served(context, room)]
     found = Cheapest(n, known)
     owner = _residents(context, room, found)
     leads: list[tuple[float, BackendId, Backend]] = []
     for backend in room:
         if not backend.info.is_managed:
-            found.add(_in_its_cache(context, backend))
+            found.add(_anywhere(context, backend, backend.sent_before(context.request)))
             continue
         files = _files(context, backend.info, owner)
         leads.append((context.least_of_s(backend, files), backend.id, backend))
@@ -286,26 +286,18 @@ def resident(context: PricingContext, slot: Slot, common: int, reused: int) -> C
 
 def cold(context: PricingContext, slot: Slot) -> Candidate:
     """Return the way that starts from nothing."""
-    return _from_nothing(context, slot, saving_pays(context.inventory, slot))
+    source = Source.NONE if context.has_no_say else Source.COLD
+    return context.candidate(slot, source, saving_pays(context.inventory, slot))
 
 
-def _in_its_cache(context: PricingContext, backend: Backend) -> Candidate:
-    """Return the way to start on a backend that is not managed.
+def _anywhere(context: PricingContext, backend: Backend, reused: int = 0) -> Candidate:
+    """Return the way to start where the server decides: in the cheapest free slot.
 
-    It may have kept what was sent to it before, in a slot or in its own cache.
+    Of equals the one unused for longest, which a server that picks itself takes as well. `reused`:
+    tokens that it may have kept, in a slot or in its own cache.
     """
-    reused = backend.sent_before(context.request)
     displaced, target = _target(context, backend)
     return context.candidate(target, Source.NONE, displaced, reused=reused)
-
-
-def _any_slot(context: PricingContext, backend: Backend) -> Candidate:
-    """Return the way to start where the router has no say: in the cheapest free slot.
-
-    Of equals the one unused for longest, which a server that picks itself takes as well.
-    """
-    displaced, target = _target(context, backend)
-    return _from_nothing(context, target, displaced)
 
 
 def _where_served(context: PricingContext, room: list[Backend]) -> list[Backend]:
@@ -322,13 +314,11 @@ def _where_served(context: PricingContext, room: list[Backend]) -> list[Backend]
     return found or room
 
 
-def _from_nothing(context: PricingContext, slot: Slot, displaced: Displaced) -> Candidate:
-    source = Source.NONE if context.has_no_say else Source.COLD
-    return context.candidate(slot, source, displaced)
-
-
 def _target(context: PricingContext, backend: Backend) -> tuple[Displaced, Slot]:
-    return Displacing(context.inventory, backend).cheapest(backend.free(context.request))
+    """Return the price and the free slot of the least loss; of equals the one idle for longest."""
+    free = backend.free(context.request)
+    ways = [(saving_pays(context.inventory, slot), slot) for slot in free]
+    return min(ways, key=lambda way: (way[0][0] + way[0][1], way[1].last_used, way[1].id))
 
 
 def _elsewhere(

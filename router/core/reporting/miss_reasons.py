@@ -76,10 +76,9 @@ def _foreign(
     for other in catalog.namespaces():
         if is_foreign(other, own) and tenant_of(other) == tenant_of(own):
             longest = max(longest, catalog.nearest(other, tokens)[0])
-    for name, common in shared.items():
-        there = inventory.info(name.backend)
-        if common > longest and there is not None and is_foreign(there.namespace, own):
-            longest = common
+    for backend in inventory.up.values():
+        if is_foreign(backend.info.namespace, own):
+            longest = max(longest, *(shared.get(slot.id, 0) for slot in backend.slots))
     return longest
 
 
@@ -229,16 +228,17 @@ def missed(
     return found
 
 
-def record_of(account: Account, ttft_s: float | None, total_s: float) -> RequestRecord:
-    """Return the record for log and metrics; the times are the web layer's, in seconds."""
-    reported = account.reported.with_prefill(account.prefilled)
+def record_of(account: Account) -> RequestRecord:
+    """Return the record for log and metrics."""
+    end = account.end
+    reported = end.reported.with_prefill(account.prefilled)
     chosen, sight = account.plan.chosen, account.plan.coverage
     return RequestRecord(
         request=account.request.id,
         slot=account.slot,
         source=chosen.source,
         reason=account.plan.reason,
-        outcome=account.outcome,
+        outcome=end.outcome,
         planned_tokens=chosen.reused_tokens,
         prompt_tokens=reported.prompt_tokens,
         cached_tokens=reported.cached_tokens,
@@ -247,8 +247,8 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         waited_s=account.waited_s,
         prepared_s=account.prepared_s,
         prefill_queue_s=account.prefill_queue_s,
-        ttft_s=ttft_s,
-        total_s=total_s,
+        ttft_s=end.ttft_s,
+        total_s=end.total_s,
         predicted_s=account.plan.ttft_s + account.waited_s,
         clients_id=account.request.clients_id,
         caller=account.request.caller,
@@ -256,7 +256,7 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         model=account.request.model,
         misread=_is_misread(account),
         cost=account.cost,
-        server_s=_server_s(account, reported, total_s),
+        server_s=_server_s(account, reported, end.total_s),
         avoided_s=account.avoided_s,
         missed=_missed(account, reported.computed_tokens),
         nearest=sight.nearest if sight is not None else None,
@@ -265,7 +265,7 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
 
 def _is_misread(account: Account) -> bool:
     """Return whether the backend counted other tokens of an exact prompt than were read."""
-    request, told = account.request, account.reported.prompt_tokens
+    request, told = account.request, account.end.reported.prompt_tokens
     several = request.takes_several or not request.prompt.is_exact
     return told is not None and not several and told != request.prompt.n_tokens
 
@@ -291,7 +291,7 @@ def avoided_s(rates: Rates, reported: Reported, prefilled: OwnPrefill | None) ->
 
 def _missed(account: Account, computed: int | None) -> dict[Miss, int]:
     """Return the computed tokens by reason; empty if the backend did not report them."""
-    n_prompt, sight = account.reported.prompt_tokens, account.plan.coverage
+    n_prompt, sight = account.end.reported.prompt_tokens, account.plan.coverage
     if n_prompt is None or computed is None:
         return {}
     # `planned` is of the first plan; a plan that failed reuses fewer tokens.

@@ -20,7 +20,7 @@ class Oracle:
 
         The last token of a prompt is always evaluated (llama-server.md section 2.3).
         """
-        common = self._seen.longest(prompt)
+        common = self._seen.nearest(prompt)[0]
         self._seen.insert(held, len(self._seen))
         return max(min(common, count(prompt) - 1), 0)
 

@@ -20,9 +20,10 @@ from router.base.types import (
     SlotId,
     Transfer,
 )
+from router.core.model.effects import AnswerEnd
 from router.core.model.plan import Plan
 from router.core.scheduler import Scheduler
-from router.engine.engine import Engine, EngineListener, Grant, Timing
+from router.engine.engine import Engine, EngineListener, Grant
 from router.engine.loop_throttle import LoopThrottle
 from router.tools.simulate.accounting import Oracle, Result
 from router.tools.simulate.machines.on_demand import OnDemand
@@ -147,8 +148,8 @@ class Simulator(EngineListener):
             outcome, said = Outcome.OK, reported(run, answer=True)
             first_s = run.first_at - ask.at
         finally:
-            timing = Timing(first_s, self._loop.time() - ask.at)
-            self.engine.finish(ask.id, outcome, said, timing)
+            ended = AnswerEnd(outcome, said, first_s, self._loop.time() - ask.at)
+            self.engine.finish(ask.id, ended)
         return True
 
     # -- what the engine tells -------------------------------------------------------------------

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 from router.base.errors import BadRequestError, ConflictError
 from router.base.tokens import count
 from router.base.types import BackendId, Outcome, Reported, Request
+from router.core.model.effects import AnswerEnd
 from router.core.model.memory_kinds import goes_back
 from router.core.model.tenancy import namespace_of, salted
-from router.engine.engine import Engine, Timing
+from router.engine.engine import Engine
 from router.llama import json_offload
 from router.llama.bodies.hints import seconds_of
 from router.llama.routes import shape_of
@@ -106,17 +107,17 @@ class PromptRoutes:
             why = asked.prompt.unknown or "it has pictures or sounds"
             raise BadRequestError(f"only a prompt that the router can read can be warmed: {why}")
         grant = await self._engine.submit(asked)
-        n, timing = len(asked.prompt), Timing(None, 0.0)
+        n = len(asked.prompt)
         if grant.prefilled is None or not grant.prefilled.tokens:
             # Nothing is known of the slot: it is looked at before it is used again.
-            self._engine.finish(asked.id, Outcome.REFUSED, Reported(), timing)
+            self._engine.finish(asked.id, AnswerEnd(Outcome.REFUSED))
             raise ConflictError(
                 "the prompt could not be computed ahead: its backend or the policy does not do so"
                 " (kvferry doctor says which backends save and restore)"
             )
         computed = grant.prefilled.tokens
         reported = Reported(prompt_tokens=n, cached_tokens=n, generated_tokens=0)
-        self._engine.finish(asked.id, Outcome.OK, reported, timing)
+        self._engine.finish(asked.id, AnswerEnd(Outcome.OK, reported))
         saved = self._saved_tokens(grant.lease.slot.backend, asked)
         if not saved:
             raise ConflictError(

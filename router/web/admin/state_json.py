@@ -14,20 +14,8 @@ from msgspec import to_builtins
 from router.base.tokens import count
 from router.base.types import BackendId, ColdStatus, RequestId, Snapshot, TierStatus
 from router.core.model.backend import Slot
-from router.core.model.jobs import (
-    AtGate,
-    CutStep,
-    DispatchStep,
-    EraseStep,
-    InPrefillQueue,
-    PrefillStep,
-    RequestJob,
-    RestoreStep,
-    SaveJob,
-    SaveStep,
-    SlotWatch,
-    Step,
-)
+from router.core.model.effects import Cut, Erase, Prefill, Restore, Save
+from router.core.model.jobs import AtGate, InPrefillQueue, RequestJob, SaveJob, SlotWatch
 from router.core.model.request_queue import Waiting
 from router.core.model.tenancy import tenant_of
 from router.engine.engine import Engine
@@ -43,15 +31,14 @@ Picture = dict[str, Rows]
 Changes = dict[str, dict[str, Row | None]]
 """The rows of a picture that are new or differ; None for a removed row."""
 
-_WORDS: dict[type[Step | InPrefillQueue | AtGate], str] = {
-    SaveStep: "save",
-    CutStep: "cut",
-    EraseStep: "erase",
-    RestoreStep: "restore",
-    PrefillStep: "prefill",
+_WORDS: dict[type, str] = {
+    Save: "save",
+    Cut: "cut",
+    Erase: "erase",
+    Restore: "restore",
+    Prefill: "prefill",
     InPrefillQueue: "prefill queue",
     AtGate: "placement gate",
-    DispatchStep: "answer",
 }
 NOTHING_COMPUTED: Mapping[RequestId, int] = MappingProxyType({})
 
@@ -139,11 +126,13 @@ def slot_row(slot: Slot, computed: Mapping[RequestId, int] = NOTHING_COMPUTED) -
 def _doing(slot: Slot) -> str | None:
     job = slot.job
     if isinstance(job, SaveJob):
-        return _WORDS[SaveStep]
-    if not isinstance(job, RequestJob) or job.doing is None:
+        return _WORDS[Save]
+    if not isinstance(job, RequestJob):
         return None
-    worked_on = job.doing.slot if isinstance(job.doing, SaveStep | EraseStep) else job.slot
-    return _WORDS[type(job.doing)] if worked_on == slot.id else None
+    if job.is_sent:
+        return "answer" if job.slot == slot.id else None
+    worked_on = job.doing.slot if isinstance(job.doing, Save | Erase) else job.slot
+    return _WORDS.get(type(job.doing)) if worked_on == slot.id else None
 
 
 def store_row(engine: Engine, tier: TierStatus | None, cold: ColdStatus | None) -> Row:

@@ -9,7 +9,8 @@ from functools import partial
 from router.base.errors import BackendError
 from router.base.ports import Attempt, Spawn
 from router.base.types import BackendId, Outcome, Prompt, Reported, Request
-from router.engine.engine import Engine, Grant, Timing
+from router.core.model.effects import AnswerEnd
+from router.engine.engine import Engine, Grant
 from router.llama.attach.monitor import Monitor
 from router.llama.replies import (
     IDENTITY,
@@ -90,9 +91,9 @@ class Reports:
                 ttft_s = reported.first_token_s(ttft_s)
         if call.trace is not None:
             call.trace.attempt(_attempt(call, end, reported))
-        timing = Timing(ttft_s, end.ended - call.arrived)
+        ended = AnswerEnd(end.outcome, reported, ttft_s, end.ended - call.arrived)
         then = partial(self._over, call, end, reported, None if whole else end.capture)
-        self._engine.finish(end.request.id, end.outcome, reported, timing, then)
+        self._engine.finish(end.request.id, ended, then)
 
     def _over(self, call: Call, end: End, reported: Reported, rest: Capture | None) -> None:
         parsed, request = call.parsed, end.request

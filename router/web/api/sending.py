@@ -7,8 +7,9 @@ from time import perf_counter
 from aiohttp import web
 
 from router.base.errors import BackendError
-from router.base.types import BackendId, Outcome, OwnPrefill, Reported, SlotId, Source
-from router.engine.engine import Engine, Grant, Timing
+from router.base.types import BackendId, Outcome, OwnPrefill, SlotId, Source
+from router.core.model.effects import AnswerEnd
+from router.engine.engine import Engine, Grant
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.answer_counts import AnswerCounts
 from router.llama.attach.monitor import Monitor
@@ -51,8 +52,7 @@ class Sender:
         request, backend = call.scheduled, grant.lease.slot.backend
         monitor = self._selection.monitors.get(backend)
         if monitor is None:  # a server on demand that has ended since the grant
-            timing = Timing(None, 0.0)
-            self._engine.finish(request.id, Outcome.BACKEND_ERROR, Reported(), timing)
+            self._engine.finish(request.id, AnswerEnd(Outcome.BACKEND_ERROR))
             raise BackendError("the backend went down")
         capture = Capture()
         outcome = Outcome.BACKEND_ERROR

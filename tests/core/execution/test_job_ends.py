@@ -17,7 +17,7 @@ from router.base.types import (
     Source,
     Tenant,
 )
-from router.core.model.effects import Account, Prefill, StopWork, WatchSlot
+from router.core.model.effects import Account, AnswerEnd, Prefill, StopWork, WatchSlot
 from router.core.model.rates import LinearFit, Rates
 from router.core.model.slots import UNKNOWN, Content, Phase, Resident
 from tests.support.scheduler import events as ev
@@ -77,7 +77,8 @@ def test_a_good_end_is_accounted_for_and_frees_the_slot() -> None:
     (account,) = s.handle(ev.Finished(R, Outcome.OK, said), NOW)
 
     cost = Cost(computed=3, generated=2)
-    assert account == Account(request_, A0, plan, Outcome.OK, said, 0.0, 0.0, None, cost)
+    ended = AnswerEnd(Outcome.OK, said)
+    assert account == Account(request_, A0, plan, ended, 0.0, 0.0, None, cost)
     assert held(s, A0) == tokens(1, 2, 3, 7)
     assert slot(s, A0).phase is Phase.IDLE
     assert (s.state.inventory.jobs, slot(s, A0).last_used) == ({}, NOW)

@@ -560,11 +560,11 @@ def test_a_short_rest_of_a_prompt_takes_the_permit_if_it_is_free() -> None:
     s = scheduler(backend("a", 2))
     arrive(s, "r", SHORT, pinnable=False)
     job = s.state.job_of(RequestId("r"))
-    prefill_queue.enter(s.state, job, SHORT, NOW)
+    prefill_queue.enter(s.state, job, SHORT)
     assert queue(s).holder is None
     job.note_prefill(Reported())
-    prefill_queue.enter(s.state, job, SHORT, NOW)
-    assert queue(s).has_permit(job.id, NOW)
+    prefill_queue.enter(s.state, job, SHORT)
+    assert queue(s).has_permit(job, NOW)
 
 
 def test_permit_ends_with_its_chunk_if_the_queue_is_off() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.base.types import MemoryKind
-from router.core.model.memory_kinds import can_restore, reusable_tokens, subsumes
+from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
 
 FULL, SWA, HYBRID = MemoryKind.FULL, MemoryKind.SLIDING_WINDOW, MemoryKind.HYBRID
 RECURRENT, UNKNOWN = MemoryKind.RECURRENT, MemoryKind.UNKNOWN
@@ -66,7 +66,7 @@ def test_what_can_be_restored_at_all() -> None:
         *(FULL, SWA, HYBRID),
         *(RECURRENT, OPAQUE),
     ]
-    assert [kind for kind in MemoryKind if subsumes(kind)] == [FULL]
+    assert [kind for kind in MemoryKind if goes_back(kind)] == [FULL]
 
 
 def test_unextendable_state_gives_its_checkpoints() -> None:

@@ -55,7 +55,7 @@ def test_match_tells_the_true_common_length_longest_first(
 def test_longest_is_the_longest_share(held: list[Ids], prompt: Ids) -> None:
     shared = [naive_common_prefix(one, prompt) for one in held]
 
-    assert filled(held).longest(pack(prompt)) == max(shared, default=0)
+    assert filled(held).nearest(pack(prompt))[0] == max(shared, default=0)
 
 
 @given(sequences, ids)
@@ -111,7 +111,7 @@ def test_any_order_of_insert_and_remove_leaves_a_minimal_tree(data: Any) -> None
             assert node.items or len(node.children) > 1
         shared = [one for one in held.values() if one]
         assert {m.item for m in index.match(pack([0]), 99)} <= set(held)
-        assert all(index.longest(pack(one)) == len(one) for one in shared)
+        assert all(index.nearest(pack(one))[0] == len(one) for one in shared)
 
 
 def test_the_shorter_of_two_that_share_as_much_comes_first() -> None:
@@ -174,7 +174,7 @@ def test_a_lookup_below_a_shared_root_is_bounded() -> None:
 
     assert 0 < len(found) <= 32
     assert {m.common for m in found} == {2}
-    assert count(run_of(2)) == index.longest(run_of(2))
+    assert count(run_of(2)) == index.nearest(run_of(2))[0]
 
 
 def test_nearest_tells_whether_something_goes_on() -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from router.base.types import Prompt, Tenant
 from router.core.model.server_placement import (
-    Expected,
     SlotClaim,
     can_be_steered,
     holds_up,
@@ -75,9 +74,9 @@ def test_who_can_be_steered(more: dict[str, Any], steered: bool) -> None:
     ],
 )
 def test_requests_that_could_be_in_the_way(more: dict[str, Any], is_in_the_way: bool) -> None:
-    first = Expected(request("w", [1, 2, 3, 4], pinnable=False), computed=True)
-    assert holds_up(request(**more), first) == is_in_the_way
-    assert holds_up(request(**more), Expected(first.request, computed=False))
+    first = request("w", [1, 2, 3, 4], pinnable=False)
+    assert holds_up(request(**more), first, computed=True) == is_in_the_way
+    assert holds_up(request(**more), first, computed=False)
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_what_could_be_saved_follows_the_slots() -> None:
     table[A1].release(lease, HELD, 5.0)
     assert there.unsaved == [table[A0], table[A1]]
 
-    there.gate.take(R)
+    there.gate.holder = R
     assert there.unsaved == []
 
 

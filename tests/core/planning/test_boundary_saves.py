@@ -288,4 +288,4 @@ def test_the_computed_tokens_of_all_parts_are_counted_once() -> None:
         ev.Finished(R, Outcome.OK, Reported(prompt_tokens=905, cached_tokens=900)), NOW
     )
     (account,) = (e for e in effects if isinstance(e, Account))
-    assert record_of(account, 0.1, 0.1).computed_tokens == 905
+    assert record_of(account).computed_tokens == 905

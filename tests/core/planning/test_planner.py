@@ -162,7 +162,7 @@ def test_only_idle_slots() -> None:
 
 def test_a_gated_backend_gets_nothing() -> None:
     made = inventory(*TWO)
-    made.backends[A].gate.take(RequestId("other"))
+    made.backends[A].gate.holder = RequestId("other")
 
     assert chosen(request(), made).slot == B0
 

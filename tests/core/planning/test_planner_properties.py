@@ -77,7 +77,7 @@ def inventories(draw: Any, policies: list[PolicyName] = list(PolicyName)) -> Inv
             case _:
                 pass
     for gated in draw(st.sets(st.sampled_from([A, B]), max_size=1)):
-        made.backends[gated].gate.take(RequestId("other"))
+        made.backends[gated].gate.holder = RequestId("other")
     made.granted = draw(st.integers(0, 5))
     return made
 

@@ -13,7 +13,7 @@ from router.base.types import (
     RequestRecord,
     Source,
 )
-from router.core.model.effects import Account
+from router.core.model.effects import Account, AnswerEnd
 from router.core.model.plan import Candidate, Coverage, Plan, Price
 from router.core.model.rates import LinearFit, Rates
 from router.core.reporting.miss_reasons import avoided_s, record_of
@@ -31,8 +31,7 @@ def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
         request(),
         A0,
         plan,
-        Outcome.OK,
-        said,
+        AnswerEnd(Outcome.OK, said, 7.0, 8.0),
         5.0,
         6.0,
         None,
@@ -41,7 +40,7 @@ def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
         cost=Cost(2, 1, 9),
     )
 
-    assert record_of(account, ttft_s=7.0, total_s=8.0) == RequestRecord(
+    assert record_of(account) == RequestRecord(
         request=R,
         slot=A0,
         source=Source.SNAPSHOT,
@@ -69,16 +68,16 @@ def test_what_was_planned_and_came_is_not_called_a_failure() -> None:
     chosen = Candidate(A0, Source.RESIDENT, 2, Price())
     said = Reported(prompt_tokens=3, cached_tokens=1)
     plan = Plan(chosen, coverage=Coverage(planned=2))
-    account = Account(request(), A0, plan, Outcome.OK, said, 0.0, 0.0, None)
+    account = Account(request(), A0, plan, AnswerEnd(Outcome.OK, said), 0.0, 0.0, None)
 
-    assert record_of(account, None, 0.0).missed == {Miss.MISPREDICTED: 1, Miss.COLD: 1}
+    assert record_of(account).missed == {Miss.MISPREDICTED: 1, Miss.COLD: 1}
 
 
 def test_nothing_is_missed_where_nothing_was_reported() -> None:
     plan = Plan(Candidate(A0, Source.NONE, 0, Price()))
-    account = Account(request(), A0, plan, Outcome.CLIENT_GONE, Reported(), 0.0, 0.0, None)
+    account = Account(request(), A0, plan, AnswerEnd(Outcome.CLIENT_GONE), 0.0, 0.0, None)
 
-    assert record_of(account, None, 0.0).missed == {}
+    assert record_of(account).missed == {}
 
 
 @pytest.mark.parametrize(
@@ -127,5 +126,6 @@ def test_reuse_avoids_what_a_cold_prefill_would_take_longer(
 )
 def test_seconds_of_a_server(said: Reported, server_s: float) -> None:
     plan = Plan(Candidate(A0, Source.COLD, 0, Price()))
-    account = Account(request(), A0, plan, Outcome.OK, said, 3.0, 2.0, None, prefill_queue_s=1.0)
-    assert record_of(account, 5.0, 10.0).server_s == server_s
+    ended = AnswerEnd(Outcome.OK, said, 5.0, 10.0)
+    account = Account(request(), A0, plan, ended, 3.0, 2.0, None, prefill_queue_s=1.0)
+    assert record_of(account).server_s == server_s

@@ -54,7 +54,7 @@ class Driven(Scheduler):
             case ev.SaveFailed():
                 return self._answer(ef.Save, event, ef.Failed(event.reason))
             case ev.WasCut():
-                return self._answer(ef.Cut, event, ef.WasCut(event.snapshot, event.seconds))
+                return self._answer(ef.Cut, event, ef.Saved(event.snapshot, event.seconds))
             case ev.CutFailed():
                 return self._answer(ef.Cut, event, ef.Failed(event.reason))
             case ev.Restored():
@@ -64,7 +64,7 @@ class Driven(Scheduler):
                 failed = ef.Failed(event.reason, event.blame)
                 return self._answer(ef.Restore, event, failed)
             case ev.Erased():
-                return self._answer(ef.Erase, event, ef.Erased())
+                return self._answer(ef.Erase, event, None)
             case ev.EraseFailed():
                 return self._answer(ef.Erase, event, ef.Failed(event.reason))
             case ev.Prefilled():
@@ -85,7 +85,8 @@ class Driven(Scheduler):
             case ev.Misread():
                 return resident_updates.misread, (event.backend, event.always)
             case ev.Finished():
-                ended = ef.AnswerEnd(event.outcome, event.reported, event.begun)
+                ttft_s = 0.1 if event.begun else None
+                ended = ef.AnswerEnd(event.outcome, event.reported, ttft_s)
                 return job_ends.finished, (event.request, ended, event.index)
             case ev.AnswerRead():
                 lease = Lease(event.slot, event.generation, RequestId("any"))

@@ -48,7 +48,6 @@ async def left_over(kvferry: RunningRouter) -> Json:
         "tasks": Counter(task.get_name().split(" ")[0] for task in asyncio.all_tasks()),
         "jobs": len(engine._scheduler.state.inventory.jobs),
         "grants": len(engine._grants),
-        "timings": len(engine._timings),
     }
 
 
