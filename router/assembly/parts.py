@@ -171,8 +171,8 @@ def watched_backends(config: Config, parts: Parts, stack: AsyncExitStack) -> Wat
         backends.monitors,
         parts.tokenizers.readers,
         engine,
-        reads_prompts=config.tokenizer.mode is not TokenizerMode.OFF,
-        lacks_file=on_demand.lacks_file,
+        config.tokenizer.mode is not TokenizerMode.OFF,
+        on_demand.lacks_file,
     )
     reactions = BackendReactions(engine, selection, parts.tokenizers, on_demand, tasks)
     engine.listener = EngineReactions(

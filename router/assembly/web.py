@@ -18,15 +18,15 @@ from router.web.admin.actions import OperatorActions
 from router.web.admin.live import Live, Subject
 from router.web.admin.page import load_page
 from router.web.admin.prompts import PromptRoutes
-from router.web.admin.requests import Requests, UsageRoutes
+from router.web.admin.requests import Requests
 from router.web.admin.routes import OwnRoutes
-from router.web.admin.servers import LlamaSwapRoutes, ServerRoutes
+from router.web.admin.servers import ServerRoutes
 from router.web.admin.snapshots import Snapshots
 from router.web.admin.state_json import picture_of, survey
 from router.web.admin.status import StatusRoutes
 from router.web.admin.table import own_routes
 from router.web.api.completions import Completions
-from router.web.api.elsewhere import Elsewhere, Nowhere
+from router.web.api.elsewhere import Elsewhere
 from router.web.api.monitors import MonitorRoutes
 from router.web.api.passing import Passing
 from router.web.api.reports import Reports
@@ -88,7 +88,7 @@ async def app_of(made: Stages, live: Live) -> App:
     engine, keys, hosts = parts.engine, made.in_force.keys, made.hosts
     suspects, bodies = Suspects(parts.clock.now), Bodies(settings)
     others: OtherHosts | None = None
-    elsewhere: Elsewhere = Nowhere(engine)
+    elsewhere = Elsewhere(engine)
     cold = None if made.cold is None else ColdHolder(made.cold, parts.clock.now)
     store, now = parts.store, parts.clock.now
     purging = made.purging()
@@ -121,27 +121,25 @@ async def app_of(made: Stages, live: Live) -> App:
                 hosts.metrics,
                 suspects,
             )
-            routes = PeerRoutes(
-                hosts.hello, engine, selection, hosts.held, fetching, handing_out, purging
-            )
+            routes = PeerRoutes(hosts.hello, engine, selection, fetching, handing_out, purging)
             others = OtherHosts(hosts.name, routes, hosts.metrics)
-    reports = Reports(engine, selection.monitors, parts.decision_log, parts.tasks.spawn)
+    reports = Reports(engine, selection.monitors, parts.tasks.spawn)
     sender = Sender(engine, selection, suspects, settings, parts.throttle, reports)
     completions = Completions(
         engine, selection, sender, settings, keys, suspects, elsewhere, made.tracing
     )
     return App(
-        keys=keys,
-        completions=completions,
-        passing=Passing(selection, settings, parts.throttle, elsewhere),
-        monitors=MonitorRoutes(engine, selection, keys, settings),
-        own=await _own_routes(made, completions, live, bodies, settings, purging),
-        decision_log=parts.decision_log,
-        telemetry=parts.telemetry,
-        settings=settings,
-        bodies=bodies,
-        throttle=parts.throttle,
-        hosts=others,
+        keys,
+        completions,
+        Passing(selection, settings, parts.throttle, elsewhere),
+        MonitorRoutes(engine, selection, keys, settings),
+        await _own_routes(made, completions, live, bodies, settings, purging),
+        parts.decision_log,
+        parts.telemetry,
+        settings,
+        bodies,
+        parts.throttle,
+        others,
     )
 
 
@@ -158,7 +156,6 @@ async def _own_routes(
     status = StatusRoutes(
         engine,
         selection,
-        completions,
         parts.registry,
         BackendMetrics(parts.clients, parts.registry),
         now,
@@ -176,7 +173,6 @@ async def _own_routes(
             made.reload,
         ),
         ServerRoutes(engine, guard, parts.on_demand.supervisor, now),
-        LlamaSwapRoutes(engine, guard, parts.on_demand.supervisor),
         Snapshots(
             engine,
             guard,
@@ -185,8 +181,7 @@ async def _own_routes(
             purging,
             bodies,
         ),
-        Requests(parts.decision_log, selection, show_content=shows),
-        UsageRoutes(parts.usage),
+        Requests(parts.decision_log, selection, shows, parts.usage),
         PromptRoutes(engine, selection, completions, bodies, guard, settings, made.in_force.keys),
         live,
         await asyncio.to_thread(load_page),

@@ -498,7 +498,7 @@ class Stats(Struct, frozen=True):
     protected_bytes: int = 0
 
 
-class TierStatus(Struct, frozen=True):
+class TierStatus(Struct, frozen=True, rename={"blobs": "count", "blob_bytes": "size_bytes"}):
     """The tier of blobs now; counts are since the router's start."""
 
     snapshots: int  # that are split

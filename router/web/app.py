@@ -62,36 +62,21 @@ class OtherHosts:
     metrics: HostsMetrics
 
 
+@dataclass(slots=True, eq=False)
 class App:
     """The handler of every request of every client; owns no state but its arguments."""
 
-    def __init__(
-        self,
-        *,
-        keys: Keys,
-        completions: Completions,
-        passing: Passing,
-        monitors: MonitorRoutes,
-        own: OwnRoutes,
-        decision_log: DecisionLog,
-        telemetry: Telemetry,
-        settings: Settings,
-        bodies: Bodies,
-        throttle: LoopThrottle,
-        hosts: OtherHosts | None = None,
-    ) -> None:
-        """Set up the handler. `hosts` None: there are no other hosts."""
-        self.own = own
-        self._keys = keys
-        self._completions = completions
-        self._passing = passing
-        self._monitors = monitors
-        self._decision_log = decision_log
-        self._telemetry = telemetry
-        self._settings = settings
-        self._throttle = throttle
-        self._hosts = hosts
-        self._bodies = bodies
+    _keys: Keys
+    _completions: Completions
+    _passing: Passing
+    _monitors: MonitorRoutes
+    own: OwnRoutes
+    _decision_log: DecisionLog
+    _telemetry: Telemetry
+    _settings: Settings
+    _bodies: Bodies
+    _throttle: LoopThrottle
+    _hosts: OtherHosts | None = None
 
     def listener(self, side: Audience) -> Listener:
         """Return the protocol factory for an address. Needs a running loop.
@@ -147,7 +132,7 @@ class App:
         check_origin(request, self._settings, loads=is_upstream)
         if self._hosts is not None and _is_for_peers(path):
             raise NotFoundError("there is nothing at this path")
-        own = self.own.find(request, path, side)
+        own = self.own.find(call, side)
         if own is None:
             self._keys.admit(call)
         if is_upstream and own is None:
@@ -161,7 +146,7 @@ class App:
         Raises NotFoundError.
         """
         rest = call.http.path.removeprefix(UPSTREAM)
-        names = set().union(*self._monitors.names())
+        names = set().union(*self._monitors.selection.names())
         name = max((n for n in names if f"{rest}/".startswith(f"{n}/")), key=len, default=None)
         if name is None:
             raise NotFoundError("model not found")

@@ -251,6 +251,8 @@ async def test_an_operator_starts_stops_and_reads_the_log() -> None:
             assert "kvferry servers" in conflict.json["error"]["message"]
         pids = family(found["pid"])
         text = (await kvferry.get("/kvferry/servers/a/log")).body.decode()
+        for asked in ("0", "x", "9" * 5000):
+            assert (await kvferry.get(f"/kvferry/servers/a/log?bytes={asked}")).status == 400
         assert text
         assert (await kvferry.post("/kvferry/servers/a/restart", {})).status == 200
         await until_gone(pids)

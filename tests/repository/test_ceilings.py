@@ -9,8 +9,8 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 51_540,
-    "router/assembly": 2_373,
+    "router": 51_241,
+    "router/assembly": 2_368,
     "router/base": 1_731,
     "router/config": 1_959,
     "router/core": 9_586,
@@ -22,8 +22,8 @@ CEILINGS: dict[str, int] = {
     "router/store": 6_522,
     "router/telemetry": 1_846,
     "router/tools": 7_504,
-    "router/web": 7_794,
-    "tests": 66_973,
+    "router/web": 7_500,
+    "tests": 66_972,
     "bench": 8_947,
 }
 # A part may shrink so far before its ceiling has to follow.

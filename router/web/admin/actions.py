@@ -45,13 +45,13 @@ class OperatorActions:
         self._guard.check(call.http)
         return json_response(await self._reload())
 
-    async def backend(self, call: Call, path: str) -> web.Response:
+    async def backend(self, call: Call) -> web.Response:
         """Handle `NAME/drain` and `NAME/undrain`, and answer with the backend's new state.
 
         Returns before the backend is drained. Raises ForbiddenError, NotFoundError, ConflictError.
         """
         self._guard.check(call.http)
-        backend, _slash, action = path.partition("/")
+        backend, _slash, action = call.named.partition("/")
         name = BackendId(backend)
         if action not in self._actions:
             raise NotFoundError("the action on a backend must be drain or undrain")

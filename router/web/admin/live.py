@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -127,7 +128,8 @@ class Live:
             async with asyncio.timeout(_PATIENCE_S):
                 await response.write(data)
             if seen == self._id:
-                await _wait(news, _HEARTBEAT_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), _HEARTBEAT_S)
 
     def _since(self, seen: int) -> bytes:
         """Return the messages after `seen`; a full picture if some are no longer kept."""
@@ -205,11 +207,3 @@ class Live:
 
 def _message(number: int, event: str, data: dict[str, object]) -> bytes:
     return b"id: %d\nevent: %s\ndata: %s\n\n" % (number, event.encode(), orjson.dumps(data))
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        pass

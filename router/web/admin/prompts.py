@@ -1,5 +1,6 @@
 """Operators' own prompts: plan one without effect, or have it computed and saved ahead of use."""
 
+from dataclasses import dataclass
 from math import inf
 
 from aiohttp import web
@@ -31,26 +32,17 @@ WARM = "/kvferry/warm"
 _MOST_DIGITS = 6  # of a time
 
 
+@dataclass(slots=True, eq=False)
 class PromptRoutes:
     """The handlers. The body of each call is that of a request; nothing is sent to a client."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        selection: BackendSelection,
-        completions: Completions,
-        bodies: Bodies,
-        guard: Guard,
-        settings: Settings,
-        keys: Keys,
-    ) -> None:
-        self._engine = engine
-        self._selection = selection
-        self._completions = completions
-        self._bodies = bodies
-        self._guard = guard
-        self._settings = settings
-        self._keys = keys
+    _engine: Engine
+    _selection: BackendSelection
+    _completions: Completions
+    _bodies: Bodies
+    _guard: Guard
+    _settings: Settings
+    _keys: Keys
 
     async def plan(self, call: Call) -> web.Response:
         """Run the planner without effect: candidates, prices, choice.

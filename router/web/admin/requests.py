@@ -4,6 +4,7 @@ The decision log keeps the requests. Facts that need a backend are looked up whe
 """
 
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -74,15 +75,14 @@ def _number(call: Call, name: str, default: int) -> int:
     return int(told)
 
 
+@dataclass(slots=True, eq=False)
 class Requests:
     """The routes of finished requests. `show_content`: parts of prompts may be shown as text."""
 
-    def __init__(
-        self, decision_log: DecisionLog, selection: BackendSelection, *, show_content: bool
-    ) -> None:
-        self._decision_log = decision_log
-        self._selection = selection
-        self._show_content = show_content
+    _decision_log: DecisionLog
+    _selection: BackendSelection
+    _show_content: bool
+    _usage: UsageBook
 
     async def recent(self, call: Call) -> web.Response:
         """List the newest requests first.
@@ -95,8 +95,9 @@ class Requests:
         found = (one for one in told if wanted.items() <= one.items())
         return json_response({"requests": list(islice(found, limit))})
 
-    async def one(self, call: Call, wanted: str) -> web.Response:
+    async def one(self, call: Call) -> web.Response:
         """Show all that is known of one request, by its id or a prefix of it; 404 if unknown."""
+        wanted = call.named
         exact = self._decision_log.get(RequestId(wanted))
         alike = self._decision_log.find(wanted) if exact is None else [exact]
         if len(alike) > 1:
@@ -145,13 +146,6 @@ class Requests:
             with suppress(BackendError):
                 text = await monitor.client.detokenize(ids)
         return {"ids": ids, "text": text}
-
-
-class UsageRoutes:
-    """The route of what tenants used."""
-
-    def __init__(self, usage: UsageBook) -> None:
-        self._usage = usage
 
     async def usage(self, call: Call) -> web.Response:
         """List what each tenant used, by day and model, for the last `?days=`, 30 by default."""

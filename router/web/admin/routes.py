@@ -4,11 +4,9 @@ No request under these paths ever goes on to a backend, whatever its method and 
 """
 
 import posixpath
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import partial
 
 from aiohttp import web
 
@@ -28,7 +26,6 @@ _GONE = {
 _BEGIN = (*_EXACT, "//", "/.")
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
-HandlerOfOne = Callable[[Call, str], Awaitable[web.StreamResponse]]
 
 
 class Audience(Enum):
@@ -42,17 +39,16 @@ class Audience(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdminRoute:
-    """A route. `path` as in OpenAPI: the parameter in braces goes to a HandlerOfOne."""
+    """A route. `path` as in OpenAPI: what is in place of the braces becomes `Call.named`."""
 
     method: str
     path: str
-    handler: Handler | HandlerOfOne
+    handler: Handler
 
-    @property
-    def pattern(self) -> re.Pattern[str]:
-        """Return the pattern of `path`; a parameter in braces is one group, to the end."""
+    def fits(self, path: str) -> bool:
+        """Return whether a path has something in place of the braces."""
         fixed, brace, _ = self.path.partition("{")
-        return re.compile(re.escape(fixed) + ("(.+)" if brace else ""), re.DOTALL)
+        return bool(brace) and path.startswith(fixed) and path != fixed
 
 
 class OwnRoutes:
@@ -66,54 +62,38 @@ class OwnRoutes:
         self._brief_health = brief_health
         self.routes = tuple(routes)
         self._guard = guard
-        self._exact: dict[str, dict[str, Handler]] = {}
-        self._of_one: list[tuple[re.Pattern[str], str, HandlerOfOne]] = []
-        for route in routes:
-            if (pattern := route.pattern).groups:
-                self._of_one.append((pattern, route.method, route.handler))  # type: ignore[arg-type]
-            else:
-                self._exact.setdefault(route.path, {})[route.method] = route.handler  # type: ignore[assignment]
 
-    def find(self, request: web.BaseRequest, path: str, side: Audience) -> Handler | None:
-        """Return the handler of a request; None if it is not for the router. `path` is decoded.
+    def find(self, call: Call, side: Audience) -> Handler | None:
+        """Return the handler of a request; None if it is not for the router.
 
         1. The operators' address has only these routes; the clients' address has only health.
         2. Read access is checked here; a handler that changes something checks that right itself.
 
         Raises NotFoundError, MethodError, NeedsTokenError, ForbiddenError.
         """
+        request, path = call.http, call.http.path
         ours = is_own(path)
         if not ours and side is not Audience.OPERATORS:
             return None
         if not ours or (side is Audience.CLIENTS and path != HEALTH):
             raise NotFoundError("there is nothing at this path")
-        fitting = self._fitting(path)
+        fitting = [one for one in self.routes if one.path == path] or [
+            one for one in self.routes if one.fits(path)
+        ]
         if not fitting:
             raise NotFoundError(_GONE.get(path, "there is nothing at this path"))
         looks = request.method == "HEAD" and path not in ("/unload", "/logs/stream")
-        handler = fitting.get("GET" if looks else request.method)
-        if handler is None:
-            allowed = sorted(fitting)
+        method = "GET" if looks else request.method
+        route = next((one for one in fitting if one.method == method), None)
+        if route is None:
+            allowed = sorted(one.method for one in fitting)
             raise MethodError(f"this path is for {' and '.join(allowed)}", allowed)
+        call.named = path.removeprefix(route.path.partition("{")[0])
         if path != HEALTH:
             self._guard.check_read(request)
         elif side is Audience.CLIENTS or not self._guard.may_read(request):
             return self._brief_health
-        return handler
-
-    def _fitting(self, path: str) -> dict[str, Handler]:
-        """Return the handlers of a path by method."""
-        if path in self._exact:
-            return self._exact[path]
-        return {
-            method: partial(_call, handler, found[1])
-            for pattern, method, handler in self._of_one
-            if (found := pattern.fullmatch(path))
-        }
-
-
-async def _call(handler: HandlerOfOne, one: str, call: Call) -> web.StreamResponse:
-    return await handler(call, one)
+        return route.handler
 
 
 def is_own(path: str) -> bool:

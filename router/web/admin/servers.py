@@ -5,6 +5,7 @@ The routes of llama-swap that its front ends call are here, too.
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
@@ -51,40 +52,38 @@ class _Processes(Protocol):
     ) -> tuple[bytes, int]: ...
 
 
+@dataclass(slots=True, eq=False)
 class ServerRoutes:
     """The handlers of the routes under `/kvferry/servers`."""
 
-    def __init__(
-        self, engine: Engine, guard: Guard, processes: _Processes, now: Callable[[], float]
-    ) -> None:
-        self._engine = engine
-        self._guard = guard
-        self._processes = processes
-        self._now = now
+    _engine: Engine
+    _guard: Guard
+    _processes: _Processes
+    _now: Callable[[], float]
 
     async def all(self, _: Call) -> web.Response:
         """List all servers in the order of the configuration."""
-        now, servers = self._now(), self._engine.state.inventory.servers
+        now, servers = self._now(), self._servers
         rows = [
             server_row(server, self._engine, now) | {"pid": self._processes.pid(server.name)}
             for server in servers
         ]
         return json_response({"swaps": servers.swaps, "servers": rows})
 
-    async def act(self, call: Call, path: str) -> web.Response:
+    async def act(self, call: Call) -> web.Response:
         """Handle `NAME/start`, `NAME/stop` and `NAME/restart`; answer before it is done.
 
         Raises ForbiddenError, NotFoundError.
         """
         self._guard.check(call.http)
-        name, _slash, action = path.rpartition("/")
+        name, _slash, action = call.named.rpartition("/")
         if action not in _ACTIONS:
             raise NotFoundError("the action on a server must be start, stop or restart")
         self._find(name)
         self._engine.ask_server(BackendId(name), **_ACTIONS[action])
         return json_response(server_row(self._find(name), self._engine, self._now()))
 
-    async def log(self, call: Call, path: str) -> web.Response:
+    async def log(self, call: Call) -> web.Response:
         """Return the end of a server's log as text; `?bytes=` says how much.
 
         `?after=` gives the whole lines since a position instead: that of the answer before, in its
@@ -94,11 +93,11 @@ class ServerRoutes:
         Raises ForbiddenError, NotFoundError, BadRequestError.
         """
         self._guard.check_log(call.http)
-        name, _slash, what = path.rpartition("/")
+        name, _slash, what = call.named.rpartition("/")
         if what != "log":
             raise NotFoundError("there is nothing at this path")
         asked = call.http.query.get("bytes", str(_LOG_BYTES))
-        if not asked.isdecimal() or not 0 < int(asked) <= _MOST_LOG_BYTES:
+        if not (asked.isdecimal() and len(asked) < 10 and 0 < int(asked) <= _MOST_LOG_BYTES):
             raise BadRequestError(f"bytes: must be 1 to {_MOST_LOG_BYTES}")
         server, after = self._find(name).name, call.http.query.get("after")
         if after is None:
@@ -112,18 +111,13 @@ class ServerRoutes:
         return web.Response(body=body, headers=OWN_HEADERS | told)
 
     def _find(self, name: str) -> Server:
-        servers = self._engine.state.inventory.servers.by_name
+        servers = self._servers.by_name
         if (server := servers.get(BackendId(name))) is not None:
             return server
         known = ", ".join(servers) or "none"
         raise NotFoundError(f"there is no server {name!r}; there are: {known}")
 
-
-class LlamaSwapRoutes:
-    """The handlers. Stopping takes an operator, as under `/kvferry/servers`."""
-
-    def __init__(self, engine: Engine, guard: Guard, processes: _Processes) -> None:
-        self._engine, self._guard, self._processes = engine, guard, processes
+    # -- llama-swap's, for its front ends: stopping takes an operator, too
 
     async def running(self, call: Call) -> web.Response:
         """List the models that are loaded, or are being loaded or stopped."""
@@ -145,15 +139,12 @@ class LlamaSwapRoutes:
     async def unload(self, call: Call) -> web.Response:
         """Stop all servers after their answers; answer when they have ended."""
         await self._stop(call, self._loaded())
-        return _text("OK")
+        is_api = call.http.path.startswith("/api/")
+        return json_response({"msg": "ok"}) if is_api else _text("OK")
 
-    async def unload_all(self, call: Call) -> web.Response:
-        """Do as `unload`; answer in JSON."""
-        await self._stop(call, self._loaded())
-        return json_response({"msg": "ok"})
-
-    async def unload_one(self, call: Call, model: str) -> web.Response:
+    async def unload_one(self, call: Call) -> web.Response:
         """Stop the servers of a model. Raises NotFoundError."""
+        model = call.named
         if not any(model in one.spec.models for one in self._servers):
             raise NotFoundError("model not found")
         await self._stop(call, [one for one in self._loaded() if model in one.spec.models])

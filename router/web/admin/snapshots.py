@@ -133,24 +133,16 @@ class Sums:
         return self
 
 
+@dataclass(slots=True, eq=False)
 class Snapshots:
     """The routes under PATH. `now` is the engine's clock, `wall_now` seconds since the epoch."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        guard: Guard,
-        now: Callable[[], float],
-        wall_now: Callable[[], float],
-        purging: Purging,
-        bodies: Bodies,
-    ) -> None:
-        self._engine = engine
-        self._guard = guard
-        self._now = now
-        self._wall_now = wall_now
-        self._purging = purging
-        self._bodies = bodies
+    _engine: Engine
+    _guard: Guard
+    _now: Callable[[], float]
+    _wall_now: Callable[[], float]
+    _purging: Purging
+    _bodies: Bodies
 
     async def all(self, call: Call) -> web.Response:
         """List the newest snapshots that match, with the totals of all that do."""
@@ -161,9 +153,9 @@ class Snapshots:
             newest = heapq.nsmallest(query.limit, newest + found, key=_rank)
         return json_response(asdict(sums) | {"snapshots": [item.row() for item in newest]})
 
-    async def one(self, call: Call, number: str) -> web.Response:
+    async def one(self, call: Call) -> web.Response:
         """Show (GET) or purge (DELETE) one snapshot. Raises NotFoundError, ForbiddenError."""
-        (wanted,) = self._named([number])
+        (wanted,) = self._named([call.named])
         item = next(item for item in self._items() if item.snapshot.id == wanted)
         if call.http.method == "DELETE":
             self._guard.check(call.http)

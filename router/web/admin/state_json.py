@@ -5,7 +5,7 @@ Rows hold no prompt text and no key. This module has no state and does not chang
 
 import asyncio
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import inf
 from types import MappingProxyType
 
@@ -16,7 +16,6 @@ from router.base.types import BackendId, ColdStatus, RequestId, Snapshot, TierSt
 from router.core.model.backend import Slot
 from router.core.model.effects import Cut, Erase, Prefill, Restore, Save
 from router.core.model.jobs import AtGate, InPrefillQueue, RequestJob, SaveJob, SlotWatch
-from router.core.model.request_queue import Waiting
 from router.core.model.tenancy import tenant_of
 from router.engine.engine import Engine
 from router.llama.attach.monitor import EMPTIES_SLOTS, NO_RAM_CACHE
@@ -156,22 +155,8 @@ def store_row(engine: Engine, tier: TierStatus | None, cold: ColdStatus | None) 
 
 def _tier_row(tier: TierStatus) -> Row:
     left = tier.budget_left_bytes
-    return {
-        "snapshots": tier.snapshots,
-        "count": tier.blobs,
-        "size_bytes": tier.blob_bytes,
-        "sum_bytes": tier.sum_bytes,
-        "whole_files": tier.whole_files,
-        "whole_bytes": tier.whole_bytes,
-        "unwritten": tier.unwritten,
-        "written_bytes": tier.written_bytes,
-        "split_bytes": tier.split_bytes,
-        "put_off": tier.put_off,
-        "damaged": tier.damaged,
-        "budget_left_bytes": None if left == inf else int(left),
-        "today_bytes": tier.today_bytes,
-        "new_today_bytes": tier.new_today_bytes,
-    }
+    row: Row = to_builtins(tier)
+    return row | {"budget_left_bytes": None if left == inf else int(left)}
 
 
 def snapshot_row(snapshot: Snapshot, uses: int, references: int) -> Row:
@@ -199,10 +184,15 @@ def picture_of(
 ) -> Picture:
     """Return all but the snapshots, which `survey` sums up. `now` is the engine's clock."""
     state = engine.state
+    queue = list(state.queue)
     return {
         "host": {
             "router": {"policy": state.inventory.policy.name, "stopping": state.stopping},
-            "queue": _queue_row(list(state.queue), selection.waiting, now),
+            "queue": {
+                "depth": len(queue),
+                "oldest_s": round(now - queue[0].since, 1) if queue else 0.0,
+                "waiting_for_backend": selection.waiting,
+            },
             "store": store_row(engine, engine.tier_status(), cold),
             "servers": {
                 "items": [
@@ -216,14 +206,6 @@ def picture_of(
         "slots": {
             str(slot.id): slot_row(slot, engine.prefilled_tokens) for slot in state.inventory.slots
         },
-    }
-
-
-def _queue_row(queue: list[Waiting], waiting_for_backend: int, now: float) -> Row:
-    return {
-        "depth": len(queue),
-        "oldest_s": round(now - queue[0].since, 1) if queue else 0.0,
-        "waiting_for_backend": waiting_for_backend,
     }
 
 
@@ -260,11 +242,7 @@ def changes(before: Mapping[str, Rows], after: Mapping[str, Rows]) -> Changes:
     for section in before.keys() | after.keys():
         old, new = before.get(section, {}), after.get(section, {})
         rows: dict[str, Row | None] = {k: row for k, row in new.items() if old.get(k) != row}
-        rows.update(dict.fromkeys(_gone(old, new)))
+        rows.update(dict.fromkeys(old.keys() - new.keys()))
         if rows:
             found[section] = rows
     return found
-
-
-def _gone(old: Rows, new: Rows) -> Iterable[str]:
-    return old.keys() - new.keys()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 
 from aiohttp import web
@@ -20,7 +21,6 @@ from router.web.admin.state_json import (
     store_row,
 )
 from router.web.api.backend_selection import BackendSelection
-from router.web.api.completions import Completions
 from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS, json_response
 
@@ -38,29 +38,17 @@ class _One(Collector):
         return [self._metric]
 
 
+@dataclass(slots=True, eq=False)
 class StatusRoutes:
     """The handlers of the read-only routes."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        selection: BackendSelection,
-        completions: Completions,
-        registry: CollectorRegistry,
-        backend_metrics: BackendMetrics,
-        now: Callable[[], float],
-        hosts: HostsView | None = None,
-        cold: Callable[[], ColdStatus | None] = lambda: None,
-    ) -> None:
-        """Set up the handlers. `hosts` None: there are no other hosts; `cold`: the cold tier."""
-        self._cold = cold
-        self._hosts = hosts
-        self._engine = engine
-        self._selection = selection
-        self._completions = completions
-        self._registry = registry
-        self._backend_metrics = backend_metrics
-        self._now = now
+    _engine: Engine
+    _selection: BackendSelection
+    _registry: CollectorRegistry
+    _backend_metrics: BackendMetrics
+    _now: Callable[[], float]
+    _hosts: HostsView | None = None
+    _cold: Callable[[], ColdStatus | None] = lambda: None
 
     async def metrics(self, call: Call) -> web.Response:
         """Return Prometheus text, with llama-server's series for all servers together.

@@ -8,10 +8,10 @@ from router.web.admin.live import Live
 from router.web.admin.page import PREFIX, StaticFile, to_page
 from router.web.admin.prompts import WARM, PromptRoutes
 from router.web.admin.requests import PATH as REQUESTS
-from router.web.admin.requests import USAGE, Requests, UsageRoutes
+from router.web.admin.requests import USAGE, Requests
 from router.web.admin.routes import HEALTH, METRICS, AdminRoute, OwnRoutes
 from router.web.admin.servers import PATH as SERVERS
-from router.web.admin.servers import LlamaSwapRoutes, ServerRoutes
+from router.web.admin.servers import ServerRoutes
 from router.web.admin.snapshots import PATH as SNAPSHOTS
 from router.web.admin.snapshots import Snapshots
 from router.web.admin.status import StatusRoutes
@@ -22,10 +22,8 @@ def own_routes(
     status: StatusRoutes,
     operations: OperatorActions,
     servers: ServerRoutes,
-    llama_swap: LlamaSwapRoutes,
     snapshots: Snapshots,
     requests: Requests,
-    usage: UsageRoutes,
     prompts: PromptRoutes,
     live: Live,
     page: Mapping[str, StaticFile],
@@ -42,19 +40,19 @@ def own_routes(
             AdminRoute("GET", SERVERS, servers.all),
             AdminRoute("GET", f"{SERVERS}/{{name}}/log", servers.log),
             AdminRoute("POST", f"{SERVERS}/{{name}}/{{action}}", servers.act),
-            AdminRoute("GET", "/running", llama_swap.running),
-            AdminRoute("GET", "/unload", llama_swap.unload),
-            AdminRoute("POST", "/api/models/unload", llama_swap.unload_all),
-            AdminRoute("POST", "/api/models/unload/{model}", llama_swap.unload_one),
-            AdminRoute("GET", "/logs", llama_swap.logs),
-            AdminRoute("GET", "/logs/stream", llama_swap.stream),
+            AdminRoute("GET", "/running", servers.running),
+            AdminRoute("GET", "/unload", servers.unload),
+            AdminRoute("POST", "/api/models/unload", servers.unload),
+            AdminRoute("POST", "/api/models/unload/{model}", servers.unload_one),
+            AdminRoute("GET", "/logs", servers.logs),
+            AdminRoute("GET", "/logs/stream", servers.stream),
             AdminRoute("GET", SNAPSHOTS, snapshots.all),
             AdminRoute("POST", f"{SNAPSHOTS}/purge", snapshots.purge),
             AdminRoute("GET", f"{SNAPSHOTS}/{{id}}", snapshots.one),
             AdminRoute("DELETE", f"{SNAPSHOTS}/{{id}}", snapshots.one),
             AdminRoute("GET", REQUESTS, requests.recent),
             AdminRoute("GET", f"{REQUESTS}/{{id}}", requests.one),
-            AdminRoute("GET", USAGE, usage.usage),
+            AdminRoute("GET", USAGE, requests.usage),
             AdminRoute("GET", WARM, prompts.kept),
             AdminRoute("POST", WARM, prompts.warm),
             AdminRoute("GET", "/kvferry/events", live.events),

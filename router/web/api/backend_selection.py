@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -34,28 +35,20 @@ from router.prompts.reader import PromptReader
 _LOOKS_S = 0.25
 
 
+@dataclass(slots=True, eq=False)
 class BackendSelection:
     """A view on the monitors and the engine; owns only the requests that wait for a reader."""
 
-    def __init__(
-        self,
-        monitors: Mapping[BackendId, Monitor],
-        readers: Mapping[BackendId, PromptReader],
-        engine: Engine,
-        *,
-        reads_prompts: bool,
-        lacks_file: Callable[[str | None], Awaitable[bool]],
-    ) -> None:
-        """`lacks_file`: whether what a model on demand is loaded from is not there."""
-        self.monitors = monitors
-        self.waiting = 0  # requests that no backend can tokenize yet
-        self._readers = readers
-        self._engine = engine
-        self._reads_prompts = reads_prompts
-        self._lacks_file = lacks_file
-        self._stopping = False
-        self._news = asyncio.Event()
-        self._loading: set[RequestId] = set()  # requests that wait for a server, or have waited
+    monitors: Mapping[BackendId, Monitor]
+    _readers: Mapping[BackendId, PromptReader]
+    _engine: Engine
+    _reads_prompts: bool
+    _lacks_file: Callable[[str | None], Awaitable[bool]]
+    waiting: int = 0  # requests that no backend can tokenize yet
+    _stopping: bool = False
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    # requests that wait for a server, or have waited
+    _loading: set[RequestId] = field(default_factory=set)
 
     @property
     def servers(self) -> Servers:
@@ -174,10 +167,6 @@ class BackendSelection:
             return readers[0] if readers else None
         return min(readers, key=lambda name: self.monitors[name].client.doubted)
 
-    def reader_of(self, backend: BackendId) -> PromptReader | None:
-        """Return the prompt reader of a backend; None if it has none yet."""
-        return self._readers.get(backend)
-
     def can_wait_for_reader(self, model: str | None) -> bool:
         """Return True if no backend can read prompts for `model` now, but one may soon."""
         if not self._reads_prompts or self._stopping:
@@ -232,15 +221,11 @@ class BackendSelection:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._engine.state.queue.limits.no_backend_s):
                     while self.is_attaching:
-                        await self._next_look()
+                        # Or for a moment: an attach that fails is no news.
+                        with suppress(TimeoutError):
+                            await asyncio.wait_for(self._news.wait(), _LOOKS_S)
         finally:
             self.waiting -= 1
-
-    async def _next_look(self) -> None:
-        """Wait until a backend is up, or for a moment: an attach that fails is no news."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LOOKS_S):
-                await self._news.wait()
 
     def is_waited_for(self, backend: BackendId) -> bool:
         """Return whether a request waits that the backend could serve with a slot more."""

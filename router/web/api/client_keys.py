@@ -7,7 +7,7 @@ tenants share is decided in the scheduler.
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -26,7 +26,6 @@ _PAGE = re.compile(
     r"/(?:(?:_app/(?:[\w-][\w.-]*/)*)?[\w-][\w.-]*"
     r"\.(?:css|html|ico|js|json|png|svg|webp|woff2?|webmanifest))?"
 )
-_NO_LIMIT = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +86,17 @@ class Keys:
         limits = None if caller is None else self._budget.limits.get(caller.tenant)
         return limits is not None and limits.background
 
-    def room(self, caller: Caller | None, *, costs: bool = True) -> AbstractContextManager[None]:
+    @contextmanager
+    def room(self, caller: Caller | None, *, costs: bool = True) -> Iterator[None]:
         """Count a request of the tenant while it arrives, waits or runs.
 
         Raises TenantBusyError if the tenant has too many, TenantQuotaError if its tokens are used
         and the request `costs` some.
         """
-        return _NO_LIMIT if caller is None else self._room(caller.tenant, costs)
-
-    @contextmanager
-    def _room(self, name: str, costs: bool) -> Iterator[None]:
+        if caller is None:
+            yield
+            return
+        name = caller.tenant
         limits = self._budget.limits.get(name)
         most = None if limits is None else limits.max_requests
         if most is not None and self._busy[name] >= most:

@@ -5,6 +5,7 @@ like). The engine chooses the slot; `sending` relays the answer, and `reports` t
 """
 
 import asyncio
+from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter
 from typing import TypedDict
@@ -27,7 +28,7 @@ from router.base.tasks import spawn
 from router.base.types import BackendId, Caller, Prompt, Request, RequestId, Tenant
 from router.engine.engine import Engine
 from router.hosts.choice import is_stale
-from router.llama import json_offload
+from router.llama import json_offload, trial
 from router.llama.bodies.filters import NO_FILTERS, Filters
 from router.llama.bodies.hints import session_of
 from router.llama.multipart import is_form
@@ -37,7 +38,7 @@ from router.prompts.reader import is_left_to_server
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.elsewhere import Elsewhere
-from router.web.api.preparation import Preparations
+from router.web.api.preparation import Preparation
 from router.web.api.sending import Sender
 from router.web.api.slot_demand import slots_asked
 from router.web.api.suspects import Suspects
@@ -59,29 +60,19 @@ class _From(TypedDict):
     body_bytes: int
 
 
+@dataclass(slots=True, eq=False)
 class Completions:
     """Serves the calls that take a slot."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        selection: BackendSelection,
-        sender: Sender,
-        settings: Settings,
-        keys: Keys,
-        suspects: Suspects,
-        elsewhere: Elsewhere,
-        tracing: Tracing | None = None,
-    ) -> None:
-        self._engine = engine
-        self._selection = selection
-        self._sender = sender
-        self._settings = settings
-        self._keys = keys
-        self._suspects = suspects
-        self._elsewhere = elsewhere
-        self._tracing = tracing
-        self._preparations = Preparations(selection, suspects)
+    _engine: Engine
+    _selection: BackendSelection
+    _sender: Sender
+    _settings: Settings
+    _keys: Keys
+    _suspects: Suspects
+    _elsewhere: Elsewhere
+    _tracing: Tracing | None = None
+    _accepted: trial.Accepted = field(default_factory=trial.Accepted)
 
     async def serve(self, call: Call) -> web.StreamResponse:
         """Serve a call at the first place that can. Raises RouterError."""
@@ -299,7 +290,7 @@ class Completions:
             is_suspect = False
             try:
                 call.asked = perf_counter()
-                preparation = self._preparations.of(call)
+                preparation = Preparation(call, self._selection, self._suspects, self._accepted)
                 grant = await self._engine.submit(call.scheduled, preparation)
                 self._selection.no_longer_waits(call.id)
                 call.granted = perf_counter()

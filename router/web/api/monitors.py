@@ -1,6 +1,7 @@
 """What monitors of a llama-server ask, answered for all servers together: slots, properties."""
 
 import asyncio
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
@@ -24,30 +25,24 @@ _INTERVAL_S = 1.0
 _WITHIN_S = 0.8
 
 
+@dataclass(slots=True, eq=False)
 class MonitorRoutes:
     """Serves GET /slots and GET /props. Owns the last answers of the servers."""
 
-    def __init__(
-        self, engine: Engine, selection: BackendSelection, keys: Keys, settings: Settings
-    ) -> None:
-        self._settings = settings
-        self._turn = asyncio.Lock()
-        self._engine = engine
-        self._selection = selection
-        self._keys = keys
-        self._asked_at: dict[BackendId, float] = {}  # loop time
-        self._told: dict[BackendId, dict[int, tuple[RequestId | None, Json]]] = {}
-
-    def names(self) -> list[frozenset[str]]:
-        """Return the names of each model."""
-        return self._selection.names()
+    _engine: Engine
+    selection: BackendSelection
+    _keys: Keys
+    _settings: Settings
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _asked_at: dict[BackendId, float] = field(default_factory=dict)  # loop time
+    _told: dict[BackendId, dict[int, tuple[RequestId | None, Json]]] = field(default_factory=dict)
 
     async def slots(self, call: Call) -> web.Response:
         """Return all slots of a model, or of all models, numbered from 0. Raises RouterError.
 
         A caller sees what its own tenant has, and of other slots whether they are at work.
         """
-        model = self._selection.resolve(call.model)
+        model = self.selection.resolve(call.model)
         infos = [info for info in self._engine.infos.values() if info.answers_to(model)]
         async with self._turn:  # who comes meanwhile gets what this one is told
             await asyncio.gather(*(self._ask(info.id) for info in infos))
@@ -74,20 +69,20 @@ class MonitorRoutes:
 
         None: its one server tells them. Raises RouterError.
         """
-        model = self._selection.resolve(call.model)
+        model = self.selection.resolve(call.model)
         infos = [info for info in self._engine.infos.values() if info.answers_to(model)]
         if not infos:
             return self._unloaded(call, model)
         if len(infos) < 2:
             return None
-        client = self._selection.fitting(model)[0]
+        client = self.selection.fitting(model)[0]
         told = as_dict(json_of(await client.get("/props")))
         told["total_slots"] = sum(info.n_slots for info in infos)
         headers = call.names() | {"x-kvferry-backend": client.id}
         return open_to_browsers(call.http, json_response(told, headers=headers))
 
     def _unloaded(self, call: Call, model: str | None) -> web.Response | None:
-        servers = self._selection.servers
+        servers = self.selection.servers
         found = next((s for s in servers if model is None or model in s.spec.models), None)
         if found is None:
             return None
@@ -104,7 +99,7 @@ class MonitorRoutes:
         requests = {slot.id.index: slot.holder for slot in slots}
         now = asyncio.get_running_loop().time()
         works = self._settings.passthrough or any(requests.values())
-        monitor = self._selection.monitors.get(backend)
+        monitor = self.selection.monitors.get(backend)
         recent = now - self._asked_at.get(backend, -_INTERVAL_S) < _INTERVAL_S
         if works and monitor is not None and recent:
             return

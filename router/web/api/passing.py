@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -24,7 +25,7 @@ from router.web.api.backend_selection import BackendSelection
 from router.web.api.elsewhere import Elsewhere
 from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS, json_response, open_to_browsers
-from router.web.server.relay import Capture, relay
+from router.web.server.relay import relay
 from router.web.server.settings import Settings
 
 # A server lists its models in milliseconds, however busy its slots are.
@@ -32,20 +33,14 @@ _MODELS_WITHIN_S = 2.0
 _PAGE = ("/", "/index.html")
 
 
+@dataclass(slots=True, eq=False)
 class Passing:
     """Serves the calls that take no slot."""
 
-    def __init__(
-        self,
-        selection: BackendSelection,
-        settings: Settings,
-        throttle: LoopThrottle,
-        elsewhere: Elsewhere,
-    ) -> None:
-        self._selection = selection
-        self._settings = settings
-        self._throttle = throttle
-        self._elsewhere = elsewhere
+    _selection: BackendSelection
+    _settings: Settings
+    _throttle: LoopThrottle
+    _elsewhere: Elsewhere
 
     async def serve(self, call: Call) -> web.StreamResponse:
         """Serve a call as its route says. `call.model` is set. Raises RouterError."""
@@ -149,16 +144,8 @@ class Passing:
     async def _relayed(
         self, call: Call, client: LlamaClient, upstream: Response
     ) -> web.StreamResponse:
-        answer, _ = await relay(
-            call,
-            upstream,
-            call.names() | {"x-kvferry-backend": client.id, "x-kvferry-source": "none"},
-            self._settings,
-            Capture(),
-            lambda: None,
-            self._throttle,
-        )
-        return answer
+        own = call.names() | {"x-kvferry-backend": client.id, "x-kvferry-source": "none"}
+        return (await relay(call, upstream, own, self._settings, self._throttle))[0]
 
     async def models(self, call: Call) -> web.StreamResponse:
         """Return the models of all backends. Raises RouterError.

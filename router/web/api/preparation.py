@@ -15,24 +15,18 @@ from router.web.api.suspects import Suspects
 from router.web.server.call import Call
 
 
-class Preparations:
-    """Makes preparations. Fields that were accepted once are remembered."""
-
-    def __init__(self, selection: BackendSelection, suspects: Suspects) -> None:
-        self.selection = selection
-        self.suspects = suspects
-        self.accepted = trial.Accepted()
-
-    def of(self, call: Call) -> "Preparation":
-        """Return the preparation of one attempt of a call, for `Engine.submit`."""
-        return Preparation(self, call)
-
-
 class Preparation:
-    """One attempt; implements `ports.Preparing`."""
+    """One attempt; implements `ports.Preparing`. `known`: what servers have accepted."""
 
-    def __init__(self, known: Preparations, call: Call) -> None:
-        self._known, self._call = known, call
+    def __init__(
+        self,
+        call: Call,
+        selection: BackendSelection,
+        suspects: Suspects,
+        accepted: trial.Accepted,
+    ) -> None:
+        self._call, self._selection, self._suspects = call, selection, suspects
+        self._known = accepted
         self._request = call.scheduled  # a later attempt has another
         self._start = call.sink.start
         self._headers: dict[str, str] = {}
@@ -50,9 +44,9 @@ class Preparation:
         self._headers = self._call.names() | told
         parsed = self._call.parsed
         if parsed is not None and (fields := trial.unproven(parsed)):
-            namespace = self._known.selection.namespace_of(self._request.model) or ""
+            namespace = self._selection.namespace_of(self._request.model) or ""
             digest = trial.digest_of(fields, parsed.shape, namespace)
-            self._unproven = None if digest in self._known.accepted else digest
+            self._unproven = None if digest in self._known else digest
         if self._start is not None and self._unproven is None:
             self._start.head_due(None, self._headers)
 
@@ -61,8 +55,8 @@ class Preparation:
 
         Raises BackendError; BackendRefusedError if a field is wrong.
         """
-        self._known.suspects.sent(self._request.id, slot.backend)
-        monitor, parsed = self._known.selection.monitors.get(slot.backend), self._call.parsed
+        self._suspects.sent(self._request.id, slot.backend)
+        monitor, parsed = self._selection.monitors.get(slot.backend), self._call.parsed
         if parsed is None or monitor is None or self._unproven is None:
             return None
         asked = trial.request(parsed, self._call.http.path, self._call.raw, slot.index)
@@ -80,7 +74,7 @@ class Preparation:
         Also if it refused their trial: that was unlike the request in some way.
         """
         if self._unproven is not None:
-            self._known.accepted.add(self._unproven)
+            self._known.add(self._unproven)
             self._unproven = None
 
     @property
@@ -94,7 +88,7 @@ class Preparation:
     def _show(self, progress: PrefillProgress) -> None:
         assert self._start is not None
         assert self._slot is not None
-        monitor = self._known.selection.monitors.get(self._slot.backend)
+        monitor = self._selection.monitors.get(self._slot.backend)
         if monitor is None or monitor.attached is None:
             return
         props = monitor.attached.props

@@ -23,7 +23,6 @@ from router.llama.replies import (
 from router.llama.several_replies import asked_in, read_totals
 from router.llama.wire import ParsedRequest
 from router.prompts.reader import PromptReader
-from router.telemetry.decision_log import DecisionLog
 from router.web.server.call import Call
 from router.web.server.relay import INLINE_BYTES, Capture
 
@@ -47,19 +46,13 @@ class End:
     ended: float  # by `perf_counter`
 
 
+@dataclass(slots=True, eq=False)
 class Reports:
     """Tells of ends, and learns from answers."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        monitors: Mapping[BackendId, Monitor],
-        decision_log: DecisionLog,
-        spawn: Spawn,
-    ) -> None:
-        self._engine, self._monitors = engine, monitors
-        self._decision_log = decision_log
-        self._spawn = spawn
+    _engine: Engine
+    _monitors: Mapping[BackendId, Monitor]
+    _spawn: Spawn
 
     def finish(self, call: Call, end: End) -> None:
         """Report an end. Awaits nothing, so that a cancellation cannot skip it."""

@@ -1,6 +1,7 @@
 """An admitted call is sent to its slot, and the answer relayed; its end is reported once."""
 
 import asyncio
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
@@ -25,24 +26,16 @@ from router.web.server.relay import Capture, relay
 from router.web.server.settings import Settings
 
 
+@dataclass(slots=True, eq=False)
 class Sender:
     """Sends calls to backends of this host."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        selection: BackendSelection,
-        suspects: Suspects,
-        settings: Settings,
-        throttle: LoopThrottle,
-        reports: Reports,
-    ) -> None:
-        self._engine = engine
-        self._selection = selection
-        self._suspects = suspects
-        self._settings = settings
-        self._throttle = throttle
-        self._reports = reports
+    _engine: Engine
+    _selection: BackendSelection
+    _suspects: Suspects
+    _settings: Settings
+    _throttle: LoopThrottle
+    _reports: Reports
 
     async def send(self, call: Call, grant: Grant) -> web.StreamResponse:
         """Relay one admitted call; the grant is used up on return and on exception.
@@ -58,9 +51,7 @@ class Sender:
         outcome = Outcome.BACKEND_ERROR
         upstream: Response | None = None
 
-        def first_byte() -> None:
-            call.first_byte = perf_counter()
-            call.let_go()
+        def on_begun() -> None:
             if grant.plan.prefill_first and request.streams:
                 told = partial(self._engine.begun, request.id)
                 asyncio.get_running_loop().call_soon(self._throttle.call, told)
@@ -70,15 +61,9 @@ class Sender:
             chosen, at = grant.plan.chosen, grant.lease.slot
             own = call.names() | slot_headers(at, chosen.source, chosen.reused_tokens)
             async with self._asked(call, grant, monitor, call.sink.on_head(own)) as upstream:
+                counts = self._counts(call, grant.prefilled, upstream)
                 answer, outcome = await relay(
-                    call,
-                    upstream,
-                    capture=capture,
-                    headers=own,
-                    settings=self._settings,
-                    on_first_byte=first_byte,
-                    throttle=self._throttle,
-                    counts=self._counts(call, grant.prefilled, upstream),
+                    call, upstream, own, self._settings, self._throttle, capture, counts, on_begun
                 )
                 if outcome is Outcome.BACKEND_ERROR:  # in the middle of the answer
                     self.is_to_blame(call, backend)

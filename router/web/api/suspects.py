@@ -6,7 +6,7 @@ then the request is innocent. So a request is sent again once, and alone; a seco
 and others like it, for a while.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 
 import structlog
@@ -30,24 +30,18 @@ class Suspects:
     def __init__(self, now: Callable[[], float]) -> None:
         """Set up without suspects. `now` returns clock seconds."""
         self._now = now
-        self._at: dict[BackendId, dict[RequestId, None]] = {}
-        self._where: dict[RequestId, BackendId] = {}
+        self._at: defaultdict[BackendId, dict[RequestId, None]] = defaultdict(dict)
         self._ends: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
     def sent(self, request: RequestId, backend: BackendId) -> None:
         """Note that a server has a request, and no other server has it."""
         self.over(request)
-        self._where[request] = backend
-        self._at.setdefault(backend, {})[request] = None
+        self._at[backend][request] = None
 
     def over(self, request: RequestId) -> None:
         """Note that no server has a request any more."""
-        backend = self._where.pop(request, None)
-        if backend is None or backend not in self._at:
-            return
-        self._at[backend].pop(request, None)
-        if not self._at[backend]:
-            del self._at[backend]
+        for there in self._at.values():
+            there.pop(request, None)
 
     def blame(
         self,
@@ -61,33 +55,26 @@ class Suspects:
 
         None: it is not to blame. The one that was sent last is: most end their server at once.
         """
-        there = self._at.get(backend, {})
-        if request not in there or next(reversed(there)) != request:
+        there = self._at[backend]
+        if next(reversed(there), None) != request:
             return None
-        del self._at[backend]  # the others there have no part in it
-        ends = self._note(raw, parsed, before)
+        there.clear()  # the others there have no part in it
+        ends = self._note(raw, parsed, before, 1)
         log.warning("server_ended_with_a_request", request_id=request, backend=backend, times=ends)
         return ends
 
     def told(self, raw: bytes, parsed: ParsedRequest | None, ends: int) -> None:
         """Note that another host refuses a request, which has ended so many servers there."""
-        now = self._now()
-        for key in _keys(raw, parsed):
-            n, _ = self._ends.pop(key, (0, now))
-            self._ends[key] = max(n, ends), now
-        self._forget_oldest()
+        self._note(raw, parsed, ends, 0)
 
-    def _forget_oldest(self) -> None:
-        while len(self._ends) > _MOST:
-            self._ends.popitem(last=False)
-
-    def _note(self, raw: bytes, parsed: ParsedRequest | None, before: int) -> int:
+    def _note(self, raw: bytes, parsed: ParsedRequest | None, before: int, more: int) -> int:
         most, now = 0, self._now()
         for key in _keys(raw, parsed):
-            n, _ = self._ends.pop(key, (before, now))
-            self._ends[key] = n + 1, now
-            most = max(most, n + 1)
-        self._forget_oldest()
+            n = max(self._ends.pop(key, (0, now))[0], before) + more
+            self._ends[key] = n, now
+            most = max(most, n)
+        while len(self._ends) > _MOST:
+            self._ends.popitem(last=False)
         return most
 
     def check(self, raw: bytes, parsed: ParsedRequest | None) -> int:

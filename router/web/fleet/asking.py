@@ -77,22 +77,15 @@ class Ways:
     computing: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Asking:
     """Asks peers for this host."""
 
-    def __init__(
-        self,
-        peers: Peers,
-        held: HeldPrefixes,
-        fetching: Fetching,
-        handing_out: HandingOut,
-        metrics: HostsMetrics,
-    ) -> None:
-        self._peers = peers
-        self._held = held
-        self._fetching = fetching
-        self._handing_out = handing_out
-        self._metrics = metrics
+    _peers: Peers
+    _held: HeldPrefixes
+    _fetching: Fetching
+    _handing_out: HandingOut
+    _metrics: HostsMetrics
 
     def cost_s(self, usable: Usable) -> float:
         """Return the seconds that asking and forwarding take."""
@@ -116,10 +109,9 @@ class Asking:
             held[own_key] = mine
         computing = max((one.reused for one in held.values() if one.computing), default=0)
         best = best_held(held)
-        cold = self._fetching.in_cold(sought.request)
-        fetch = self._fetching.from_cold(sought.request, sought.own)
-        if best is None and cold is not None:
-            best = COLD, cold
+        fetch = self._fetching.way(sought.request, sought.own, COLD)
+        if best is None and (cold := self._fetching.cold_offer(sought.request)) is not None:
+            best = COLD, cold[1]
         if best is not None and best[0] != own_key:
             holder, offered = best
             way = self._fetching.way(sought.request, sought.own, holder, offered)

@@ -15,8 +15,8 @@ from router.hosts.link import Breaker, Link
 from router.store.cold.names import StateName
 from router.store.cold.tier import ColdTier, Owned
 from router.telemetry.decision_log import DecisionLog, HostsAsked
-from router.web.api.elsewhere import Nowhere
-from router.web.fleet.fetching import Fetching, Held
+from router.web.api.elsewhere import Elsewhere
+from router.web.fleet.fetching import COLD, Fetching, Held
 from router.web.server.call import Call
 
 NAME = "cold tier"  # no host has a space in its name
@@ -69,7 +69,7 @@ class ColdHolder:
         )
 
 
-class FromCold(Nowhere):
+class FromCold(Elsewhere):
     """The other hosts of a host that has none, but a cold tier."""
 
     def __init__(self, engine: Engine, fetching: Fetching, decision_log: DecisionLog) -> None:
@@ -83,7 +83,7 @@ class FromCold(Nowhere):
         if engine.is_surely_cheap(request, dear_above_s(0.0)):
             return None
         own = engine.quote(request)
-        way = self._fetching.from_cold(request, own)
+        way = self._fetching.way(request, own, COLD)
         if way is not None and await self._fetching.fetch(request, (), way):
             call.fetched_from = NAME
             self._decision_log.note_hosts(

@@ -7,7 +7,7 @@ wrong, the prompt is computed.
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 from msgspec import Struct
@@ -76,6 +76,7 @@ class _UnderWay:
     snapshot: Snapshot | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Fetching:
     """Fetches for this host. `tls`: of the connections to peers.
 
@@ -83,61 +84,41 @@ class Fetching:
     state of the cold tier that spares most of a request, and its offer; None: there is no tier.
     """
 
-    def __init__(
-        self,
-        peers: Callable[[str], Peer | None],
-        in_cold: Callable[[Request, BackendInfo], tuple[Held, Offered] | None] | None,
-        engine: Engine,
-        store: KvStore,
-        tls: ssl.SSLContext | None,
-        metrics: FetchMetrics,
-        now: Callable[[], float],
-    ) -> None:
-        self._peers = peers
-        self._in_cold = in_cold
-        self._engine = engine
-        self._store = store
-        self._tls = tls
-        self._metrics = metrics
-        self._now = now
-        self._under_way: dict[tuple[str, str, str, bytes], _UnderWay] = {}
+    _peers: Callable[[str], Peer | None]
+    _in_cold: Callable[[Request, BackendInfo], tuple[Held, Offered] | None] | None
+    _engine: Engine
+    _store: KvStore
+    _tls: ssl.SSLContext | None
+    _metrics: FetchMetrics
+    _now: Callable[[], float]
+    _under_way: dict[tuple[str, str, str, bytes], _UnderWay] = field(default_factory=dict)
 
-    def way(self, request: Request, own: Quote | None, holder: str, offered: Offered) -> Way | None:
+    def way(
+        self, request: Request, own: Quote | None, holder: str, offered: Offered | None = None
+    ) -> Way | None:
         """Return the way to fetch `offered`, if that pays against the `own` quote.
 
         Of the cold tier, which is the same for all hosts, this host finds the state itself.
         """
-        if holder == COLD:
-            return self.from_cold(request, own)
-        peer = self._peers(holder)
-        if peer is None or not peer.hands_out:
-            return None
-        return self._priced(request, own, peer, offered)
-
-    def _priced(
-        self, request: Request, own: Quote | None, holder: Peer | Held, offered: Offered
-    ) -> Way | None:
         if own is None:
             return None
-        quote = self._engine.once_fetched(request, own, offered, holder.link.seconds)
-        return None if quote is None else Way(holder, offered, quote)
+        source: Peer | Held | None = None
+        if holder == COLD:
+            source, offered = self.cold_offer(request) or (None, None)
+        elif (peer := self._peers(holder)) is not None and peer.hands_out:
+            source = peer
+        if source is None or offered is None:
+            return None
+        quote = self._engine.once_fetched(request, own, offered, source.link.seconds)
+        return None if quote is None else Way(source, offered, quote)
 
     @property
     def has_cold(self) -> bool:
         """Return whether there is a cold tier."""
         return self._in_cold is not None
 
-    def in_cold(self, request: Request) -> Offered | None:
-        """Return the cold tier's offer for a request."""
-        found = self._found_in_cold(request)
-        return None if found is None else found[1]
-
-    def from_cold(self, request: Request, own: Quote | None) -> Way | None:
-        """Return the way to fetch from the cold tier, if that pays against the `own` quote."""
-        found = None if own is None else self._found_in_cold(request)
-        return None if found is None else self._priced(request, own, *found)
-
-    def _found_in_cold(self, request: Request) -> tuple[Held, Offered] | None:
+    def cold_offer(self, request: Request) -> tuple[Held, Offered] | None:
+        """Return what the cold tier has for a request, and its offer."""
         if self._in_cold is None or (info := self._reader(request)) is None:
             return None
         found = self._in_cold(request, info)

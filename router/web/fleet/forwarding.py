@@ -6,8 +6,9 @@ can be (docs/hosts.md).
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from http import HTTPStatus
 from time import perf_counter
@@ -38,6 +39,7 @@ from router.telemetry.decision_log import DecisionLog, HostsAsked
 from router.telemetry.hosts_metrics import HostsMetrics
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
+from router.web.api.elsewhere import Elsewhere
 from router.web.api.suspects import Suspects
 from router.web.fleet.asking import Asking, Sought, Ways
 from router.web.fleet.fetching import Fetching, Way
@@ -54,40 +56,25 @@ _LEAST_S = 1e-6  # of a quote, in a header
 _CONTROL_LIMIT_S = 10.0  # one peer after the other is asked
 
 
-class Forwarding:
+@dataclass(slots=True, eq=False)
+class Forwarding(Elsewhere):
     """Asks and forwards for this host, `name`."""
 
-    def __init__(
-        self,
-        name: str,
-        peers: Peers,
-        asking: Asking,
-        fetching: Fetching,
-        held: HeldPrefixes,
-        engine: Engine,
-        selection: BackendSelection,
-        keys: Keys,
-        settings: Settings,
-        throttle: LoopThrottle,
-        decision_log: DecisionLog,
-        metrics: HostsMetrics,
-        suspects: Suspects,
-    ) -> None:
-        self.name = name
-        self.peers = peers
-        self._asking = asking
-        self._fetching = fetching
-        self._held = held
-        self._engine = engine
-        self._selection = selection
-        self._keys = keys
-        self._settings = settings
-        self._throttle = throttle
-        self._decision_log = decision_log
-        self._metrics = metrics
-        self._suspects = suspects
-        self._sent = 0
-        self._undecided = Undecided()
+    name: str
+    peers: Peers
+    _asking: Asking
+    _fetching: Fetching
+    _held: HeldPrefixes
+    _engine: Engine
+    _selection: BackendSelection
+    _keys: Keys
+    _settings: Settings
+    _throttle: LoopThrottle
+    _decision_log: DecisionLog
+    _metrics: HostsMetrics
+    _suspects: Suspects
+    _sent: int = 0
+    _undecided: Undecided = field(default_factory=Undecided)
 
     # -- which model, and where it is ------------------------------------------------------------
 
@@ -340,34 +327,15 @@ class Forwarding:
                 ):
                     if _is_refusal(upstream) or knows_no_answer(await upstream.read()):
                         continue
-                    response, _ = await self._relay(
-                        call, upstream, Capture(), on_first_byte=lambda: None
-                    )
-                    return response
+                    return (await self._relay(call, upstream))[0]
         return None
 
     async def _relay(
-        self,
-        call: Call,
-        upstream: Response,
-        capture: Capture,
-        on_first_byte: Callable[[], None],
+        self, call: Call, upstream: Response, capture: Capture | None = None
     ) -> tuple[web.StreamResponse, Outcome]:
         """Pass the answer of a peer to the client. Raises BackendError before the first byte."""
-
-        def first_byte() -> None:
-            call.let_go()
-            on_first_byte()
-
-        return await relay(
-            call,
-            upstream,
-            call.names(here=False),
-            self._settings,
-            capture,
-            first_byte,
-            self._throttle,
-        )
+        names = call.names(here=False)
+        return await relay(call, upstream, names, self._settings, self._throttle, capture)
 
     # --------------------------------------------------------------------------------------------
 
@@ -417,7 +385,6 @@ class Forwarding:
             fetch=fetch,
         )
         begun = perf_counter()
-        first: list[float] = []
         capture = Capture()
         outcome = Outcome.BACKEND_ERROR
         status, encoding = 0, None
@@ -429,9 +396,7 @@ class Forwarding:
                 if _is_refusal(upstream):
                     outcome = Outcome.REFUSED
                     return None
-                response, outcome = await self._relay(
-                    call, upstream, capture, lambda: first.append(perf_counter())
-                )
+                response, outcome = await self._relay(call, upstream, capture)
                 if outcome is not Outcome.BACKEND_ERROR:  # else one of its servers died
                     peer.forwarded(ok=True)
         except BackendError:
@@ -442,8 +407,9 @@ class Forwarding:
             raise
         finally:
             self._metrics.forwarded(peer.name, outcome)
-            if first or outcome is Outcome.CLIENT_GONE:
-                took_s = first[0] - begun if first else None
+            first = call.first_byte
+            if first is not None or outcome is Outcome.CLIENT_GONE:
+                took_s = None if first is None else first - begun
                 parsed = call.parsed
                 is_good = outcome is Outcome.OK and status == HTTPStatus.OK
                 if took_s is not None and parsed is not None and is_good:

@@ -4,6 +4,8 @@ Found on the peers' address only, where a certificate of the fleet has admitted 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -16,7 +18,7 @@ from router.base.errors import (
     ModelNotFoundError,
     NotFoundError,
 )
-from router.base.prefix_hash import SIZE, split
+from router.base.prefix_hash import SIZE
 from router.base.tokens import EMPTY, WIDTH, Tokens, count
 from router.base.types import (
     BackendId,
@@ -28,7 +30,6 @@ from router.base.types import (
 )
 from router.core.model.plan import Quote
 from router.engine.engine import Engine
-from router.engine.held_prefixes import HeldPrefixes
 from router.hosts import messages
 from router.hosts.messages import (
     ExportAsk,
@@ -56,29 +57,20 @@ _OTHER = b"\0\0\0\x80"
 _POST = (messages.QUOTE, messages.EXPORT, messages.PURGE)
 _METHODS = {messages.HELLO: "GET", messages.PURGED: "GET", messages.PART: "GET"}
 _METHODS |= dict.fromkeys(_POST, "POST")
+_Ask = TypeVar("_Ask")
 _MAX_TOKENS = 16 * 1024 * 1024
 
 
+@dataclass(slots=True, eq=False)
 class PeerRoutes:
     """The handlers. `hello` describes this host."""
 
-    def __init__(
-        self,
-        hello: Callable[[], Hello],
-        engine: Engine,
-        selection: BackendSelection,
-        held: HeldPrefixes,
-        fetching: Fetching,
-        handing_out: HandingOut,
-        purging: Purging,
-    ) -> None:
-        self._hello = hello
-        self._engine = engine
-        self._selection = selection
-        self._held = held
-        self._fetching = fetching
-        self._handing_out = handing_out
-        self._purging = purging
+    _hello: Callable[[], Hello]
+    _engine: Engine
+    _selection: BackendSelection
+    _fetching: Fetching
+    _handing_out: HandingOut
+    _purging: Purging
 
     async def answer(self, call: Call) -> web.StreamResponse:
         """Answer a call of a peer. Raises RouterError."""
@@ -103,21 +95,14 @@ class PeerRoutes:
 
     async def _export(self, raw: bytes) -> bytes:
         """Return the manifest of what spares most of a prompt."""
-        try:
-            ask = _export_of(raw)
-        except UndecodableError as error:
-            raise BadRequestError(f"not a question for a state: {error}") from error
-        sound = 0 < ask.n_tokens <= _MAX_TOKENS and not len(ask.hashes) % SIZE
-        if not sound:
+        ask = _read(_export_of, raw, "a question for a state")
+        if not 0 < ask.n_tokens <= _MAX_TOKENS or len(ask.hashes) % SIZE:
             raise BadRequestError("not a question for a state: impossible lengths")
         return await self._handing_out.manifest(ask)
 
     async def _purge(self, raw: bytes) -> bytes:
         """Delete what this host has of a tenant."""
-        try:
-            ask = _purge_of(raw)
-        except UndecodableError as error:
-            raise BadRequestError(f"not a tenant to purge: {error}") from error
+        ask = _read(_purge_of, raw, "a tenant to purge")
         if not (is_tenant(ask.tenant) and is_note(ask.note)):
             raise BadRequestError("not a tenant to purge: it has no name, or the purge has no id")
         here = await self._purging.here(Tenant(ask.tenant), ask.note)
@@ -126,17 +111,14 @@ class PeerRoutes:
 
     def quote(self, raw: bytes, name: RequestId) -> QuoteReply:
         """Return the offer for a request of which only hashes are known. Reserves nothing."""
-        try:
-            ask = _ask_of(raw)
-        except UndecodableError as error:
-            raise BadRequestError(f"not a question for a quote: {error}") from error
+        ask = _read(_ask_of, raw, "a question for a quote")
         if not 0 <= ask.n_tokens <= _MAX_TOKENS or len(ask.hashes) % SIZE:
             raise BadRequestError("not a question for a quote: impossible lengths")
         try:
             model = self._selection.resolve(ask.model)
         except ModelNotFoundError:
             return QuoteReply()
-        held = self._beginning(ask) if ask.n_tokens else EMPTY
+        held = self._handing_out.beginning(ask.hashes) if ask.n_tokens else EMPTY
         quote = self._price(ask, model, name, held)
         namespace, tenant = Namespace(ask.namespace), Tenant(ask.tenant)
         offers = self._handing_out.offers(held, namespace, tenant, ask.n_tokens)
@@ -183,9 +165,12 @@ class PeerRoutes:
             and not is_same(Namespace(ask.namespace), info.namespace)
         )
 
-    def _beginning(self, ask: QuoteAsk) -> Tokens:
-        self._held.refresh()
-        return self._held.longest(split(ask.hashes))
+
+def _read(decode: Callable[[bytes], _Ask], raw: bytes, what: str) -> _Ask:
+    try:
+        return decode(raw)
+    except UndecodableError as error:
+        raise BadRequestError(f"not {what}: {error}") from error
 
 
 def _packed(body: bytes) -> web.Response:

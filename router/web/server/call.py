@@ -49,6 +49,7 @@ class Call:
     keyed: bool = False  # clients have keys: one in the request is for the router
     upstream: str | None = None  # the model that the path named; it is loaded for a look, too
     caller: Caller | None = None  # the owner of the key, if the request needed one
+    named: str = ""  # behind the fixed part of a path of the router's own
     route: Route = field(init=False)
     sink: Sink = field(init=False)
     arrived: float = field(default_factory=perf_counter)

@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from time import perf_counter
 
 import aiohttp
 from aiohttp import web
 
-from router.base.errors import BackendError, BackendLostError, BackendTimeoutError
+from router.base.errors import BackendError, BackendTimeoutError
 from router.base.types import Outcome
 from router.engine.loop_throttle import LoopThrottle
 from router.llama import json_offload
@@ -25,7 +26,6 @@ from router.llama.replies import error_of
 from router.web.server.call import Call
 from router.web.server.relayed_response import RelayedAnswer
 from router.web.server.settings import Settings
-from router.web.server.sink import Sink
 
 # Bytes of a complete answer, and of answers before it that are not yet sent: up to this number the
 # router does not wait for the client.
@@ -149,10 +149,10 @@ async def relay(
     upstream: Response,
     headers: Mapping[str, str],
     settings: Settings,
-    capture: Capture,
-    on_first_byte: Callable[[], None],
     throttle: LoopThrottle,
+    capture: Capture | None = None,
     counts: AnswerCounts | None = None,
+    on_begun: Callable[[], object] = lambda: None,
 ) -> tuple[web.StreamResponse, Outcome]:
     """Copy a response until one side stops; the client gets it with `counts` corrected.
 
@@ -167,16 +167,15 @@ async def relay(
         sink.abort()
         assert sink.begun is not None
         return sink.begun, Outcome.CLIENT_GONE
-    passage = _Passage(
-        call.http, upstream, response, settings, capture, on_first_byte, throttle, counts, sink
-    )
+    kept = capture or Capture()
+    passage = _Passage(call, upstream, response, settings, throttle, kept, counts, on_begun)
     try:
         outcome = await passage.copy()
     except (ConnectionResetError, aiohttp.ClientConnectionResetError):
         sink.abort()  # the client may be connected and take nothing
         return response, Outcome.CLIENT_GONE
     except (TimeoutError, BackendError) as error:
-        failed = _kind(error)
+        failed = BackendTimeoutError if isinstance(error, TimeoutError) else BackendError
     else:
         return response, outcome
     if passage.begun:
@@ -190,15 +189,14 @@ async def relay(
 class _Passage:
     """One answer on its way. `begun`: an event of it, or another byte that counts, was sent."""
 
-    request: web.BaseRequest
+    call: Call
     upstream: Response
     response: RelayedAnswer
     settings: Settings
-    capture: Capture
-    on_first_byte: Callable[[], None]
     throttle: LoopThrottle
+    capture: Capture
     counts: AnswerCounts | None
-    sink: Sink
+    on_begun: Callable[[], object]
     begun: bool = False
 
     async def copy(self) -> Outcome:
@@ -209,7 +207,7 @@ class _Passage:
             return Outcome.REFUSED
         if self.counts is not None and upstream.header("content-length") is not None:
             # The server sends a plain answer when it is whole: to wait for its end costs nothing.
-            async with _silence(self.request, self.settings, self.capture):
+            async with _silence(self.call.http, self.settings, self.capture):
                 await upstream.read()
         if upstream.is_complete and not self.response.prepared:
             await self._at_once()
@@ -226,18 +224,18 @@ class _Passage:
             body = await json_offload.read(body, self.counts.whole, body)
             response.set_length(len(body))
         await self._begin()
-        if len(body) + _unsent_bytes(self.request) <= _SENT_AT_ONCE:
+        if len(body) + _unsent_bytes(self.call.http) <= _SENT_AT_ONCE:
             await response.write_eof(body)
             return
-        async with _silence(self.request, self.settings, self.capture) as silence:
+        async with _silence(self.call.http, self.settings, self.capture) as silence:
             silence.since = None
             await response.write_eof(body)
-            await self.request.writer.drain()
+            await self.call.http.writer.drain()
 
     async def _as_it_comes(self) -> None:
         loop, response = asyncio.get_running_loop(), self.response
-        counts, start = self.counts, self.sink.start
-        async with _silence(self.request, self.settings, self.capture) as silence:
+        counts, start = self.counts, self.call.sink.start
+        async with _silence(self.call.http, self.settings, self.capture) as silence:
             async for chunk in self.upstream:
                 # A wait at the loop throttle or for a slow client is not the backend's silence.
                 silence.since = None
@@ -246,7 +244,7 @@ class _Passage:
                     if start is None or chunk.replace(PING, b""):
                         await self._begin()
                     else:
-                        await response.prepare(self.request)
+                        await response.prepare(self.call.http)
                 self.capture.add(chunk)
                 right = chunk if counts is None else counts.part(chunk)
                 await response.write(right if start is None else start.events.part(right))
@@ -255,27 +253,23 @@ class _Passage:
             await self.throttle.pass_by()
             rest = b"" if counts is None else counts.rest()
             await response.write_eof(rest if start is None else start.events.whole(rest))
-            await self.request.writer.drain()
+            await self.call.http.writer.drain()
 
     async def _begin(self) -> None:
         self.begun = True
-        self.on_first_byte()
-        await self.response.prepare(self.request)
-        self.sink.answer = self.response
+        self.call.first_byte = perf_counter()
+        self.call.let_go()
+        self.on_begun()
+        await self.response.prepare(self.call.http)
+        self.call.sink.answer = self.response
 
     async def _as_event(self) -> None:
         """Send an error into a stream that has begun."""
-        assert self.sink.start is not None
-        async with _silence(self.request, self.settings, self.capture) as silence:
+        assert self.call.sink.start is not None
+        async with _silence(self.call.http, self.settings, self.capture) as silence:
             body = await self.upstream.read()
             silence.since = None
-            await self.sink.start.fail(error_of(body, self.upstream.status))
-
-
-def _kind(error: TimeoutError | BackendError) -> type[BackendError]:
-    if isinstance(error, TimeoutError):
-        return BackendTimeoutError
-    return BackendLostError if isinstance(error, BackendLostError) else BackendError
+            await self.call.sink.start.fail(error_of(body, self.upstream.status))
 
 
 def _unsent_bytes(request: web.BaseRequest) -> int:

@@ -83,9 +83,7 @@ async def test_who_names_no_model_does_not_mean_one_without_kv(
     up = {BackendId("e"): info_of("e", MemoryKind.UNKNOWN, model="e")}
     readers = {BackendId("e"): cast(PromptReader, Reader())}
     engine = cast(Engine, SimpleNamespace(infos=up, view=SimpleNamespace(server_models=[])))
-    directory = BackendSelection(
-        monitors, readers, engine, reads_prompts=True, lacks_file=AsyncMock(return_value=False)
-    )
+    directory = BackendSelection(monitors, readers, engine, True, AsyncMock(return_value=False))
     assert directory.without_kv(model) == avoided
     _, reader = await directory.read(CHAT, model, NO_TENANT, directory.without_kv(model))
     assert (reader is None) == (bool(avoided) or model == "c")

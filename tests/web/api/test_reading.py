@@ -174,8 +174,7 @@ async def test_one_that_loads_its_model_says_nothing_of_the_prompt(tmp_path: Pat
 async def test_it_is_who_hangs_that_is_looked_at(tmp_path: Path) -> None:
     """The backend that renders is well; the backend that tokenizes for the whole model hangs."""
     async with two(tmp_path) as at:
-        reader = at.kvferry.router.selection.reader_of(BackendId("first"))
-        assert reader is not None
+        reader = at.kvferry.router.selection._readers[BackendId("first")]
         speakers = reader._vocabulary.tokenizer._call.__self__  # type: ignore[attr-defined]
         reading, other = at.kvferry.router.engine.infos
         speakers.clients = {name: speakers.clients[name] for name in (other, reading)}

@@ -36,7 +36,7 @@ def test_requests_that_are_over_are_forgotten() -> None:
         made.sent(name, A if number % 2 else B)
         made.over(name)
         made.over(name)
-    assert (made._at, made._where) == ({}, {})
+    assert not any(made._at.values())
     assert made.blame(ONE, A, b"1", None, 0) is None
 
 

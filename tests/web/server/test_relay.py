@@ -98,7 +98,7 @@ async def test_what_one_client_has_not_taken_is_bounded(upstream: object) -> Non
     async def outcome(request: _Stuck) -> Outcome:
         call = Call(cast(web.BaseRequest, request), RequestId("r"))
         answer = cast(Response, upstream)
-        return (await relay(call, answer, {}, settings, Capture(), lambda: None, TURNSTILE))[1]
+        return (await relay(call, answer, {}, settings, TURNSTILE))[1]
 
     assert await outcome(_Pipelining(unsent=2**15)) is Outcome.OK
     stuck = _Pipelining(unsent=2**16)
