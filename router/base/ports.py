@@ -50,37 +50,26 @@ class SlotServer(Protocol):
 
 
 class Preparing(Protocol):
-    """The part of a request in the preparation of its slot. Only `judge` awaits anything."""
+    """The part of a request in the preparation of its slot (`web.api.preparation.Preparation`).
 
-    def begins(self, slot: SlotId, source: Source, reused_tokens: int) -> None:
-        """Note that a step begins in the leased slot, and what the plan is."""
+    Only `judge` awaits anything.
+    """
 
-    async def judge(self, slot: SlotId) -> int | None:
-        """Let the server judge the request's fields; return the tokens that were cached.
-
-        None: nothing was asked. Raises BackendRefusedError, and BackendError.
-        """
-
+    def begins(self, slot: SlotId, source: Source, reused_tokens: int) -> None: ...
+    async def judge(self, slot: SlotId) -> int | None: ...
     @property
-    def on_progress(self) -> Callable[[PrefillProgress], None] | None:
-        """Return the callback for the progress of a prefill; None: nobody asks for it."""
+    def on_progress(self) -> Callable[[PrefillProgress], None] | None: ...
 
 
 class SnapshotStore(Protocol):
-    """State files on disk. Raises KvError, and OSError never.
+    """State files on disk (`store.store.KvStore`). Raises KvError, and OSError never.
 
     A file exists when its record does; only the router chooses names.
     """
 
-    def is_on_disk(self, kv_dir: KvDir) -> bool:
-        """Return whether a KV directory is on a disk, and not in memory."""
-
-    def check_budget(self, kv_dir: KvDir) -> None:
-        """Raise KvError if no more may be written to the disk of a KV directory today."""
-
-    def staging_name(self) -> str:
-        """Return a fresh name for a backend to write to."""
-
+    def is_on_disk(self, kv_dir: KvDir) -> bool: ...
+    def check_budget(self, kv_dir: KvDir) -> None: ...
+    def staging_name(self) -> str: ...
     async def verify(
         self,
         kv_dir: KvDir,
@@ -88,55 +77,26 @@ class SnapshotStore(Protocol):
         size_bytes: int,
         kind: MemoryKind | None = None,
         media: Sequence[int] = (),
-    ) -> StagedFile:
-        """Check a file that a backend wrote: size as reported, every section readable.
-
-        `media`: the ids that stand for the media in its tokens.
-
-        A sliding-window state is padded so that it can be extended after a restore: `size_bytes`
-        of the result is then larger.
-        """
-
-    async def cut(self, snapshot: Snapshot, n_tokens: int) -> StagedFile:
-        """Cut the first `n_tokens` out of a full-attention snapshot, as a file to commit."""
-
-    async def commit(self, staged: StagedFile, namespace: Namespace) -> Snapshot:
-        """Give the file its final name: usable at once, durable once it has a record."""
-
-    async def discard(self, kv_dir: KvDir, name: str) -> None:
-        """Remove a staged file that is not needed."""
-
-    async def open(self, snapshot: Snapshot, kv_dir: KvDir, n_stream: int) -> str:
-        """Return a name under which a backend of `kv_dir` can read the snapshot.
-
-        The file is checked to be unchanged, and restreamed if the backend's files have another
-        number of streams.
-        """
-
-    async def close(self, snapshot: Snapshot, kv_dir: KvDir, name: str) -> None:
-        """Give back a name that `open` returned."""
-
-    def tier_status(self) -> TierStatus | None:
-        """Return the state of the tier of blobs; None: there is none."""
-
-    async def delete(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot: first its record, then its file."""
-
-    async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
-        """Remove the record of a snapshot that misbehaved; keep its file for the operator."""
+    ) -> StagedFile: ...
+    async def cut(self, snapshot: Snapshot, n_tokens: int) -> StagedFile: ...
+    async def commit(self, staged: StagedFile, namespace: Namespace) -> Snapshot: ...
+    async def discard(self, kv_dir: KvDir, name: str) -> None: ...
+    async def open(self, snapshot: Snapshot, kv_dir: KvDir, n_stream: int) -> str: ...
+    async def close(self, snapshot: Snapshot, kv_dir: KvDir, name: str) -> None: ...
+    def tier_status(self) -> TierStatus | None: ...
+    async def delete(self, snapshot: Snapshot) -> None: ...
+    async def quarantine(self, snapshot: Snapshot, reason: str) -> None: ...
 
 
 class ServerRunner(Protocol):
-    """Starts and stops servers on demand. Neither call blocks or raises.
+    """Starts and stops servers on demand (`servers.supervisor.Supervisor`).
 
-    The end of a server, as ordered or by itself, is reported to the engine.
+    Neither call blocks or raises. The end of a server, as ordered or by itself, is reported to the
+    engine.
     """
 
-    def start(self, server: BackendId) -> None:
-        """Start the process; when it is ready, attach it as a backend."""
-
-    def stop(self, server: BackendId, *, hangs: bool) -> None:
-        """End the process: after the last answer, or soon if it `hangs`."""
+    def start(self, server: BackendId) -> None: ...
+    def stop(self, server: BackendId, *, hangs: bool) -> None: ...
 
 
 class Telemetry(Protocol):
@@ -196,6 +156,3 @@ class Spawn(Protocol):
     """Runs a coroutine as a background task of its owner (`router.base.tasks.Tasks.spawn`)."""
 
     def __call__(self, coro: Coroutine[Any, Any, None], *, name: str) -> None: ...
-
-
-Headers = Mapping[str, str]

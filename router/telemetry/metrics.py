@@ -6,7 +6,7 @@ never from a request.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -46,134 +46,86 @@ class PrometheusTelemetry:
     def __init__(self, registry: CollectorRegistry, backends: Iterable[BackendId] = ()) -> None:
         self._uncounted: list[RequestRecord] = []
         registry.register(_First(self.count))  # registered first: collected first
-        self._requests = Counter(
-            "kvferry_requests", "Requests by outcome", ["outcome"], registry=registry
+        counter = partial(Counter, registry=registry)
+        seconds = partial(Histogram, buckets=_TTFT_S, registry=registry)
+        transfer = partial(Histogram, buckets=_TRANSFER_S, registry=registry)
+        self._requests = counter("kvferry_requests", "Requests by outcome", ["outcome"])
+        self._prompt_tokens = counter(
+            "kvferry_prompt_tokens", "Prompt tokens as reported by backends, by source", ["source"]
         )
-        self._prompt_tokens = Counter(
-            "kvferry_prompt_tokens",
-            "Prompt tokens as reported by backends, by source",
-            ["source"],
-            registry=registry,
+        self._generated_tokens = counter(
+            "kvferry_generated_tokens", "Generated tokens as reported by backends"
         )
-        self._generated_tokens = Counter(
-            "kvferry_generated_tokens",
-            "Generated tokens as reported by backends",
-            registry=registry,
+        self._sources = counter(
+            "kvferry_plans", "Dispatched requests by planned source", ["source"]
         )
-        self._sources = Counter(
-            "kvferry_plans",
-            "Dispatched requests by planned source",
-            ["source"],
-            registry=registry,
-        )
-        self._missed = Counter(
+        self._missed = counter(
             "kvferry_missed_tokens",
             "Computed prompt tokens by the reason why they were not reused",
             ["reason"],
-            registry=registry,
         )
-        self._overestimated = Counter(
+        self._overestimated = counter(
             "kvferry_reuse_overestimated_tokens",
             "Tokens that a plan expected to be reused and that were not",
-            registry=registry,
         )
-        self._underestimated = Counter(
-            "kvferry_reuse_underestimated_tokens",
-            "Tokens that were reused beyond the plan",
-            registry=registry,
+        self._underestimated = counter(
+            "kvferry_reuse_underestimated_tokens", "Tokens that were reused beyond the plan"
         )
-        self._ttft = Histogram(
-            "kvferry_ttft_seconds",
-            "Time from a request's arrival to its first byte",
-            ["source"],
-            buckets=_TTFT_S,
-            registry=registry,
+        self._ttft = seconds(
+            "kvferry_ttft_seconds", "Time from a request's arrival to its first byte", ["source"]
         )
-        self._waited = Histogram(
-            "kvferry_queue_wait_seconds",
-            "Time that a request waited in the router's queue",
-            buckets=_TTFT_S,
-            registry=registry,
+        self._waited = seconds(
+            "kvferry_queue_wait_seconds", "Time that a request waited in the router's queue"
         )
-        self._prediction_error = Histogram(
+        self._prediction_error = seconds(
             "kvferry_ttft_prediction_error_seconds",
             "Absolute difference of predicted and measured time to the first byte",
-            buckets=_TTFT_S,
-            registry=registry,
         )
-        self._predicted = Counter(
+        self._predicted = counter(
             "kvferry_ttft_predicted_seconds",
             "Predicted time to the first byte, of the requests in kvferry_ttft_seconds",
             ["source"],
-            registry=registry,
         )
-        self._avoided = Counter(
+        self._avoided = counter(
             "kvferry_prefill_avoided_seconds",
             "Prefill time that reuse saved, at the backend's learned rate",
             ["backend", "source"],
-            registry=registry,
         )
-        self._backend_requests = Counter(
+        self._backend_requests = counter(
             "kvferry_backend_requests",
             "Requests that reached a backend, by outcome",
             ["backend", "outcome"],
-            registry=registry,
         )
-        self._misread = Counter(
+        self._misread = counter(
             "kvferry_prompts_misread",
             "Prompts of which the backend counted other tokens than kvferry read",
             ["backend"],
-            registry=registry,
         )
-        self._save = Histogram(
-            "kvferry_save_seconds",
-            "Backend time for a slot save",
-            ["reason"],
-            buckets=_TRANSFER_S,
-            registry=registry,
-        )
-        self._restore = Histogram(
-            "kvferry_restore_seconds",
-            "Backend time for a slot restore",
-            buckets=_TRANSFER_S,
-            registry=registry,
-        )
-        self._moved = Counter(
+        self._save = transfer("kvferry_save_seconds", "Backend time for a slot save", ["reason"])
+        self._restore = transfer("kvferry_restore_seconds", "Backend time for a slot restore")
+        self._moved = counter(
             "kvferry_moved_bytes",
             "Bytes of state files that backends wrote (save) and read (restore)",
             ["action"],
-            registry=registry,
         )
-        self._rewrite = Histogram(
-            "kvferry_rewrite_seconds",
-            "Time to make a state file from another",
-            ["what"],
-            buckets=_TRANSFER_S,
-            registry=registry,
+        self._rewrite = transfer(
+            "kvferry_rewrite_seconds", "Time to make a state file from another", ["what"]
         )
-        self._rewritten = Counter(
-            "kvferry_rewritten_bytes",
-            "Bytes of state files made from others",
-            ["what"],
-            registry=registry,
+        self._rewritten = counter(
+            "kvferry_rewritten_bytes", "Bytes of state files made from others", ["what"]
         )
-        self._failures = Counter(
+        self._failures = counter(
             "kvferry_kv_failures",
             "Saves, restores, cuts, deletions and erases that failed",
             ["action"],
-            registry=registry,
         )
-        self._refused_keys = Counter(
-            "kvferry_refused_keys",
-            "Requests with a missing or wrong key",
-            ["reason"],
-            registry=registry,
+        self._refused_keys = counter(
+            "kvferry_refused_keys", "Requests with a missing or wrong key", ["reason"]
         )
-        self._tenant_limits = Counter(
+        self._tenant_limits = counter(
             "kvferry_tenant_limits",
             "Requests refused because of a limit of their tenant",
             ["reason"],
-            registry=registry,
         )
         for reason in ("missing", "wrong"):
             self._refused_keys.labels(reason)
