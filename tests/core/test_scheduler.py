@@ -5,29 +5,29 @@ import pytest
 from router.base.types import Outcome, Reported, RequestId, SnapshotId
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import QueueLimits
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import A0, A, R, backend, run_of, scheduler, snapshot, tokens
 from tests.support.scheduler.drive import NOW, arrive, finish, held, names
 
 NO_TENANT = RequestId("nobody")
-LATE: list[ev.Event] = [
-    ev.BackendDown(A),
-    ev.Cancelled(NO_TENANT),
-    ev.SaveFailed(NO_TENANT, A0, "x"),
-    ev.Restored(NO_TENANT, SnapshotId("x"), 5, 0.1),
-    ev.Prefilled(NO_TENANT, Reported()),
-    ev.PrefillFailed(NO_TENANT, "x"),
-    ev.Launched(NO_TENANT, 0),
-    ev.Finished(NO_TENANT, Outcome.OK, Reported()),
-    ev.AnswerRead(A0, 0, tokens(1), tokens(2)),
-    ev.Quiet(NO_TENANT, 5),
-    ev.SnapshotLost(SnapshotId("x")),
-    ev.Tick(),
+LATE: list[fact.Fact] = [
+    fact.backend_down(A),
+    fact.cancelled(NO_TENANT),
+    fact.save_failed(NO_TENANT, A0, "x"),
+    fact.restored(NO_TENANT, SnapshotId("x"), 5, 0.1),
+    fact.prefilled(NO_TENANT, Reported()),
+    fact.prefill_failed(NO_TENANT, "x"),
+    fact.launched(NO_TENANT, 0),
+    fact.finished(NO_TENANT, Outcome.OK, Reported()),
+    fact.answer_read(A0, 0, tokens(1), tokens(2)),
+    fact.quiet(NO_TENANT, 5),
+    fact.snapshot_lost(SnapshotId("x")),
+    fact.tick(),
 ]
 
 
 @pytest.mark.parametrize("event", LATE, ids=lambda e: type(e).__name__)
-def test_news_that_concerns_nobody_does_nothing(event: ev.Event) -> None:
+def test_news_that_concerns_nobody_does_nothing(event: fact.Fact) -> None:
     assert scheduler().handle(event, NOW) == []
 
 
@@ -35,16 +35,16 @@ def test_effects_of_one_event_are_not_repeated_with_the_next() -> None:
     s = scheduler()
 
     assert names(arrive(s)) == ["Dispatch"]
-    assert s.handle(ev.Tick(), NOW) == []
+    assert s.handle(fact.tick(), NOW) == []
 
 
 def test_a_lost_snapshot_is_not_offered_and_not_deleted() -> None:
     """Regression: a lost snapshot in use was named for deletion, although its file was gone."""
     s = scheduler(backend("a", 1), snapshots=[snapshot("s", run_of(900))], coalesce_above_s=None)
     assert names(arrive(s, ids=run_of(1000))) == ["Restore"]
-    assert s.handle(ev.SnapshotLost(SnapshotId("s")), NOW) == []
+    assert s.handle(fact.snapshot_lost(SnapshotId("s")), NOW) == []
 
-    effects = s.handle(ev.Restored(R, SnapshotId("s"), 900, 0.1), NOW)
+    effects = s.handle(fact.restored(R, SnapshotId("s"), 900, 0.1), NOW)
     assert names(effects) == ["Dispatch"]
     assert len(s.state.inventory.catalog) == 0
 
@@ -95,4 +95,4 @@ def test_patience_with_a_late_slot_ends_by_a_tick() -> None:
     due = s.next_wakeup(NOW)
 
     assert due == NOW + 7.0
-    assert names(s.handle(ev.Tick(), due)) == ["Dispatch"]
+    assert names(s.handle(fact.tick(), due)) == ["Dispatch"]

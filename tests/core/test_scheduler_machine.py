@@ -34,7 +34,7 @@ from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning import prefill
 from router.core.planning.planner import plan
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import NS, A, B, backend, rates, request, scheduler
 from tests.support.scheduler.model_server import Ids, Server
 from tests.support.scheduler.world import ANSWERS, PROMPTS, World
@@ -149,14 +149,14 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             self.fates[asked.id] = []
             if leaves == 4:
                 self.leaving.add(asked.id)
-            self.feed(ev.Arrived(asked))
+            self.feed(fact.arrived(asked))
 
     @precondition(lambda self: self.waiting())
     @rule(data=st.data())
     def cancelled(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.waiting()))
         self.fates[name].append("cancelled")
-        self.feed(ev.Cancelled(name))
+        self.feed(fact.cancelled(name))
 
     @precondition(lambda self: self.ops)
     @rule(data=st.data(), steps=st.integers(1, 5))
@@ -176,7 +176,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @precondition(lambda self: self.answering())
     @rule(data=st.data())
     def first_token(self, data: st.DataObject) -> None:
-        self.feed(ev.Begun(data.draw(st.sampled_from(self.answering()))))
+        self.feed(fact.begun(data.draw(st.sampled_from(self.answering()))))
 
     @precondition(lambda self: self.cutting)
     @rule(ok=st.booleans())
@@ -200,13 +200,13 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         for backend_ in self.scheduler.state.inventory.backends.values():
             backend_.rates = rates(0.5 if backend_.id == name else 0.01)
         self.now += seconds
-        self.feed(ev.Tick())
+        self.feed(fact.tick())
 
     @rule(name=st.sampled_from([A, B]), chance=st.integers(0, 5))
     def goes_down(self, name: BackendId, chance: int) -> None:
         if chance == 3:
             self.dies(name)
-            self.feed(ev.BackendDown(name))
+            self.feed(fact.backend_down(name))
 
     @precondition(lambda self: not all(s.alive for s in self.servers.values()))
     @rule(name=st.sampled_from([A, B]), n_slots=st.integers(1, 3), held=PROMPTS, data=st.data())
@@ -220,7 +220,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         for index in strangers:
             server.start(RequestId(f"stranger{index}"), (*held, 2), [index]).abandoned = True
         self.feed(
-            ev.BackendUp(
+            fact.backend_up(
                 info,
                 tuple(
                     SlotStatus(i, i in strangers, len(server.slots[i]), info.n_ctx)
@@ -234,19 +234,19 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         """Drain a backend: it gets no new requests until it is undrained."""
         if chance:
             return
-        self.feed(ev.Draining(name))
+        self.feed(fact.draining(name))
         assert name in self.released or name in self.scheduler.state.inventory.draining
 
     @precondition(lambda self: self.scheduler.state.inventory.draining)
     @rule()
     def is_to_stay(self) -> None:
-        self.feed(ev.Undrained(min(self.scheduler.state.inventory.draining)))
+        self.feed(fact.undrained(min(self.scheduler.state.inventory.draining)))
 
     @precondition(lambda self: self.released)
     @rule()
     def is_removed(self) -> None:
         name = min(self.released)
-        self.feed(ev.Removed(name))
+        self.feed(fact.removed(name))
         assert not self.scheduler.state.inventory.slots.of(name)
 
     @rule(
@@ -263,7 +263,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             SnapshotLimits(max_tokens=max_tokens),
             replace(state.queue.limits, max_requests=room),
         )
-        self.feed(ev.Configured(replace(state.inventory.policy, name=policy), limits, queue))
+        self.feed(fact.configured(replace(state.inventory.policy, name=policy), limits, queue))
         assert not limits.exceeded_by(state.inventory.catalog.total_tokens, 0)
         assert len(state.queue) <= room
 
@@ -273,7 +273,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         """Purge present or former snapshots, in use or not."""
         if chance == 0:
             names = data.draw(st.sets(st.sampled_from(sorted(self.files)), min_size=1, max_size=3))
-            self.feed(ev.Purged(tuple(sorted(names))))
+            self.feed(fact.purged(tuple(sorted(names))))
             assert not any(name in self.scheduler.state.inventory.catalog for name in names)
 
     @precondition(lambda self: self.files.keys() - self.gone)
@@ -282,7 +282,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         """Withdraw a snapshot that the store cannot reach; a restore in progress continues."""
         if chance == 0:
             name = data.draw(st.sampled_from(sorted(self.files.keys() - self.gone)))
-            self.feed(ev.SnapshotLost(name))
+            self.feed(fact.snapshot_lost(name))
             assert name not in self.scheduler.state.inventory.catalog
 
     @precondition(lambda self: self.files.keys() - self.gone)
@@ -290,14 +290,14 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     def offered_again(self, data: st.DataObject) -> None:
         """Offer a snapshot again, perhaps one that was never away or is still being read."""
         name = data.draw(st.sampled_from(sorted(self.files.keys() - self.gone)))
-        self.feed(ev.SnapshotsFound((self.files[name],)))
+        self.feed(fact.snapshots_found((self.files[name],)))
 
     @rule(name=st.sampled_from([A, B]), chance=st.integers(0, 2))
     def is_tried_out(self, name: BackendId, chance: int) -> None:
         """Probe a backend in slots that are lent for it; their content is lost."""
         if chance or name in self.probing or not self.servers[name].alive:
             return
-        self.feed(ev.ProbeDue(name))
+        self.feed(fact.probe_due(name))
         if probe_name(name) in self.scheduler.state.inventory.jobs:
             self.probing.add(name)
             self.try_out(self.servers[name])
@@ -306,14 +306,14 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @rule()
     def was_tried_out(self) -> None:
         name = self.probing.pop()
-        self.feed(ev.Probed(self.infos[name]))
+        self.feed(fact.probed(self.infos[name]))
 
     @precondition(lambda self: not self.stopping)
     @rule(chance=st.integers(0, 19), save=st.booleans())
     def stops(self, chance: int, save: bool) -> None:
         if chance == 19:
             self.stopping = True
-            self.feed(ev.Stopping(save))
+            self.feed(fact.stopping(save))
 
     def jobs(self) -> list[RequestJob]:
         jobs = self.scheduler.state.inventory.jobs.values()
@@ -468,7 +468,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
                 self.finishes(op, Outcome.CLIENT_GONE, Reported())
             case ef.WatchSlot():
                 self.ops.remove(op)
-                self.feed(ev.Quiet(op.effect.request, len(op.server.slots[op.slot.index])))
+                self.feed(fact.quiet(op.effect.request, len(op.server.slots[op.slot.index])))
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -10,7 +10,7 @@ from router.core.model.effects import Dispatch
 from router.core.model.slots import Content, Resident
 from router.engine.server_placement import LaunchWatch
 from tests.engine.test_slot_watch import Scripted
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import A0, A1, A, R, backend, scheduler, tokens
 from tests.support.scheduler.drive import NOW, arrive, finish, slot
 from tests.support.scheduler.driven import Driven
@@ -61,7 +61,7 @@ async def test_a_backend_that_goes_meanwhile() -> None:
 
     def goes() -> None:
         assert_kept(placing, True)
-        s.handle(ev.BackendDown(A), NOW)
+        s.handle(fact.backend_down(A), NOW)
 
     assert await placing.launch(dispatch, goes) == ((), end)
 
@@ -94,7 +94,7 @@ async def test_a_request_in_a_slot_whose_client_has_just_left(ends_unseen: bool)
 
 async def test_a_job_that_is_gone_before_it_is_sent() -> None:
     s, dispatch = sent()
-    s.handle(ev.BackendDown(A), NOW)
+    s.handle(fact.backend_down(A), NOW)
     s.state.inventory.jobs.clear()
     granted: list[bool] = []
 
@@ -127,7 +127,7 @@ async def test_the_end_of_one_that_nobody_looked_for_ends_the_wait(
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
         placed = group.create_task(placing.launch(cast(Dispatch, dispatch), bool))
         await asyncio.sleep(0)
-        s.handle(ev.BackendDown(A), NOW)
+        s.handle(fact.backend_down(A), NOW)
         assert placing.keeps(R, end) is False
     assert placed.result() == ((), None)
     assert looks.looked == 0

@@ -23,7 +23,7 @@ CEILINGS: dict[str, int] = {
     "router/telemetry": 1_798,
     "router/tools": 7_504,
     "router/web": 7_500,
-    "tests": 66_972,
+    "tests": 66_626,
     "bench": 8_947,
 }
 # A part may shrink so far before its ceiling has to follow.

@@ -39,7 +39,7 @@ from router.core.model.policy import PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import NO_WORK, NOTHING, Phase
 from router.core.model.tuning import TUNING
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -107,9 +107,9 @@ def test_waiter_is_told_that_its_backend_came_back_small() -> None:
     s = scheduler(backend("a", 1, n_ctx=2000), queue=QueueLimits(no_backend_s=10.0))
     arrive(s, "r")
     arrive(s, "r2", ids=LONG)
-    s.handle(ev.BackendUp(backend("a", 1, n_ctx=100)), NOW)
+    s.handle(fact.backend_up(backend("a", 1, n_ctx=100)), NOW)
 
-    assert rejected(s.handle(ev.Tick(), NOW + 10)) is ContextTooLongError
+    assert rejected(s.handle(fact.tick(), NOW + 10)) is ContextTooLongError
 
 
 def test_request_without_a_free_slot_is_served_in_turn() -> None:
@@ -118,7 +118,7 @@ def test_request_without_a_free_slot_is_served_in_turn() -> None:
     assert arrive(s, "r2") == []
     assert arrive(s, "r3") == []
 
-    effects = s.handle(ev.Finished(R, Outcome.OK, Reported()), NOW + 5)
+    effects = s.handle(fact.finished(R, Outcome.OK, Reported()), NOW + 5)
     dispatch = effects[-1]
     assert isinstance(dispatch, Dispatch)
     assert (dispatch.request, dispatch.waited_s) == (R2, 5.0)
@@ -131,7 +131,7 @@ def test_a_client_with_many_prompts_waits_for_itself() -> None:
         arrive(s, f"a{number}", client="a")
     arrive(s, "b", client="b")
 
-    s.handle(ev.Finished(RequestId("a0"), Outcome.OK, Reported()), NOW + 5)
+    s.handle(fact.finished(RequestId("a0"), Outcome.OK, Reported()), NOW + 5)
     assert list(s.state.inventory.jobs) == ["b"]
 
 
@@ -182,10 +182,10 @@ def test_a_backend_that_comes_up_is_filled_step_by_step() -> None:
     s = scheduler()
     for number in range(MANY):
         arrive(s, f"r{number}")
-    s.handle(ev.BackendUp(backend("a", MANY)), NOW)
+    s.handle(fact.backend_up(backend("a", MANY)), NOW)
     assert len(s.state.queue) > 0
     while s.next_wakeup(NOW) == NOW:
-        s.handle(ev.Tick(), NOW)
+        s.handle(fact.tick(), NOW)
 
     assert len(s.state.queue) == 0
 
@@ -200,7 +200,7 @@ def test_an_idle_slot_is_found_behind_many_who_wait_by_choice() -> None:
     now = NOW
     while (at := s.next_wakeup(now)) is not None and at < NOW + 1.0:
         now = at
-        if "Dispatch" in names(s.handle(ev.Tick(), now)):
+        if "Dispatch" in names(s.handle(fact.tick(), now)):
             return
     raise AssertionError("nobody looked")
 
@@ -229,7 +229,7 @@ def test_request_planned_before_a_change_is_planned_again() -> None:
 def next_tick(s: Driven, now: float) -> tuple[float, list[Effect]]:
     at = s.next_wakeup(now)
     assert at is not None
-    return at, s.handle(ev.Tick(), at)
+    return at, s.handle(fact.tick(), at)
 
 
 def test_unservable_request_is_told_behind_many_waiters() -> None:
@@ -239,17 +239,17 @@ def test_unservable_request_is_told_behind_many_waiters() -> None:
     arrive(s, "lost", model="other")
 
     assert admission.wakeup(s.state, NOW) <= NOW + 5.0
-    assert Reject(RequestId("lost"), ANY_ERROR) in s.handle(ev.Tick(), NOW + 5.0)
+    assert Reject(RequestId("lost"), ANY_ERROR) in s.handle(fact.tick(), NOW + 5.0)
 
 
 def test_wait_for_a_slot_does_not_shorten_that_for_a_backend() -> None:
     s = scheduler(ONE, queue=QueueLimits(no_backend_s=10.0))
     arrive(s, "first")
     arrive(s, "waits")
-    s.handle(ev.BackendDown(A), NOW + 50.0)
+    s.handle(fact.backend_down(A), NOW + 50.0)
     assert s.next_wakeup(NOW + 50.0) == NOW + 60.0
-    assert s.handle(ev.Tick(), NOW + 59.0) == []
-    s.handle(ev.BackendUp(ONE), NOW + 59.5)
+    assert s.handle(fact.tick(), NOW + 59.0) == []
+    s.handle(fact.backend_up(ONE), NOW + 59.5)
     assert RequestId("waits") in s.state.inventory.jobs
 
 
@@ -281,7 +281,7 @@ def test_a_router_that_stops_lets_nobody_in() -> None:
     arrive(s, "r")
     arrive(s, "r2")
 
-    assert rejected(s.handle(ev.Stopping(save=False), NOW)) is NoBackendError
+    assert rejected(s.handle(fact.stopping(save=False), NOW)) is NoBackendError
     assert rejected(arrive(s, "r3")) is NoBackendError
     assert s.state.inventory.jobs.keys() == {R}
 
@@ -331,8 +331,8 @@ def test_whoever_is_overdue_is_told() -> None:
     arrive(s, "r")
     arrive(s, "r2")
 
-    assert s.handle(ev.Tick(), NOW + 4.9) == []
-    assert rejected(s.handle(ev.Tick(), NOW + 5.0)) is DeadlineError
+    assert s.handle(fact.tick(), NOW + 4.9) == []
+    assert rejected(s.handle(fact.tick(), NOW + 5.0)) is DeadlineError
 
 
 def test_nobody_waits_long_for_a_backend_that_is_not_there() -> None:
@@ -342,8 +342,8 @@ def test_nobody_waits_long_for_a_backend_that_is_not_there() -> None:
     arrive(s, "r3", model="other")
     assert admission.wakeup(s.state, NOW) == NOW + 5.0
 
-    assert s.handle(ev.Tick(), NOW + 4.9) == []
-    assert s.handle(ev.Tick(), NOW + 5.0)[0] == Reject(RequestId("r3"), ANY_ERROR)
+    assert s.handle(fact.tick(), NOW + 4.9) == []
+    assert s.handle(fact.tick(), NOW + 5.0)[0] == Reject(RequestId("r3"), ANY_ERROR)
     assert admission.wakeup(s.state, NOW + 5.0) > NOW + 10.0
 
 
@@ -395,7 +395,7 @@ def test_whole_backend_request_is_not_starved() -> None:
 def test_a_backend_that_somebody_else_uses_is_not_kept() -> None:
     """Clients outside the router may use the backend for hours."""
     s = scheduler(backend("a", 2))
-    s.handle(ev.FoundBusy({A0: slot(s, A0).generation}), NOW)
+    s.handle(fact.found_busy({A0: slot(s, A0).generation}), NOW)
     assert arrive(s, "r", prompt=Prompt(unknown="media"), pinnable=False) == []
 
     assert names(arrive(s, "r2", [2])) == ["Dispatch"]
@@ -488,9 +488,9 @@ def test_where_slots_hold_nothing_ours_may_run_in_any() -> None:
     """Work in a slot that the router considers idle is not a stranger's."""
     s = scheduler(EMBEDDER)
     arrive(s, **UNREAD)
-    assert s.handle(ev.FoundBusy({A1: slot(s, A1).generation}), NOW) == []
+    assert s.handle(fact.found_busy({A1: slot(s, A1).generation}), NOW) == []
     statuses = tuple(SlotStatus(i, True, 5, 4096, adapted=True) for i in range(2))
-    assert s.handle(ev.BackendUp(EMBEDDER, statuses), NOW) == []
+    assert s.handle(fact.backend_up(EMBEDDER, statuses), NOW) == []
     assert [slot(s, A0).phase, slot(s, A1).phase] == [Phase.IDLE, Phase.IDLE]
     assert slot(s, A0).content.resident == NOTHING
 
@@ -527,8 +527,10 @@ def test_of_equal_slots_the_longest_unused_is_taken() -> None:
 # -- requests that the server places better --------------------------------------------------------
 
 
-def unread(name: str, **more: Any) -> ev.Arrived:
-    return ev.Arrived(request(name, (), prompt=Prompt(unknown="infill"), server_picks=True, **more))
+def unread(name: str, **more: Any) -> fact.Fact:
+    return fact.arrived(
+        request(name, (), prompt=Prompt(unknown="infill"), server_picks=True, **more)
+    )
 
 
 def test_server_picks_the_slot_of_an_unread_prompt() -> None:
@@ -562,7 +564,7 @@ def test_slot_free_before_the_tick_serves_a_late_request() -> None:
     arrive(s, "r")
     arrive(s, "r2")
 
-    s.handle(ev.Finished(RequestId("r"), Outcome.OK, Reported()), NOW + 5.001)
+    s.handle(fact.finished(RequestId("r"), Outcome.OK, Reported()), NOW + 5.001)
 
     assert "r2" in s.state.inventory.jobs
 
@@ -573,7 +575,7 @@ def test_slot_free_before_the_tick_serves_a_late_request() -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_what_a_waiting_request_begins_with_is_not_evicted(waits: bool) -> None:
     s = scheduler(ONE)
-    s.handle(ev.SnapshotsFound((snapshot("s", LONG, size=100),)), NOW)
+    s.handle(fact.snapshots_found((snapshot("s", LONG, size=100),)), NOW)
     catalog = s.state.inventory.catalog
     catalog.limits = replace(catalog.limits, max_bytes=250, protected_share=1.0)
     arrive(s, ids=run_of(5, 7))
@@ -584,6 +586,6 @@ def test_what_a_waiting_request_begins_with_is_not_evicted(waits: bool) -> None:
         catalog.add(made, MemoryKind.FULL, 50.0)
     assert (SnapshotId("s") in catalog) is waits
 
-    s.handle(ev.Tick(), NOW + TUNING.queued_prefix_kept_s + 1)
+    s.handle(fact.tick(), NOW + TUNING.queued_prefix_kept_s + 1)
     catalog.add(snapshot("last", run_of(900, 99), size=100), MemoryKind.FULL, 50.0)
     assert catalog.protection.total_bytes == 0

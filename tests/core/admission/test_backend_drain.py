@@ -12,7 +12,7 @@ from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import Server
 from router.core.model.slots import Phase
 from router.core.planning.planner import plan
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -34,7 +34,7 @@ from tests.support.scheduler.servers import server
 LONG = run_of(1000)
 SAVE = RequestId("save-1")
 LARGE = SnapshotLimits(min_tokens=100)  # no content of the requests here is worth a file
-DRAINING = ev.Draining(A)
+DRAINING = fact.draining(A)
 
 
 def test_an_idle_backend_is_let_go_of_at_once() -> None:
@@ -70,9 +70,9 @@ def test_what_is_worth_it_is_saved_before() -> None:
     slot(s, A0).hold(replace(slot(s, A0).content, save_decided=True))
 
     assert s.handle(DRAINING, NOW) == [Save(SAVE, A0, NS, SaveReason.IDLE)]
-    (second,) = s.handle(ev.Saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
+    (second,) = s.handle(fact.saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
     assert isinstance(second, Save)
-    assert s.handle(ev.SaveFailed(second.request, A1, "disk full"), NOW) == [Detach(A)]
+    assert s.handle(fact.save_failed(second.request, A1, "disk full"), NOW) == [Detach(A)]
     assert SnapshotId("s") in s.state.inventory.catalog
 
 
@@ -89,8 +89,8 @@ def test_unprobed_backend_is_probed_before_its_slots_are_saved() -> None:
     s, tried = unprobed(LONG, run_of(900, 7))
 
     assert s.handle(DRAINING, NOW) == [Prove(A)]
-    (first,) = s.handle(ev.Probed(tried, frozenset({0, 1})), NOW)
-    (second,) = s.handle(ev.Saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
+    (first,) = s.handle(fact.probed(tried, frozenset({0, 1})), NOW)
+    (second,) = s.handle(fact.saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
 
     assert first == Save(SAVE, A0, NS, SaveReason.IDLE)
     assert isinstance(second, Save)
@@ -101,11 +101,11 @@ def test_slot_that_the_probe_could_not_put_back_is_not_saved() -> None:
     s, tried = unprobed(LONG)
     s.handle(DRAINING, NOW)
 
-    assert s.handle(ev.Probed(tried), NOW) == [Detach(A)]
+    assert s.handle(fact.probed(tried), NOW) == [Detach(A)]
 
 
-@pytest.mark.parametrize("answer", [ev.ProbePutOff(A, frozenset({0})), ev.BackendDown(A)])
-def test_probe_that_fails_holds_up_no_drain(answer: ev.Event) -> None:
+@pytest.mark.parametrize("answer", [fact.probe_put_off(A, frozenset({0})), fact.backend_down(A)])
+def test_probe_that_fails_holds_up_no_drain(answer: fact.Fact) -> None:
     s, _ = unprobed(LONG)
     s.handle(DRAINING, NOW)
 
@@ -131,21 +131,21 @@ def test_unprobed_server_is_probed_for_its_next_process() -> None:
 def test_unprobed_backend_is_probed_before_the_router_stops() -> None:
     s, tried = unprobed(LONG)
 
-    assert s.handle(ev.Stopping(save=True), NOW) == [Prove(A)]
-    assert names(s.handle(ev.Probed(tried, frozenset({0})), NOW)) == ["Save"]
+    assert s.handle(fact.stopping(save=True), NOW) == [Prove(A)]
+    assert names(s.handle(fact.probed(tried, frozenset({0})), NOW)) == ["Save"]
 
 
 def test_router_that_stops_without_saves_probes_nothing() -> None:
     s, _ = unprobed(LONG)
 
-    assert s.handle(ev.Stopping(save=False), NOW) == []
+    assert s.handle(fact.stopping(save=False), NOW) == []
 
 
 def test_what_was_saved_there_is_restored_elsewhere() -> None:
     s = scheduler(backend("a", 1), backend("b", 1), holding={A0: LONG})
     s.handle(DRAINING, NOW)
     assert arrive(s, ids=run_of(1001)) == []  # the save under way is about to be of use
-    effects = s.handle(ev.Saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
+    effects = s.handle(fact.saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
 
     assert names(effects) == ["Restore", "Detach"]
     assert plan_of(restored(s, 1000)).chosen.slot == B0
@@ -173,15 +173,15 @@ def test_who_leaves_nothing_behind_is_waited_for() -> None:
     s.handle(DRAINING, NOW)
 
     assert names(finish(s, outcome=Outcome.CLIENT_GONE)) == ["Account", "WatchSlot"]
-    assert s.handle(ev.Quiet(R, 0), NOW) == [Detach(A)]
+    assert s.handle(fact.quiet(R, 0), NOW) == [Detach(A)]
 
 
 def test_strangers_who_use_it_are_not_waited_for() -> None:
     s = scheduler(backend("a", 2), idle_save_after_s=None)
-    s.handle(ev.FoundBusy({A0: slot(s, A0).generation}), NOW)
+    s.handle(fact.found_busy({A0: slot(s, A0).generation}), NOW)
     assert slot(s, A0).phase is Phase.ABANDONED
 
-    assert Detach(A) in s.handle(ev.Draining(A), NOW)
+    assert Detach(A) in s.handle(fact.draining(A), NOW)
     assert not s.state.inventory.jobs
 
 
@@ -191,7 +191,7 @@ def test_it_may_go_down_before_it_is_done() -> None:
     arrive(s)
     s.handle(DRAINING, NOW)
 
-    assert s.handle(ev.BackendDown(A), NOW) == []
+    assert s.handle(fact.backend_down(A), NOW) == []
     assert names(finish(s, outcome=Outcome.BACKEND_ERROR)) == ["Account", "Detach"]
 
 
@@ -199,7 +199,7 @@ def test_and_come_up_again() -> None:
     s = scheduler(backend("a", 1), coalesce_above_s=None, limits=LARGE)
     arrive(s)
     s.handle(DRAINING, NOW)
-    s.handle(ev.BackendUp(backend("a", 1), (SlotStatus(0, False, 0, 100),)), NOW)
+    s.handle(fact.backend_up(backend("a", 1), (SlotStatus(0, False, 0, 100),)), NOW)
 
     assert arrive(s, "r2") == []
     assert names(finish(s, outcome=Outcome.BACKEND_ERROR)) == ["Account", "Detach"]
@@ -213,7 +213,7 @@ def test_drained_only_backend_counts_as_down_for_waiters() -> None:
     assert arrive(s, "r2") == []
 
     assert s.next_wakeup(NOW) == NOW + 5.0
-    (reject,) = s.handle(ev.Tick(), NOW + 5.0)
+    (reject,) = s.handle(fact.tick(), NOW + 5.0)
     assert isinstance(reject.error, NoBackendError)  # type: ignore[union-attr]
 
 
@@ -223,7 +223,7 @@ def test_it_may_be_kept_after_all() -> None:
     s.handle(DRAINING, NOW)
     assert arrive(s, "r2") == []
 
-    assert names(s.handle(ev.Undrained(A), NOW)) == ["Dispatch"]
+    assert names(s.handle(fact.undrained(A), NOW)) == ["Dispatch"]
     assert names(finish(s)) == ["Account"]
 
 
@@ -231,7 +231,7 @@ def test_it_is_not_tried_out_any_more() -> None:
     s = scheduler(backend("a", 2), coalesce_above_s=None, limits=LARGE)
     arrive(s)
     s.handle(DRAINING, NOW)
-    s.handle(ev.ProbeDue(A), NOW)
+    s.handle(fact.probe_due(A), NOW)
 
     assert slot(s, A1).is_idle
 
@@ -246,7 +246,7 @@ def test_of_one_that_is_removed_nothing_is_kept() -> None:
     s.state.inventory.reach(slot(s, A0))
     generation = slot(s, A0).generation
     s.handle(DRAINING, NOW)
-    assert s.handle(ev.Removed(A), NOW) == []
+    assert s.handle(fact.removed(A), NOW) == []
 
     inventory = s.state.inventory
     assert [one.id for one in inventory.slots] == [B0]
@@ -255,7 +255,7 @@ def test_of_one_that_is_removed_nothing_is_kept() -> None:
     assert inventory.slots.shared(LONG) == {}
 
     # Late events of the old backend do not match slots of the new one.
-    s.handle(ev.BackendUp(backend("a", 1)), NOW)
+    s.handle(fact.backend_up(backend("a", 1)), NOW)
     assert slot(s, A0).generation >= generation
 
 
@@ -267,7 +267,7 @@ def test_what_is_over_the_new_limits_goes(limits: SnapshotLimits, left: int) -> 
     two = [snapshot("s", [1], 600), snapshot("t", [2], 600)]
     s = scheduler(backend("a", 1), snapshots=two)
 
-    effects = s.handle(ev.Configured(Policy(), limits, QueueLimits()), NOW)
+    effects = s.handle(fact.configured(Policy(), limits, QueueLimits()), NOW)
     assert [type(effect) for effect in effects] == [Delete] * (2 - left)
     assert len(s.state.inventory.catalog) == left
 
@@ -275,10 +275,12 @@ def test_what_is_over_the_new_limits_goes(limits: SnapshotLimits, left: int) -> 
 def test_another_policy_and_another_queue_are_in_force_at_once() -> None:
     s = scheduler(backend("a", 1), coalesce_above_s=None, limits=LARGE)
     for name in ("r", "r2", "r3"):
-        s.handle(ev.Arrived(request(name)), NOW)
+        s.handle(fact.arrived(request(name)), NOW)
     policy = Policy(PolicyName.LEAST_BUSY)
 
-    (reject,) = s.handle(ev.Configured(policy, SnapshotLimits(), QueueLimits(max_requests=1)), NOW)
+    (reject,) = s.handle(
+        fact.configured(policy, SnapshotLimits(), QueueLimits(max_requests=1)), NOW
+    )
     assert isinstance(reject.error, QueueFullError)  # type: ignore[union-attr]
     assert s.state.inventory.policy is policy
     assert B not in s.state.inventory.up
@@ -287,9 +289,9 @@ def test_another_policy_and_another_queue_are_in_force_at_once() -> None:
 def test_what_is_far_over_the_new_limits_goes_little_by_little() -> None:
     """Next steps are due at once, after other waiting events."""
     s = scheduler(backend("a", 1), snapshots=[snapshot(f"s{n}", [n], 10) for n in range(100)])
-    steps = [s.handle(ev.Configured(Policy(), SnapshotLimits(max_bytes=300), QueueLimits()), NOW)]
+    steps = [s.handle(fact.configured(Policy(), SnapshotLimits(max_bytes=300), QueueLimits()), NOW)]
     while s.next_wakeup(NOW) == NOW:
-        steps.append(s.handle(ev.Tick(), NOW))
+        steps.append(s.handle(fact.tick(), NOW))
 
     assert [len(effects) for effects in steps] == [32, 32, 6]
     assert {type(effect) for effects in steps for effect in effects} == {Delete}

@@ -5,7 +5,7 @@ import pytest
 from router.base.types import BackendInfo, RequestId
 from router.core.model.effects import Dispatch
 from router.core.model.tuning import TUNING
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import backend, scheduler
 from tests.support.scheduler.drive import NOW, arrive, finish, names
 from tests.support.scheduler.driven import Driven
@@ -18,7 +18,7 @@ def ticked(s: Driven) -> tuple[float, list[RequestId]]:
     """Tick whenever the scheduler wants it; return what it starts first by that, and when."""
     now = NOW
     while (at := s.next_wakeup(now)) is not None:
-        sent = [e.request for e in s.handle(ev.Tick(), at) if isinstance(e, Dispatch)]
+        sent = [e.request for e in s.handle(fact.tick(), at) if isinstance(e, Dispatch)]
         if sent:
             return at, sent
         now = at

@@ -2,7 +2,7 @@
 
 from router.base.types import Outcome, RequestId
 from router.core.model.slots import Phase
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import A0, A1, backend, scheduler
 from tests.support.scheduler.drive import NOW, arrive, finish, names, plan_of, slot
 
@@ -39,7 +39,7 @@ def test_request_goes_to_a_backend_below_its_cap() -> None:
 def test_abandoned_request_counts_until_its_server_is_done() -> None:
     s = scheduler(CAPPED, idle_save_after_s=None)
     arrive(s, "r1")
-    s.handle(ev.Begun(RequestId("r1")), NOW)
+    s.handle(fact.begun(RequestId("r1")), NOW)
     finish(s, "r1", outcome=Outcome.CLIENT_GONE, begun=True)
     assert arrive(s, "r2", [7, 8, 9]) == []
-    assert "Dispatch" in names(s.handle(ev.Quiet(RequestId("r1"), 5), NOW))
+    assert "Dispatch" in names(s.handle(fact.quiet(RequestId("r1"), 5), NOW))

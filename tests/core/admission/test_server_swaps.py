@@ -11,7 +11,7 @@ from router.base.types import BackendId, RequestId
 from router.core.model import effects as ef
 from router.core.model.servers import ServerLimit, ServerPhase, Servers, ServerSpec
 from router.core.model.tuning import TUNING
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import backend
 from tests.support.scheduler.servers import ServerWorld, one_at_a_time, server
 
@@ -169,7 +169,7 @@ def test_server_that_ended_is_started_again_for_requests() -> None:
     w.ask("1", "a")
     w.run(20.0)
     for name in ("a", "b"):
-        w.feed(ev.ServerEnded(BackendId(name), "signal 9"))
+        w.feed(fact.server_ended(BackendId(name), "signal 9"))
     w.run(40.0)
     assert [name for _, name in w.starts] == ["b", "a", "b"]
     w.ask("2", "a")
@@ -203,7 +203,7 @@ def test_a_server_that_answers_between_its_ends_is_not_given_up() -> None:
         w.ask(str(turn), "a")
         w.run(w.now + 15.0)
         assert w.answered[str(turn)][1] == "a"
-        w.feed(ev.ServerEnded(BackendId("a"), "signal 11"))
+        w.feed(fact.server_ended(BackendId("a"), "signal 11"))
     (found,) = w.s.state.inventory.servers
     assert found.failures == 1
 
@@ -230,17 +230,17 @@ def test_a_model_that_never_gets_room_ends_by_the_deadline() -> None:
 def test_an_operator_stops_starts_and_restarts() -> None:
     w = two()
     a = BackendId("a")
-    w.feed(ev.ServerAsked(a, start=True))
+    w.feed(fact.server_asked(a, start=True))
     w.run(10.0)
     assert w.phase("a") is UP
-    w.feed(ev.ServerAsked(a, start=True, stop=True))
+    w.feed(fact.server_asked(a, start=True, stop=True))
     w.run(20.0)
     assert ([name for _, name in w.starts], w.phase("a")) == (["a", "a"], UP)
-    w.feed(ev.ServerAsked(a, stop=True))
+    w.feed(fact.server_asked(a, stop=True))
     w.run(40.0)
     assert w.phase("a") is STOPPED
-    w.feed(ev.ServerAsked(a, start=True))
-    w.feed(ev.ServerAsked(a, stop=True))  # while it starts
+    w.feed(fact.server_asked(a, start=True))
+    w.feed(fact.server_asked(a, stop=True))  # while it starts
     w.run(60.0)
     assert w.phase("a") is STOPPED
 
@@ -252,7 +252,7 @@ def test_an_abandoned_request_is_no_demand() -> None:
     w.answers_s = 100.0
     w.ask("2", "a")
     w.ask("3", "b")
-    w.feed(ev.ModelUnwanted(w.s.state.inventory.servers.unread.popitem()[0]))
+    w.feed(fact.model_unwanted(w.s.state.inventory.servers.unread.popitem()[0]))
     w.run(300.0)
     assert w.stops == []
 
@@ -321,7 +321,7 @@ def test_a_process_that_lives_and_does_not_answer_is_ended() -> None:
     w = ServerWorld([server("a")])
     w.ask("1", "a")
     w.run(10.0)
-    w.feed(ev.BackendDown(BackendId("a")))
+    w.feed(fact.backend_down(BackendId("a")))
     w.ask("2", "a")
     w.run(10.0 + TUNING.server_hangs_s - 1)
     assert "2" not in w.answered
@@ -338,22 +338,22 @@ def test_request_waits_while_a_server_has_no_backend_yet() -> None:
     w = ServerWorld([server("a")])
     w.ask("1", "a")
     w.run(10.0)
-    w.feed(ev.BackendDown(BackendId("a")))
-    effects = w.s.handle(ev.ModelWanted(RequestId("2"), "a"), w.now)
+    w.feed(fact.backend_down(BackendId("a")))
+    effects = w.s.handle(fact.model_wanted(RequestId("2"), "a"), w.now)
     assert not any(isinstance(effect, ef.ModelReady) for effect in effects)
 
 
 def test_request_elsewhere_outlives_a_given_up_server() -> None:
     """Its backend is down for a moment, and is none that the router starts."""
     w = ServerWorld([server("a")], fails=lambda _: True, unread=False)
-    w.feed(ev.BackendUp(backend("plain", models=frozenset({"p"}))))
-    w.feed(ev.BackendDown(BackendId("plain")))
+    w.feed(fact.backend_up(backend("plain", models=frozenset({"p"}))))
+    w.feed(fact.backend_down(BackendId("plain")))
     w.s.state.queue.limits = replace(w.s.state.queue.limits, no_backend_s=1000.0)
     w.ask("1", "p")
     w.ask("2", "a")
     w.run(100.0)
     assert isinstance(w.rejected.pop("2"), ServerFailedError)
-    w.feed(ev.BackendUp(backend("plain", models=frozenset({"p"}))))
+    w.feed(fact.backend_up(backend("plain", models=frozenset({"p"}))))
     w.run(120.0)
     assert (w.rejected, w.answered["1"][1]) == ({}, "plain")
 
@@ -366,7 +366,7 @@ def test_a_server_that_is_ready_and_cannot_be_attached_fails() -> None:
     w.ask("2", "b")
     w.run(100.0)  # whoever runs it says how long it may load
     assert w.stops == []
-    w.feed(ev.ServerReady(BackendId("a")))
+    w.feed(fact.server_ready(BackendId("a")))
     w.run(100.0 + TUNING.server_attach_s - 1)
     assert w.stops == []
     w.load_s = 5.0
@@ -381,7 +381,7 @@ def test_what_is_no_llama_server_is_not_started_again() -> None:
     w.ask("1", "a")
     w.run(1.0)
     problem = "it ended with code 1: /opt/x: a prompt | error; look at `args` of this model"
-    w.feed(ev.ServerEnded(BackendId("a"), problem, hopeless=True))
+    w.feed(fact.server_ended(BackendId("a"), problem, hopeless=True))
     assert isinstance(w.rejected["1"], ServerFailedError)
     told = "it ended with code 1; look at `args` of this model; `kvferry servers log a`"
     assert told in str(w.rejected["1"])
@@ -395,25 +395,25 @@ def test_backend_attached_after_the_stop_is_not_used() -> None:
     w = two()
     w.ask("1", "a")
     w.run(2.0)
-    w.feed(ev.ServerAsked(BackendId("a"), stop=True))
-    w.feed(ev.BackendUp(backend("a", models=frozenset("a"))))
+    w.feed(fact.server_asked(BackendId("a"), stop=True))
+    w.feed(fact.backend_up(backend("a", models=frozenset("a"))))
     assert not w.s.state.inventory.up
 
 
 def test_a_start_that_is_asked_for_while_it_stops_is_not_lost() -> None:
     w = two()
-    w.feed(ev.ServerAsked(BackendId("a"), start=True))
+    w.feed(fact.server_asked(BackendId("a"), start=True))
     w.run(10.0)
-    w.feed(ev.ServerAsked(BackendId("a"), stop=True))
-    w.feed(ev.ServerAsked(BackendId("a"), start=True))
+    w.feed(fact.server_asked(BackendId("a"), stop=True))
+    w.feed(fact.server_asked(BackendId("a"), start=True))
     w.run(30.0)
     assert w.phase("a") is UP
 
 
 def test_request_without_a_model_gets_one_that_completes() -> None:
     w = ServerWorld([server("embed"), server("chat")])
-    w.feed(ev.ServerAsked(BackendId("embed"), start=True))
+    w.feed(fact.server_asked(BackendId("embed"), start=True))
     w.run(1.0)
-    w.feed(ev.BackendUp(backend("embed", models=frozenset({"embed"}), generates=False)))
-    w.feed(ev.ModelWanted(RequestId("1"), None))
+    w.feed(fact.backend_up(backend("embed", models=frozenset({"embed"}), generates=False)))
+    w.feed(fact.model_wanted(RequestId("1"), None))
     assert [name for _, name in w.starts] == ["embed", "chat"]

@@ -14,7 +14,7 @@ from router.core.execution.resident_updates import (
 from router.core.model.effects import Dispatch, Effect, Limited, Prefill
 from router.core.model.slots import Content, Resident
 from router.core.model.tuning import TUNING
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A,
@@ -77,7 +77,7 @@ def test_a_prompt_that_was_misread_is_taken_back() -> None:
     computed_ahead(s, cached=0)
     assert not info(s).extends
 
-    s.handle(ev.Misread(A), NOW)
+    s.handle(fact.misread(A, False), NOW)
     assert info(s).extends
     assert s.state.inventory.backends[A].limited == ""
 
@@ -86,15 +86,15 @@ def test_a_backend_that_renders_otherwise_computes_nothing_ahead() -> None:
     """Whatever its counts show later; a new process is another matter."""
     s = scheduler(backend(n_slots=1))
     for _ in range(2):
-        s.handle(ev.Misread(A, always=True), NOW)
+        s.handle(fact.misread(A, always=True), NOW)
         assert s.state.inventory.backends[A].limited == RENDERS_OTHERWISE
     arrive(s, "r", LONG)
     finish(s, "r", cached_tokens=0, prompt_tokens=600, generated_tokens=1)
     arrive(s, "r2", run_of(610))
     finish(s, "r2", cached_tokens=600, prompt_tokens=610, generated_tokens=1)
     assert not info(s).extends
-    s.handle(ev.BackendDown(A), NOW)
-    s.handle(ev.BackendUp(backend(n_slots=1)), NOW)
+    s.handle(fact.backend_down(A), NOW)
+    s.handle(fact.backend_up(backend(n_slots=1)), NOW)
     assert info(s).extends
 
 
@@ -119,13 +119,13 @@ def test_a_prompt_is_computed_ahead_again_after_a_while() -> None:
 def test_a_new_probe_is_believed_more_than_an_old_loss() -> None:
     s = scheduler(backend(n_slots=1))
     computed_ahead(s, cached=0)
-    s.handle(ev.BackendDown(A), NOW)
-    s.handle(ev.BackendUp(backend(n_slots=1, extends=False)), NOW)
+    s.handle(fact.backend_down(A), NOW)
+    s.handle(fact.backend_up(backend(n_slots=1, extends=False)), NOW)
 
     later = NOW + 2 * TUNING.extends_again_s
-    s.handle(ev.Arrived(request("r2", run_of(700, 3))), later)
+    s.handle(fact.arrived(request("r2", run_of(700, 3))), later)
     said = Reported(cached_tokens=0, prompt_tokens=700, generated_tokens=1)
-    s.handle(ev.Finished(RequestId("r2"), Outcome.OK, said), later)
+    s.handle(fact.finished(RequestId("r2"), Outcome.OK, said), later)
 
     assert not info(s).extends
 

@@ -11,7 +11,7 @@ from router.core.model.backend import Backend
 from router.core.model.effects import Save, SaveReason
 from router.core.model.jobs import SlotWatch
 from router.core.model.slots import Content
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -62,7 +62,7 @@ def declined(*infos: Any, ids: Any = LONG, **more: Any) -> Driven:
 
 def saves(s: Driven, where: SlotId = A0) -> bool:
     """Return whether the slot is saved a day later."""
-    return s.handle(ev.Tick(), NOW + 86400) == [Save(SAVE_1, where, NS, SaveReason.IDLE)]
+    return s.handle(fact.tick(), NOW + 86400) == [Save(SAVE_1, where, NS, SaveReason.IDLE)]
 
 
 def test_what_it_leaves_is_known_and_not_saved_in_the_background() -> None:
@@ -70,7 +70,7 @@ def test_what_it_leaves_is_known_and_not_saved_in_the_background() -> None:
 
     assert held(s, A0) == LONG
     assert wakeup(s.state) == inf
-    assert s.handle(ev.Tick(), NOW + 86400) == []
+    assert s.handle(fact.tick(), NOW + 86400) == []
 
 
 def test_nor_where_it_will_not_last() -> None:
@@ -93,8 +93,8 @@ def test_nor_when_all_slots_are_needed() -> None:
 
 
 def test_nor_when_the_router_stops_or_lets_go_of_the_backend() -> None:
-    assert declined().handle(ev.Stopping(save=True), NOW) == []
-    assert "Save" not in names(declined().handle(ev.Draining(A), NOW))
+    assert declined().handle(fact.stopping(save=True), NOW) == []
+    assert "Save" not in names(declined().handle(fact.draining(A), NOW))
 
 
 def test_nor_for_a_copy_elsewhere() -> None:
@@ -157,7 +157,7 @@ def test_nor_what_is_erased(failed: bool) -> None:
     assert names(arrive(s, "r2", ELSE, tenant=Tenant("x"))) == ["Erase"]
 
     name = RequestId("r2")
-    s.handle(ev.EraseFailed(name, A0, "no") if failed else ev.Erased(name, A0), NOW)
+    s.handle(fact.erase_failed(name, A0, "no") if failed else fact.erased(name, A0), NOW)
     assert slot(s, A0).content.savable is not failed
 
 
@@ -171,7 +171,7 @@ def test_a_client_that_left_leaves_nothing_to_save() -> None:
 
     assert names(quiet(s, n=800)) == ["Spent"]
     assert held(s, A0) == run_of(800)
-    assert s.handle(ev.Tick(), NOW + 86400) == []
+    assert s.handle(fact.tick(), NOW + 86400) == []
 
 
 def test_a_client_that_left_on_the_way_to_any_slot() -> None:
@@ -183,7 +183,7 @@ def test_a_client_that_left_on_the_way_to_any_slot() -> None:
     quiet(s, n=800)
     quiet(s, stranger(A1, slot(s, A1).generation - 1), n=800)
     assert [len(slot(s, at).content.resident) for at in (A0, A1)] == [800, 800]
-    assert s.handle(ev.Stopping(save=True), NOW) == []
+    assert s.handle(fact.stopping(save=True), NOW) == []
 
 
 def test_a_slot_that_was_watched_may_be_the_one() -> None:
@@ -212,8 +212,8 @@ def test_a_connection_that_was_lost_leaves_it_where_it_was(pinnable: bool) -> No
     s = scheduler(backend("a", 2))
     arrive(s, reuse=False, pinnable=pinnable)
 
-    s.handle(ev.BackendDown(A), NOW)
-    s.handle(ev.BackendUp(backend("a", 3)), NOW)
+    s.handle(fact.backend_down(A), NOW)
+    s.handle(fact.backend_up(backend("a", 3)), NOW)
     assert [one.content.savable for one in s.state.inventory.slots] == [False, pinnable, True]
 
 
@@ -230,12 +230,12 @@ def test_a_doubted_watch_keeps_no_other_slot_from_being_saved() -> None:
     """The request was pinned: what it left is in its own slot, whatever ran there later."""
     s = scheduler(backend("a", 3), coalesce_above_s=None)
     arrive(s, reuse=False)
-    s.handle(ev.Finished(R, Outcome.CLIENT_GONE, Reported()), NOW)
+    s.handle(fact.finished(R, Outcome.CLIENT_GONE, Reported()), NOW)
     watch = s.state.inventory.jobs[R]
     assert isinstance(watch, SlotWatch)
     watch.doubt()
     own = watch.slot
 
-    s.handle(ev.BackendDown(A), NOW)
+    s.handle(fact.backend_down(A), NOW)
 
     assert [found.id for found in s.state.inventory.slots if not found.content.savable] == [own]

@@ -20,7 +20,7 @@ from router.core.execution.idle_saves import wakeup
 from router.core.model.effects import Delete, Save, SaveReason, WatchSlot
 from router.core.model.policy import PolicyName
 from router.core.model.slots import Resident
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -83,20 +83,20 @@ def test_time_of_a_return_is_learned_from_the_slot() -> None:
 def test_an_idle_slot_is_saved_after_a_while() -> None:
     s = scheduler(backend("a", 1), holding={A0: LONG}, idle_save_after_s=0.5)
     slot(s, A0).last_used = NOW
-    assert s.handle(ev.Tick(), NOW + 0.4) == []
+    assert s.handle(fact.tick(), NOW + 0.4) == []
     assert wakeup(s.state) == s.next_wakeup(NOW) == NOW + 0.5
-    assert s.handle(ev.Tick(), NOW + 0.5) == [Save(SAVE_1, A0, NS, IDLE)]
+    assert s.handle(fact.tick(), NOW + 0.5) == [Save(SAVE_1, A0, NS, IDLE)]
     assert wakeup(s.state) == inf
 
 
 def test_one_after_the_other_on_a_backend_and_each_once() -> None:
     s = scheduler(backend("a", 2), holding={A0: LONG, A1: run_of(1000, 7)})
 
-    assert s.handle(ev.Tick(), NOW) == [Save(SAVE_1, A0, NS, IDLE)]
-    done = ev.Saved(SAVE_1, A0, snapshot("s", LONG), 0.001)
+    assert s.handle(fact.tick(), NOW) == [Save(SAVE_1, A0, NS, IDLE)]
+    done = fact.saved(SAVE_1, A0, snapshot("s", LONG), 0.001)
     assert s.handle(done, NOW) == [Save(SAVE_2, A1, NS, IDLE)]
-    assert s.handle(ev.SaveFailed(SAVE_2, A1, "disk full"), NOW) == []
-    assert s.handle(ev.Tick(), NOW + 1000) == []
+    assert s.handle(fact.save_failed(SAVE_2, A1, "disk full"), NOW) == []
+    assert s.handle(fact.tick(), NOW + 1000) == []
     assert SnapshotId("s") in s.state.inventory.catalog
 
 
@@ -107,35 +107,35 @@ def test_what_a_purged_tenant_has_in_idle_slots_is_not_saved() -> None:
     for at, owner in zip(contents, ("alice", "alice~salt", "alicia"), strict=True):
         slot(s, at).hold(replace(slot(s, at).content, tenant=Tenant(owner)))
 
-    *emptied, save = s.handle(ev.TenantPurged(Tenant("alice")), NOW)
+    *emptied, save = s.handle(fact.tenant_purged(Tenant("alice")), NOW)
     assert [(e.slot, e.wipe) for e in emptied if isinstance(e, WatchSlot)] == [
         (A0, True),
         (A1, True),
     ]
     assert isinstance(save, Save)
     assert save.slot == SlotId(A, 2)
-    assert s.handle(ev.SaveFailed(save.request, save.slot, "disk full"), NOW) == []
-    assert s.handle(ev.Tick(), NOW + 1000) == []
+    assert s.handle(fact.save_failed(save.request, save.slot, "disk full"), NOW) == []
+    assert s.handle(fact.tick(), NOW + 1000) == []
 
 
 def test_what_is_being_saved_of_a_purged_tenant_is_deleted() -> None:
     """Regression: the operator was told a count, and the transcript stayed on disk."""
     s = scheduler(backend("a", 1), holding={A0: LONG})
     slot(s, A0).hold(replace(slot(s, A0).content, tenant=Tenant("alice~salt")))
-    assert names(s.handle(ev.Tick(), NOW)) == ["Save"]
-    s.handle(ev.TenantPurged(Tenant("alice")), NOW)
+    assert names(s.handle(fact.tick(), NOW)) == ["Save"]
+    s.handle(fact.tenant_purged(Tenant("alice")), NOW)
 
     made = snapshot("s", LONG)
-    assert s.handle(ev.Saved(SAVE_1, A0, made, 0.001), NOW) == [Delete(made)]
-    assert s.handle(ev.Tick(), NOW + 1000) == []
+    assert s.handle(fact.saved(SAVE_1, A0, made, 0.001), NOW) == [Delete(made)]
+    assert s.handle(fact.tick(), NOW + 1000) == []
     assert SnapshotId("s") not in s.state.inventory.catalog
 
 
 def test_a_save_is_no_use_of_a_slot_and_a_request_is() -> None:
     s = scheduler(backend("a", 2), holding={A0: LONG})
     inventory, slots = s.state.inventory, s.state.inventory.slots
-    s.handle(ev.Tick(), NOW)
-    s.handle(ev.Saved(SAVE_1, A0, snapshot("s", LONG), 0.001), NOW)
+    s.handle(fact.tick(), NOW)
+    s.handle(fact.saved(SAVE_1, A0, snapshot("s", LONG), 0.001), NOW)
     assert (inventory.neglect(slots[A0]), inventory.neglect(slots[A1])) == (0, 0)
 
     assert names(arrive(s, "r", [9, 9, 9], slot_hint=1)) == ["Dispatch"]
@@ -184,25 +184,25 @@ def test_what_a_backend_that_comes_back_holds_is_not_old() -> None:
     for _ in range(50):
         arrive(s, "r", [9, 9, 9], slot_hint=0)
         finish(s, "r", prompt_tokens=3, generated_tokens=1)
-    s.handle(ev.BackendDown(B), NOW)
-    s.handle(ev.BackendUp(backend("b", 1), (SlotStatus(0, False, 5000, 10_000),)), NOW)
+    s.handle(fact.backend_down(B), NOW)
+    s.handle(fact.backend_up(backend("b", 1), (SlotStatus(0, False, 5000, 10_000),)), NOW)
     assert s.state.inventory.neglect(slot(s, B0)) == 0
 
 
 def test_what_is_not_worth_it_is_looked_at_once() -> None:
     s = scheduler(backend("a", 1), holding={A0: LONG}, snapshots=[snapshot("s", LONG)])
 
-    assert s.handle(ev.Tick(), NOW) == []
+    assert s.handle(fact.tick(), NOW) == []
     assert slot(s, A0).content.save_decided
     assert wakeup(s.state) == inf
 
 
 def test_who_wants_what_is_being_saved_can_wait_for_it() -> None:
     s = scheduler(backend("a", 1), backend("b", 1), holding={A0: LONG})
-    s.handle(ev.Tick(), NOW)
+    s.handle(fact.tick(), NOW)
 
     assert arrive(s, ids=run_of(1001)) == []
-    done = ev.Saved(SAVE_1, A0, snapshot("s", LONG), 0.001)
+    done = fact.saved(SAVE_1, A0, snapshot("s", LONG), 0.001)
     assert names(s.handle(done, NOW)) == ["Dispatch"]
 
 
@@ -212,10 +212,10 @@ def test_a_slot_that_goes_back_by_a_checkpoint_is_waited_for() -> None:
     s = scheduler(info, holding={A0: LONG}, coalesce_above_s=None)
     held = slot(s, A0).content
     slot(s, A0).hold(replace(held, resident=replace(held.resident, checkpoints=(900,))))
-    s.handle(ev.Tick(), NOW)
+    s.handle(fact.tick(), NOW)
 
     assert arrive(s, ids=run_of(950) + run_of(20, 7)) == []
-    done = ev.Saved(SAVE_1, A0, snapshot("s", LONG), 0.001)
+    done = fact.saved(SAVE_1, A0, snapshot("s", LONG), 0.001)
     s.handle(done, NOW)
     chosen = s.state.job_of(RequestId("r")).plan.chosen
     assert (chosen.slot, chosen.reused_tokens) == (A0, 900)
@@ -231,7 +231,7 @@ def test_nobody_is_stopped_by_a_save(busy: bool) -> None:
 
     slot(s, A0).hold(replace(slot(s, A0).content, save_decided=True))
 
-    effects = s.handle(ev.Tick(), NOW + 10)
+    effects = s.handle(fact.tick(), NOW + 10)
     assert effects == ([] if busy else [Save(SAVE_1, A1, NS, IDLE)])
     assert s.next_wakeup(NOW + 10) is None
 
@@ -239,7 +239,7 @@ def test_nobody_is_stopped_by_a_save(busy: bool) -> None:
 def test_off_is_off() -> None:
     for more in ({"idle_save_after_s": None}, {"policy": PolicyName.STICKY}):
         s = scheduler(backend("a", 1), holding={A0: LONG}, **more)
-        assert s.handle(ev.Tick(), NOW) == []
+        assert s.handle(fact.tick(), NOW) == []
         assert wakeup(s.state) == inf
 
 
@@ -253,7 +253,7 @@ def test_a_router_that_stops_saves_what_is_worth_it() -> None:
     s = scheduler(backend("a", 1), backend("b", 1), holding={A0: LONG, B0: run_of(1000, 7)})
     slot(s, A0).last_used = slot(s, B0).last_used = NOW
 
-    effects = s.handle(ev.Stopping(save=True), NOW)
+    effects = s.handle(fact.stopping(save=True), NOW)
     assert effects == [Save(SAVE_1, A0, NS, IDLE), Save(SAVE_2, B0, NS, IDLE)]
     assert wakeup(s.state) == inf
 
@@ -263,10 +263,10 @@ def test_unless_it_is_told_not_to(keeps: bool) -> None:
     """Regression: volatile slots were saved all the same."""
     s = scheduler(backend("a", 1, keeps_idle_slots=keeps), coalesce_above_s=None)
     arrive(s, ids=LONG)
-    s.handle(ev.Stopping(save=False), NOW)
+    s.handle(fact.stopping(save=False), NOW)
 
     assert names(finish(s, prompt_tokens=1000, generated_tokens=1)) == ["Account"]
-    assert s.handle(ev.Tick(), NOW + 1000) == []
+    assert s.handle(fact.tick(), NOW + 1000) == []
 
 
 @pytest.mark.parametrize("fills", [True, False])
@@ -283,7 +283,7 @@ def test_a_fill_that_was_left_is_not_saved(fills: bool, in_prefill: bool) -> Non
         finish(s, outcome=Outcome.CLIENT_GONE)
         quiet(s, n=1000)
     assert slot(s, A0).is_idle
-    assert names(s.handle(ev.Tick(), NOW + 1)) == ([] if fills else ["Save"])
+    assert names(s.handle(fact.tick(), NOW + 1)) == ([] if fills else ["Save"])
 
 
 def test_a_fill_that_never_had_its_slot_leaves_it_as_it_was() -> None:

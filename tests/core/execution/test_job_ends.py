@@ -20,7 +20,7 @@ from router.base.types import (
 from router.core.model.effects import Account, AnswerEnd, Prefill, StopWork, WatchSlot
 from router.core.model.rates import LinearFit, Rates
 from router.core.model.slots import UNKNOWN, Content, Phase, Resident
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -74,7 +74,7 @@ def test_a_good_end_is_accounted_for_and_frees_the_slot() -> None:
     assert request_ is not None
     said = Reported(prompt_tokens=3, generated_tokens=2, generated=tokens(7, 8))
 
-    (account,) = s.handle(ev.Finished(R, Outcome.OK, said), NOW)
+    (account,) = s.handle(fact.finished(R, Outcome.OK, said), NOW)
 
     cost = Cost(computed=3, generated=2)
     ended = AnswerEnd(Outcome.OK, said)
@@ -169,7 +169,7 @@ def test_nobody_waits_for_a_slot_overdue_for_long() -> None:
     due = s.next_wakeup(NOW)
     assert due is not None
     assert due == pytest.approx(NOW + 2.03)
-    assert plan_of(s.handle(ev.Tick(), due + 0.001)).chosen.slot == A1
+    assert plan_of(s.handle(fact.tick(), due + 0.001)).chosen.slot == A1
 
 
 def test_a_slot_of_which_nothing_will_be_known_is_not_waited_for() -> None:
@@ -195,7 +195,7 @@ def test_the_rest_of_a_long_prefill_is_not_too_long_to_wait_for() -> None:
     arrive(s, ids=run_of(30_000))
     cancel(s)
     back = request("r2", run_of(30_000) + tokens(7))
-    assert s.handle(ev.Arrived(back), NOW + 25) == []
+    assert s.handle(fact.arrived(back), NOW + 25) == []
 
 
 def test_a_prefill_that_was_left_is_gone_on_from() -> None:
@@ -205,8 +205,8 @@ def test_a_prefill_that_was_left_is_gone_on_from() -> None:
     assert cancel(s) == [StopWork(R)]
 
     back = request("r2", run_of(2000) + tokens(7))
-    assert s.handle(ev.Arrived(back), NOW + 3) == []
-    again = s.handle(ev.PrefillFailed(R, "the client left", 1200), NOW + 4)
+    assert s.handle(fact.arrived(back), NOW + 3) == []
+    again = s.handle(fact.prefill_failed(R, "the client left", 1200), NOW + 4)
     assert names(again) == ["Spent", "Prefill"]
     assert slot(s, A0).holder == R2
     assert held(s, A0) == run_of(1200)
@@ -331,7 +331,7 @@ def test_answer_of_a_moved_request_is_not_read_in_the_old_slot() -> None:
     slot(s, A0).hold(Content(Resident(tokens(1), 2)))
     launched(s, 1)
     finish(s, prompt_tokens=1, generated_tokens=3)
-    s.handle(ev.AnswerRead(A0, lease.generation, tokens(1), tokens(7, 8)), NOW)
+    s.handle(fact.answer_read(A0, lease.generation, tokens(1), tokens(7, 8)), NOW)
 
     assert slot(s, A0).content.resident == Resident(tokens(1), 2)
 
@@ -526,7 +526,7 @@ def answered() -> tuple[Driven, int]:
 
 
 def read(s: Driven, generation: int, where: SlotId = A0) -> Resident:
-    s.handle(ev.AnswerRead(where, generation, tokens(1, 2, 3), tokens(7, 8)), NOW)
+    s.handle(fact.answer_read(where, generation, tokens(1, 2, 3), tokens(7, 8)), NOW)
     return slot(s, A0).content.resident
 
 

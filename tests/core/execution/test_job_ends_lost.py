@@ -4,7 +4,7 @@ from router.base.errors import BackendError
 from router.base.types import Outcome, SlotStatus
 from router.core.model.effects import Delete, Reject, Save, SaveReason, StopWork, WatchSlot
 from router.core.model.slots import Phase
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     B0,
@@ -39,7 +39,7 @@ TWO = backend("a", 2)
 def test_who_is_being_prepared_is_told_when_the_backend_goes() -> None:
     s = scheduler(TWO)
     arrive(s, ids=run_of(1000))
-    reject, stop = s.handle(ev.BackendDown(A), NOW)
+    reject, stop = s.handle(fact.backend_down(A), NOW)
 
     assert isinstance(reject, Reject)
     assert isinstance(reject.error, BackendError)  # so it is retried
@@ -52,12 +52,12 @@ def test_who_left_already_is_told_nothing() -> None:
     arrive(s, ids=run_of(1000))
     cancel(s)
 
-    assert s.handle(ev.BackendDown(A), NOW) == [StopWork(R)]
+    assert s.handle(fact.backend_down(A), NOW) == [StopWork(R)]
 
 
 def test_what_is_running_ends_by_itself() -> None:
     s = running()
-    assert s.handle(ev.BackendDown(A), NOW) == []
+    assert s.handle(fact.backend_down(A), NOW) == []
 
     assert names(finish(s, "r", Outcome.BACKEND_ERROR)) == ["Account"]
     assert slot(s, A0).phase is Phase.LOST
@@ -66,7 +66,7 @@ def test_what_is_running_ends_by_itself() -> None:
 
 def test_what_runs_elsewhere_goes_on() -> None:
     s = running(TWO, backend("b", 1))
-    s.handle(ev.BackendDown(B), NOW)
+    s.handle(fact.backend_down(B), NOW)
 
     assert s.state.inventory.jobs.keys() == {R}
     assert names(finish(s)) == ["Account"]
@@ -75,7 +75,7 @@ def test_what_runs_elsewhere_goes_on() -> None:
 def test_old_end_does_not_open_the_gate_after_a_restart() -> None:
     """Regression: the old request's end opened the gate of a newer request."""
     s = astray()
-    s.handle(ev.BackendUp(TWO), NOW)
+    s.handle(fact.backend_up(TWO), NOW)
     arrive(s, "r2", [5], pinnable=False)
     finish(s, "r", Outcome.BACKEND_ERROR)
 
@@ -86,7 +86,7 @@ def test_old_end_does_not_open_the_gate_after_a_restart() -> None:
 def test_news_of_where_it_ran_from_before_a_restart_is_ignored() -> None:
     """Regression: the event released a stale lease."""
     s = astray()
-    s.handle(ev.BackendUp(backend("a", 1)), NOW)
+    s.handle(fact.backend_up(backend("a", 1)), NOW)
 
     assert launched(s, 1) == []
     assert slot(s, A0).phase is Phase.IDLE
@@ -94,7 +94,7 @@ def test_news_of_where_it_ran_from_before_a_restart_is_ignored() -> None:
 
 def test_a_stranger_from_before_a_restart_is_another() -> None:
     s = scheduler()
-    busy = ev.BackendUp(backend("b", 1), (SlotStatus(0, True, 5, 100),))
+    busy = fact.backend_up(backend("b", 1), (SlotStatus(0, True, 5, 100),))
     (first,) = s.handle(busy, NOW)
     (second,) = s.handle(busy, NOW)
 
@@ -110,5 +110,5 @@ def test_unrestored_snapshot_is_released_with_its_job() -> None:
     assert arrive(s, ids=run_of(1000)) == [Save(R, A0, NS, SaveReason.DISPLACED)]
     s.state.inventory.catalog.remove(used.id)
 
-    assert s.handle(ev.BackendDown(A), NOW)[1:] == [Delete(used)]
+    assert s.handle(fact.backend_down(A), NOW)[1:] == [Delete(used)]
     assert restored(s) == []

@@ -6,7 +6,7 @@ import pytest
 
 from router.base.types import MemoryKind, Prompt, RequestId, SnapshotId
 from router.core.model.policy import SnapshotLimits
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     BYTES_PER_TOKEN,
@@ -36,8 +36,8 @@ def answered(keep_s: float = 0.0) -> Driven:
 
 
 def idle_save(s: Driven, at: float = NOW) -> None:
-    s.handle(ev.Tick(), at)
-    s.handle(ev.Saved(RequestId("save-1"), A0, snapshot("s1", LONG), 0.001), at)
+    s.handle(fact.tick(), at)
+    s.handle(fact.saved(RequestId("save-1"), A0, snapshot("s1", LONG), 0.001), at)
 
 
 def test_what_an_idle_save_writes_is_protected() -> None:
@@ -87,7 +87,7 @@ def test_a_save_pays_sooner_where_the_prompt_comes_back(keep_s: float, saves: in
     s = answered(keep_s=keep_s)
     # 10 s of prefill, 4 s of save and 4 s of restore: too little is spared for an even chance.
     s.state.inventory.backends[A0.backend].rates = rates(prefill_s=0.01, transfer_s=4.0)
-    assert len(s.handle(ev.Tick(), NOW + 10)) == saves
+    assert len(s.handle(fact.tick(), NOW + 10)) == saves
 
 
 def test_protection_lapses_before_anything_is_evicted() -> None:
@@ -110,7 +110,7 @@ def test_protection_lapses_before_anything_is_evicted() -> None:
 
 def test_what_a_stranger_left_is_not_kept() -> None:
     s = answered(keep_s=inf)
-    s.handle(ev.FoundBusy({A0: slot(s, A0).generation}), NOW)
+    s.handle(fact.found_busy({A0: slot(s, A0).generation}), NOW)
     (watch,) = s.state.inventory.jobs
-    s.handle(ev.Quiet(watch, 700), NOW)
+    s.handle(fact.quiet(watch, 700), NOW)
     assert slot(s, A0).content.keep.seconds == 0

@@ -23,7 +23,7 @@ from router.core.model.effects import Dispatch, Effect, Erase, Prefill, Reject, 
 from router.core.model.jobs import AtGate
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import NO_WORK, UNKNOWN, Content, Resident
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -88,7 +88,7 @@ def waits(s: Driven, name: str = "m") -> bool:
 
 
 def erased(s: Driven, where: SlotId, name: str = "m") -> list[Effect]:
-    return s.handle(ev.Erased(RequestId(name), where), NOW)
+    return s.handle(fact.erased(RequestId(name), where), NOW)
 
 
 def test_others_go_on_beside_a_message_in_preparation() -> None:
@@ -221,7 +221,7 @@ def test_who_leaves_at_the_gate_gives_back_the_slot() -> None:
 
 def test_waiter_at_the_gate_is_told_of_a_lost_backend() -> None:
     s = at_gate()
-    assert of(s.handle(ev.BackendDown(A), NOW)) == ["Reject m2"]
+    assert of(s.handle(fact.backend_down(A), NOW)) == ["Reject m2"]
     assert s.state.inventory.backends[A].gate.waiting == []
     assert s.next_wakeup(NOW) is None
 
@@ -244,7 +244,7 @@ def test_prefill_time_does_not_count_towards_the_deadline() -> None:
     message(s)
     message(s, "m2", OTHER)
     prefilled(s, "m")
-    s.handle(ev.Prefilled(RequestId("m2"), Reported()), NOW + 4)
+    s.handle(fact.prefilled(RequestId("m2"), Reported()), NOW + 4)
     assert waits(s, "m2")
     assert s.next_wakeup(NOW + 4) == NOW + 9
 
@@ -270,7 +270,7 @@ def test_what_is_not_known_takes_the_gate_at_the_grant(unknown: bool) -> None:
 def test_a_stranger_is_not_waited_for() -> None:
     s = fresh(3)
     message(s)
-    effects = s.handle(ev.FoundBusy({A1: slot(s, A1).generation}), NOW)
+    effects = s.handle(fact.found_busy({A1: slot(s, A1).generation}), NOW)
     assert [e.progress for e in effects] == [RequestProgress.UNSEEN]  # type: ignore[union-attr]
     assert of(prefilled(s, "m")) == ["Dispatch m"]
 

@@ -16,7 +16,7 @@ from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import Content, Phase, Resident
 from router.core.planning.planner import plan
 from router.core.planning.prefill import ahead, before_s
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -133,7 +133,7 @@ def test_the_wait_for_a_slot_counts_in_line_as_well() -> None:
     arrive(s, "r", LONG)
     arrive(s, "s", SHORT)
     arrive(s, "r2", OTHER)
-    s.handle(ev.Finished(RequestId("s"), Outcome.OK, Reported()), NOW + 2)
+    s.handle(fact.finished(RequestId("s"), Outcome.OK, Reported()), NOW + 2)
     assert isinstance(s.state.job_of(RequestId("r2")).doing, InPrefillQueue)
     assert s.next_wakeup(NOW + 2) == NOW + 3
     assert names(tick(s, 3.0)) == ["Reject"]
@@ -143,7 +143,7 @@ def test_what_was_computed_was_no_wait() -> None:
     s = scheduler(backend("a", 3), prefill_chunk_s=0.5, queue=QueueLimits(deadline_s=20.0))
     arrive(s, "r", run_of(3000, 1))
     arrive(s, "r2", OTHER)
-    s.handle(ev.Prefilled(RequestId("r"), Reported(512, 0, prompt_s=15.0)), NOW + 15)
+    s.handle(fact.prefilled(RequestId("r"), Reported(512, 0, prompt_s=15.0)), NOW + 15)
     assert isinstance(s.state.job_of(RequestId("r")).doing, InPrefillQueue)
     assert tick(s, 20.0) == []  # r2 waited for 15 s, and is prefilled; r for 5 s
     assert of(tick(s, 25.0)) == ["Prefill r"]
@@ -158,22 +158,22 @@ def stood_ten_seconds() -> Driven:
     arrive(s, "r", run_of(3000, 1))
     arrive(s, "r2", run_of(6000, 2))
     assert of(tick(s, 10.0)) == ["Prefill r2"]  # r's chunk takes too long
-    s.handle(ev.Prefilled(RequestId("r"), PIECE), NOW + 12)
+    s.handle(fact.prefilled(RequestId("r"), PIECE), NOW + 12)
     return s
 
 
 def test_who_stands_in_line_again_has_stood_before() -> None:
     s = stood_ten_seconds()
-    assert of(s.handle(ev.Prefilled(RequestId("r2"), PIECE), NOW + 13)) == ["Prefill r"]
+    assert of(s.handle(fact.prefilled(RequestId("r2"), PIECE), NOW + 13)) == ["Prefill r"]
     assert tick(s, 20.9) == []
     assert names(tick(s, 21.0)) == ["Reject", "Spent"]
 
 
 def test_gone_client_in_line_for_others_is_told_nothing() -> None:
     s = stood_ten_seconds()
-    s.handle(ev.Arrived(request("r3", run_of(6000, 2))), NOW + 12)
-    s.handle(ev.Cancelled(RequestId("r2")), NOW + 12.5)
-    s.handle(ev.Prefilled(RequestId("r2"), PIECE), NOW + 13)
+    s.handle(fact.arrived(request("r3", run_of(6000, 2))), NOW + 12)
+    s.handle(fact.cancelled(RequestId("r2")), NOW + 12.5)
+    s.handle(fact.prefilled(RequestId("r2"), PIECE), NOW + 13)
     job = s.state.job_of(RequestId("r2"))
     assert (job.cancelled, type(job.doing)) == (True, InPrefillQueue)
     assert names(tick(s, 21.0)) == []
@@ -210,7 +210,7 @@ def test_the_shorter_goes_first_of_those_who_wait() -> None:
 def test_prefill_goes_first_after_waiting_twice_the_difference(tokens: int, first: str) -> None:
     s = two(4)
     prefilled(s, "r")
-    s.handle(ev.Arrived(request("r3", run_of(tokens, 4))), NOW + 0.45)
+    s.handle(fact.arrived(request("r3", run_of(tokens, 4))), NOW + 0.45)
 
     assert of(tick(s, 0.5)) == [f"Prefill {first}"]
 
@@ -267,11 +267,11 @@ def test_what_is_being_computed_is_not_waiting() -> None:
     """Otherwise a half-computed long prompt would go before all later requests."""
     s = scheduler(backend("a", 3), prefill_chunk_s=1.5)
     arrive(s, "r", run_of(3000, 1))
-    s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 5)
-    s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 10)
-    s.handle(ev.Arrived(request("r2", OTHER)), NOW + 14)
+    s.handle(fact.prefilled(RequestId("r"), Reported()), NOW + 5)
+    s.handle(fact.prefilled(RequestId("r"), Reported()), NOW + 10)
+    s.handle(fact.arrived(request("r2", OTHER)), NOW + 14)
 
-    assert of(s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 15)) == ["Prefill r2"]
+    assert of(s.handle(fact.prefilled(RequestId("r"), Reported()), NOW + 15)) == ["Prefill r2"]
 
 
 def left_in_line() -> Driven:
@@ -420,8 +420,8 @@ def test_prefill_that_waited_goes_on_sooner_after_its_piece() -> None:
     s = in_pieces(3)
     arrive(s, "r", run_of(601, 1))
     arrive(s, "r2", run_of(1001, 2))
-    s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 6)
-    assert of(s.handle(ev.Begun(RequestId("r")), NOW + 6)) == ["Prefill r2"]
+    s.handle(fact.prefilled(RequestId("r"), Reported()), NOW + 6)
+    assert of(s.handle(fact.begun(RequestId("r")), NOW + 6)) == ["Prefill r2"]
 
     line = ahead(s.state.inventory, s.state.inventory.backends[A0.backend], NOW + 6)
     assert before_s(line, 1.8) == pytest.approx(5.12)
@@ -441,10 +441,10 @@ def test_one_whose_state_is_read_is_before_those_who_need_more() -> None:
 
 def test_what_one_has_stood_in_line_is_told_of_him() -> None:
     s = two()
-    s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 3)
-    s.handle(ev.Begun(RequestId("r")), NOW + 4)
-    s.handle(ev.Prefilled(RequestId("r2"), Reported()), NOW + 6)
-    done = s.handle(ev.Finished(RequestId("r2"), Outcome.OK, Reported()), NOW + 7)
+    s.handle(fact.prefilled(RequestId("r"), Reported()), NOW + 3)
+    s.handle(fact.begun(RequestId("r")), NOW + 4)
+    s.handle(fact.prefilled(RequestId("r2"), Reported()), NOW + 6)
+    done = s.handle(fact.finished(RequestId("r2"), Outcome.OK, Reported()), NOW + 7)
 
     (account,) = (effect for effect in done if isinstance(effect, Account))
     assert (account.prefill_queue_s, account.prepared_s) == (4, 6)
@@ -469,18 +469,18 @@ class Played:
     def __init__(self, s: Driven, times: float = 1.0) -> None:
         self.s, self.times, self.now = s, times, NOW
         self.computed: list[tuple[str, float]] = []
-        self._done: list[tuple[float, ev.Event]] = []
+        self._done: list[tuple[float, fact.Fact]] = []
         self.latest_s = 0.0  # latest predicted end of a queued prefill, after NOW
 
-    def handle(self, event: ev.Event) -> None:
+    def handle(self, event: fact.Fact) -> None:
         for effect in self.s.handle(event, self.now):
             if isinstance(effect, Prefill):
                 n_held = count(slot(self.s, effect.slot).content.resident.tokens)
                 ends = self.now + self.times * 0.01 * (count(effect.tokens) - n_held)
-                self._done.append((ends, ev.Prefilled(effect.request, Reported())))
+                self._done.append((ends, fact.prefilled(effect.request, Reported())))
                 self.computed.append((effect.request, self.now - NOW))
             elif isinstance(effect, Dispatch):
-                self._done.append((self.now, ev.Begun(effect.request)))
+                self._done.append((self.now, fact.begun(effect.request)))
         told = [
             x.work.busy_until for x in self.s.state.inventory.slots if x.phase is Phase.PREPARING
         ]
@@ -496,7 +496,7 @@ class Played:
             self.handle(first[1])
         elif wakes is not None:
             self.now = wakes
-            self.handle(ev.Tick())
+            self.handle(fact.tick())
         return bool(self._done) or wakes is not None
 
 
@@ -504,7 +504,7 @@ class Played:
 def test_prompts_that_are_alike_are_computed_one_after_the_other(times: float) -> None:
     played = Played(in_pieces(4), times)
     for name in ("r", "r2", "r3"):
-        played.handle(ev.Arrived(request(name, run_of(2001, ord(name[-1])))))
+        played.handle(fact.arrived(request(name, run_of(2001, ord(name[-1])))))
     while played.go_on():
         pass
 
@@ -516,16 +516,16 @@ def test_prompts_that_are_alike_are_computed_one_after_the_other(times: float) -
 def test_nobody_waits_for_ever_while_short_ones_come() -> None:
     """Short prompts arrive before the previous one is done."""
     played = Played(in_pieces(40))
-    played.handle(ev.Arrived(request("r0", run_of(101, 99))))
-    played.handle(ev.Arrived(request("long", run_of(1001, 1))))
+    played.handle(fact.arrived(request("r0", run_of(101, 99))))
+    played.handle(fact.arrived(request("long", run_of(1001, 1))))
     for i in range(1, 100):
         if played.computed[-1][0] == "long":
             break
-        played.handle(ev.Arrived(request(f"r{i}", run_of(101, 100 + i))))
+        played.handle(fact.arrived(request(f"r{i}", run_of(101, 100 + i))))
         n = len(played.computed)
         while len(played.computed) == n:
             assert played.go_on()
-        played.handle(ev.Finished(RequestId(f"r{i - 1}"), Outcome.OK, Reported()))
+        played.handle(fact.finished(RequestId(f"r{i - 1}"), Outcome.OK, Reported()))
 
     # After waiting for 2 x (10 s - 1 s), and for the chunk under way then.
     assert 17 <= played.computed[-1][1] <= 20
@@ -543,7 +543,7 @@ def test_a_turn_goes_where_its_request_runs() -> None:
 
 def test_who_waits_is_told_when_the_backend_goes_away() -> None:
     s = two()
-    effects = s.handle(ev.BackendDown(A0.backend), NOW)
+    effects = s.handle(fact.backend_down(A0.backend), NOW)
 
     assert [e.request for e in effects if isinstance(e, Reject)] == ["r", "r2"]
     assert s.next_wakeup(NOW) is None
@@ -570,7 +570,7 @@ def test_a_short_rest_of_a_prompt_takes_the_permit_if_it_is_free() -> None:
 def test_permit_ends_with_its_chunk_if_the_queue_is_off() -> None:
     s = two()
     off = replace(s.state.inventory.policy, coalesce_above_s=None)
-    s.handle(ev.Configured(off, s.state.inventory.catalog.limits, s.state.queue.limits), NOW)
+    s.handle(fact.configured(off, s.state.inventory.catalog.limits, s.state.queue.limits), NOW)
     prefilled(s, "r")
 
     assert of(begun(s, "r")) == ["Prefill r2"]

@@ -10,7 +10,7 @@ from router.core.model.effects import Delete, Dispatch, Prefill, Quarantine, Res
 from router.core.model.effects import SaveReason as Why
 from router.core.model.policy import SnapshotLimits
 from router.core.model.slots import Phase
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -158,9 +158,9 @@ def test_a_save_tells_what_the_slot_really_holds() -> None:
 def test_nothing_vouches_for_a_save_whose_backend_went(gone: bool) -> None:
     s = scheduler(ONE, holding={A0: ELSE}, coalesce_above_s=None)
     arrive(s, ids=LONG)
-    event: ev.Event = ev.BackendDown(A)
+    event: fact.Fact = fact.backend_down(A)
     if not gone:
-        event = ev.BackendUp(backend("a", 1, namespace=OTHER_NS))
+        event = fact.backend_up(backend("a", 1, namespace=OTHER_NS))
     s.handle(event, NOW)
 
     assert saved(s, snapshot("x", ELSE)) == [Delete(snapshot("x", ELSE))]
@@ -170,7 +170,7 @@ def test_nothing_vouches_for_a_save_whose_backend_went(gone: bool) -> None:
 def test_a_late_save_is_a_snapshot_all_the_same() -> None:
     s = scheduler(ONE, holding={A0: ELSE}, coalesce_above_s=None)
     arrive(s, ids=LONG)
-    s.handle(ev.BackendUp(ONE), NOW)
+    s.handle(fact.backend_up(ONE), NOW)
 
     assert saved(s, snapshot("x", ELSE)) == []
     assert SnapshotId("x") in s.state.inventory.catalog
@@ -185,7 +185,7 @@ def test_what_is_purged_is_deleted_unless_it_is_restored_from() -> None:
     other = snapshot("o", run_of(900, 5))
     s = restoring()
     s.state.inventory.catalog.add(other, MemoryKind.FULL, 1.0)
-    purged = ev.Purged((SnapshotId("s"), SnapshotId("o"), SnapshotId("unknown")))
+    purged = fact.purged((SnapshotId("s"), SnapshotId("o"), SnapshotId("unknown")))
 
     assert s.handle(purged, NOW) == [Delete(other)]
     assert s.state.inventory.catalog.snapshots() == []
@@ -272,7 +272,7 @@ def test_quarantined_file_is_not_restored_by_waiting_jobs() -> None:
 def test_restore_outlives_its_job_and_keeps_the_file() -> None:
     """Regression: a file was deleted during a restore on a backend that was declared down."""
     s = restoring()
-    s.handle(ev.BackendDown(A), NOW)
+    s.handle(fact.backend_down(A), NOW)
     assert s.state.inventory.jobs == {}
     assert s.state.inventory.catalog.remove(SNAP.id) == []
 
@@ -282,11 +282,11 @@ def test_restore_outlives_its_job_and_keeps_the_file() -> None:
 
 def test_a_file_that_kills_backends_is_put_aside() -> None:
     s = restoring()
-    s.handle(ev.BackendDown(A), NOW)
+    s.handle(fact.backend_down(A), NOW)
     assert restore_failed(s) == []
-    s.handle(ev.BackendUp(ONE), NOW)
+    s.handle(fact.backend_up(ONE), NOW)
     assert arrive(s, ids=LONG) == [Restore(R, A0, SNAP)]
-    s.handle(ev.BackendDown(A), NOW)
+    s.handle(fact.backend_down(A), NOW)
 
     assert restore_failed(s) == [Quarantine(SNAP, "why")]
 

@@ -6,7 +6,7 @@ from router.base.types import SnapshotId, Source
 from router.core.model.effects import Delete, Restore, Save
 from router.core.model.effects import SaveReason as Why
 from router.core.model.slots import Phase
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     B0,
@@ -60,7 +60,7 @@ def test_a_copy_is_a_save_there_and_a_restore_here() -> None:
 def test_a_copy_uses_the_equal_snapshot_that_was_there_before() -> None:
     s = copying()
     there = snapshot("old", run_of(500))
-    s.handle(ev.SnapshotsFound((there,)), NOW)
+    s.handle(fact.snapshots_found((there,)), NOW)
     made = snapshot("c", run_of(500))
 
     assert saved(s, made) == [Delete(made), Restore(R, B0, there)]
@@ -68,7 +68,7 @@ def test_a_copy_uses_the_equal_snapshot_that_was_there_before() -> None:
 
 def test_a_copy_that_the_limits_do_not_allow_is_a_cold_start() -> None:
     s = copying()
-    s.handle(ev.SnapshotsFound((snapshot("s", run_of(9)),)), NOW)
+    s.handle(fact.snapshots_found((snapshot("s", run_of(9)),)), NOW)
     made = snapshot("c", run_of(500), size=10**15)
     s.state.inventory.catalog.limits = type(s.state.inventory.catalog.limits)(max_bytes=10**14)
 
@@ -97,7 +97,7 @@ def test_a_copy_whose_source_goes_away_is_a_cold_start(ok: bool) -> None:
     """Regression: the request was rejected, although its own backend was up."""
     s = copying()
 
-    assert s.handle(ev.BackendDown(A), NOW) == []
+    assert s.handle(fact.backend_down(A), NOW) == []
     effects = saved(s, snapshot("c", run_of(500))) if ok else save_failed(s)
     assert plan_of(effects).chosen.source is Source.COLD
     assert slot(s, B0).phase is Phase.RUNNING
@@ -108,7 +108,7 @@ def test_copy_to_a_lost_target_keeps_its_source_until_saved(ok: bool) -> None:
     """Regression: the slot was leased to the next request while it was still being saved."""
     s = copying()
 
-    assert names(s.handle(ev.BackendDown(B), NOW)) == ["Reject"]
+    assert names(s.handle(fact.backend_down(B), NOW)) == ["Reject"]
     assert arrive(s, "r2", [5]) == []
     effects = saved(s, snapshot("c", run_of(500))) if ok else save_failed(s)
     assert names(effects) == (["Dispatch"] if ok else ["Save"])
@@ -120,7 +120,7 @@ def test_copy_from_a_lost_source_is_a_cold_start() -> None:
     s = scheduler(ONE, backend("b", 1), holding={A0: run_of(500), B0: ELSE}, coalesce_above_s=None)
     s.state.inventory.backends[A].rates = rates(prefill_s=1.0)
     assert arrive(s, ids=LONG) == [Save(R, B0, NS, Why.DISPLACED)]
-    s.handle(ev.BackendDown(A), NOW)
+    s.handle(fact.backend_down(A), NOW)
 
     effects = saved(s, snapshot("x", ELSE), at=B0)
     assert plan_of(effects).reason == "the backend of the copy's source went down"
@@ -131,7 +131,7 @@ def test_copy_from_a_removed_source_is_a_cold_start() -> None:
     s = scheduler(ONE, backend("b", 1), holding={A0: run_of(500), B0: ELSE}, coalesce_above_s=None)
     s.state.inventory.backends[A].rates = rates(prefill_s=1.0)
     assert arrive(s, ids=LONG) == [Save(R, B0, NS, Why.DISPLACED)]
-    s.handle(ev.BackendDown(A), NOW)
-    s.handle(ev.Removed(A), NOW)
+    s.handle(fact.backend_down(A), NOW)
+    s.handle(fact.removed(A), NOW)
 
     assert names(saved(s, snapshot("x", ELSE), at=B0)) == ["Dispatch"]

@@ -12,7 +12,7 @@ from router.core.model.policy import SnapshotLimits
 from router.core.model.rates import LinearFit
 from router.core.model.slots import Content, Resident
 from router.core.planning.planner import plan
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -57,7 +57,7 @@ def begun() -> Driven:
 def test_only_what_is_shared_is_restored() -> None:
     s = begun()
 
-    assert s.handle(ev.WasCut(R, TRUNK, 0.002), NOW) == [Restore(R, A0, TRUNK)]
+    assert s.handle(fact.was_cut(R, TRUNK, 0.002), NOW) == [Restore(R, A0, TRUNK)]
     done = plan_of(restored(s, 500, of="t"))
     assert (done.chosen.source, done.chosen.reused_tokens) == (Source.SNAPSHOT, 500)
     assert done.chosen.price.rewrite_s == pytest.approx(1e-3 + 500_000e-9)
@@ -69,7 +69,7 @@ def test_only_what_is_shared_is_restored() -> None:
 
 def test_the_trunk_serves_the_next_without_a_cut() -> None:
     s = begun()
-    s.handle(ev.WasCut(R, TRUNK, 0.002), NOW)
+    s.handle(fact.was_cut(R, TRUNK, 0.002), NOW)
 
     restored(s, 500, of="t")
     other = join([run_of(500), run_of(50, 3)])
@@ -79,7 +79,7 @@ def test_the_trunk_serves_the_next_without_a_cut() -> None:
 def test_what_was_learned_prices_the_next_cut() -> None:
     s = begun()
     before = s.state.inventory.backends[A].rates.rewrite_s(500_000)
-    s.handle(ev.WasCut(R, TRUNK, 5.0), NOW)
+    s.handle(fact.was_cut(R, TRUNK, 5.0), NOW)
 
     assert s.state.inventory.backends[A].rates.rewrite_s(500_000) > before
 
@@ -117,7 +117,7 @@ def test_a_conversation_that_fits_no_slot_gives_its_beginning() -> None:
     s = cutting(backend(cuts=True, n_ctx=1000))
     assert arrive(s, ids=SHORT) == [Cut(R, LONG, 500)]
 
-    effects = s.handle(ev.CutFailed(R, "no"), NOW)
+    effects = s.handle(fact.cut_failed(R, "no"), NOW)
     assert names(effects) == ["Dispatch"]
     assert plan_of(effects).chosen.source is Source.COLD
     assert "no" in plan_of(effects).reason
@@ -126,18 +126,18 @@ def test_a_conversation_that_fits_no_slot_gives_its_beginning() -> None:
 def test_a_cut_that_fails_is_a_longer_restore() -> None:
     s = begun()
 
-    assert s.handle(ev.CutFailed(R, "no"), NOW) == [Restore(R, A0, LONG)]
+    assert s.handle(fact.cut_failed(R, "no"), NOW) == [Restore(R, A0, LONG)]
 
 
 def test_a_trunk_that_the_catalog_has_already_or_will_not_have() -> None:
     s = begun()
     same = snapshot("old", run_of(500), size=500_000)
-    s.handle(ev.SnapshotsFound((same,)), NOW)
-    assert s.handle(ev.WasCut(R, TRUNK, 0.1), NOW) == [Delete(TRUNK), Restore(R, A0, same)]
+    s.handle(fact.snapshots_found((same,)), NOW)
+    assert s.handle(fact.was_cut(R, TRUNK, 0.1), NOW) == [Delete(TRUNK), Restore(R, A0, same)]
 
     s = begun()
     s.state.inventory.catalog.limits = SnapshotLimits(max_bytes=400_000)
-    effects = s.handle(ev.WasCut(R, TRUNK, 0.1), NOW)
+    effects = s.handle(fact.was_cut(R, TRUNK, 0.1), NOW)
     assert names(effects) == ["Delete", "Restore"]
     assert isinstance(effects[1], Restore)
     assert effects[1].snapshot == LONG
@@ -148,7 +148,7 @@ def test_trunk_without_room_and_too_long_a_whole_start_cold() -> None:
     arrive(s, ids=SHORT)
     s.state.inventory.catalog.limits = SnapshotLimits(max_bytes=400_000)
 
-    effects = s.handle(ev.WasCut(R, TRUNK, 0.1), NOW)
+    effects = s.handle(fact.was_cut(R, TRUNK, 0.1), NOW)
     assert names(effects) == ["Delete", "Dispatch"]
     assert plan_of(effects).chosen.source is Source.COLD
 
@@ -157,7 +157,7 @@ def test_a_client_that_leaves_meanwhile_leaves_the_trunk_behind() -> None:
     s = begun()
     cancel(s)
 
-    assert s.handle(ev.WasCut(R, TRUNK, 0.1), NOW) == []
+    assert s.handle(fact.was_cut(R, TRUNK, 0.1), NOW) == []
     assert R not in s.state.inventory.jobs
     assert SnapshotId("t") in s.state.inventory.catalog
     assert all(n == 0 for _, _, n in s.state.inventory.catalog.snapshots())
@@ -167,29 +167,29 @@ def test_a_client_that_leaves_and_a_cut_that_fails() -> None:
     s = begun()
     cancel(s)
 
-    assert s.handle(ev.CutFailed(R, "no"), NOW) == []
+    assert s.handle(fact.cut_failed(R, "no"), NOW) == []
     assert s.state.inventory.jobs == {}
     assert all(n == 0 for _, _, n in s.state.inventory.catalog.snapshots())
 
 
 def test_a_backend_that_goes_meanwhile() -> None:
     s = begun()
-    s.handle(ev.BackendDown(A), NOW)
+    s.handle(fact.backend_down(A), NOW)
 
-    assert s.handle(ev.WasCut(R, TRUNK, 0.1), NOW) == []
+    assert s.handle(fact.was_cut(R, TRUNK, 0.1), NOW) == []
     assert SnapshotId("t") in s.state.inventory.catalog
     s = begun()
-    s.handle(ev.BackendDown(A), NOW)
-    assert s.handle(ev.CutFailed(R, "no"), NOW) == []
+    s.handle(fact.backend_down(A), NOW)
+    assert s.handle(fact.cut_failed(R, "no"), NOW) == []
 
 
 def test_a_snapshot_that_is_lost_before_its_turn_is_not_cut() -> None:
     s = cutting()
     s.state.inventory.slots[A0].hold(Content(Resident(run_of(900, 7)), Tenant("x"), savable=False))
     assert names(arrive(s, ids=SHORT)) == ["Erase"]
-    s.handle(ev.SnapshotLost(SnapshotId("s")), NOW)
+    s.handle(fact.snapshot_lost(SnapshotId("s")), NOW)
 
-    assert names(s.handle(ev.Erased(R, A0), NOW)) == ["Dispatch"]
+    assert names(s.handle(fact.erased(R, A0), NOW)) == ["Dispatch"]
 
 
 def test_kinds_that_cannot_go_back_are_not_cut() -> None:
@@ -204,7 +204,7 @@ def test_what_rewriting_for_a_restore_took_is_learned() -> None:
     s = cutting(backend())
     arrive(s, ids=SHORT)
     before = s.state.inventory.backends[A].rates.rewrite_s(8_000_000)
-    s.handle(ev.Restored(R, LONG.id, 8000, 0.001, rewrite_s=5.0), NOW)
+    s.handle(fact.restored(R, LONG.id, 8000, 0.001, rewrite_s=5.0), NOW)
 
     assert s.state.inventory.backends[A].rates.rewrite_s(8_000_000) > before
 

@@ -9,7 +9,7 @@ from router.base.types import Outcome, Reported, RequestProgress
 from router.core.model.effects import WatchSlot
 from router.core.model.rates import Mean
 from router.core.model.slots import UNKNOWN
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import A0, A1, A, R, backend, run_of, scheduler, tokens
 from tests.support.scheduler.drive import (
     NOW,
@@ -109,7 +109,7 @@ def test_abandoned_answer_that_may_have_shifted_is_wiped(
     s.state.inventory.backends[A].rates.output_s_per_token = Mean(0.05)
     arrive(s, **more)
 
-    gone = ev.Finished(R, Outcome.CLIENT_GONE, Reported(), None, begun=True)
+    gone = fact.finished(R, Outcome.CLIENT_GONE, Reported(), None, begun=True)
     effects = s.handle(gone, NOW + after_s)
 
     assert effects[1:] == [WatchSlot(R, A0, RequestProgress.BEGUN, wipe=wipe)]
@@ -123,6 +123,6 @@ def test_a_connection_that_was_lost_may_leave_it_there(pinnable: bool) -> None:
     if not pinnable:
         prefilled(s)
 
-    s.handle(ev.BackendDown(A), NOW)
-    s.handle(ev.BackendUp(backend("a", 2)), NOW)
+    s.handle(fact.backend_down(A), NOW)
+    s.handle(fact.backend_up(backend("a", 2)), NOW)
     assert [slot(s, at).content.savable for at in (A0, A1)] == [False, pinnable]

@@ -8,7 +8,7 @@ from router.base.errors import TenantQuotaError
 from router.base.types import Caller, Cost, Outcome, Prompt, RequestId
 from router.core.model.effects import Account, Effect, Reject, Spent, WatchSlot
 from router.core.model.tenancy import Limits
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import A0, backend, scheduler
 from tests.support.scheduler.drive import NOW, arrive, cancel, finish, names, quiet, tick
 from tests.support.scheduler.driven import Driven
@@ -120,7 +120,7 @@ def test_a_slot_as_long_as_before_is_asked_whether_it_ran(ran: bool, cost: list[
     finish(s, "a", prompt_tokens=101, cached_tokens=0, generated_tokens=1)
     ask(s, "b")
     finish(s, "b", Outcome.CLIENT_GONE)
-    assert costs(s.handle(ev.Quiet(RequestId("b"), 101, ran=ran), NOW)) == cost
+    assert costs(s.handle(fact.quiet(RequestId("b"), 101, ran=ran), NOW)) == cost
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_several_answers_for_nobody_count_as_slots_show(
     told = [
         cost
         for one, n in zip(watched, held, strict=True)
-        for cost in costs(s.handle(ev.Quiet(one.request, n, ran=ran), NOW))
+        for cost in costs(s.handle(fact.quiet(one.request, n, ran=ran), NOW))
     ]
     assert sum(one.generated for one in told) == generated
     assert sum(one.computed for one in told) == 100
@@ -197,7 +197,7 @@ def test_a_slot_that_is_emptied_shows_what_it_held() -> None:
     s = limited()
     ask(s, "a", adapted=True)
     finish(s, "a", Outcome.CLIENT_GONE)
-    effects = s.handle(ev.Quiet(RequestId("a"), 64, wiped=True), NOW)
+    effects = s.handle(fact.quiet(RequestId("a"), 64, wiped=True), NOW)
     assert costs(effects) == [Cost(computed=64)]
 
 
@@ -215,7 +215,7 @@ def test_a_prefill_that_is_left_counts() -> None:
     s.state.budget.limit({"alice": Limits(tokens_per_day=300)})
     assert ask(s, "a") == "Prefill"
     cancel(s, "a")
-    effects = s.handle(ev.PrefillFailed(RequestId("a"), "the client disconnected", 64), NOW)
+    effects = s.handle(fact.prefill_failed(RequestId("a"), "the client disconnected", 64), NOW)
     assert costs(effects) == [Cost(computed=64)]
     assert s.state.budget.left("alice") == 236
 

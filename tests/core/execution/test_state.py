@@ -6,7 +6,7 @@ import pytest
 
 from router.base.types import Reported, RequestId, SlotId, SnapshotId, Stall
 from router.core.model.slots import Content, Resident
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -37,7 +37,7 @@ def with_two_streams(**more: Any) -> Driven:
 def test_a_restore_stops_every_running_stream_of_its_backend() -> None:
     s = with_two_streams(snapshots=[SNAP], coalesce_above_s=None)
     arrive(s, ids=run_of(1000))
-    s.handle(ev.Restored(R, SnapshotId("s"), 900, 0.25), NOW)
+    s.handle(fact.restored(R, SnapshotId("s"), 900, 0.25), NOW)
 
     assert s.state.inventory.backends[A].stalled_s == {Stall.RESTORE: 0.5}
 
@@ -46,8 +46,8 @@ def test_a_save_stops_them_too_whoever_wanted_it() -> None:
     s = with_two_streams()
     s.state.inventory.slots[A0].hold(Content(Resident(SNAP.tokens)))
     for name in ("save-1", "save-2"):
-        s.handle(ev.SaveAsked(A0), NOW)
-        s.handle(ev.Saved(RequestId(name), A0, SNAP, 0.25), NOW)
+        s.handle(fact.save_asked(A0), NOW)
+        s.handle(fact.saved(RequestId(name), A0, SNAP, 0.25), NOW)
 
     assert s.state.inventory.backends[A].stalled_s == {Stall.SAVE: 1.0}
 
@@ -58,7 +58,7 @@ def test_prefill_counts_as_far_as_its_time_is_known(
 ) -> None:
     s = with_two_streams(coalesce_above_s=0.0)
     arrive(s, ids=run_of(1000))
-    s.handle(ev.Prefilled(R, Reported(999, 0, prompt_s)), NOW)
+    s.handle(fact.prefilled(R, Reported(999, 0, prompt_s)), NOW)
 
     assert s.state.inventory.backends[A].stalled_s == {Stall.PREFILL: expected}
 
@@ -68,7 +68,7 @@ def test_streams_of_other_backends_and_idle_slots_lose_nothing() -> None:
     busy(s.state.inventory, B0)
     s.state.inventory.slots[A1].hold(Content(Resident(run_of(5))))
     s.state.inventory.slots[A0].hold(Content(Resident(SNAP.tokens)))
-    s.handle(ev.SaveAsked(A0), NOW)
-    s.handle(ev.Saved(RequestId("save-1"), A0, SNAP, 0.25), NOW)
+    s.handle(fact.save_asked(A0), NOW)
+    s.handle(fact.saved(RequestId("save-1"), A0, SNAP, 0.25), NOW)
 
     assert s.state.inventory.backends[A].stalled_s == {Stall.SAVE: 0.0}

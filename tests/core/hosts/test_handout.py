@@ -22,7 +22,7 @@ from router.core.model.effects import Dispatch, Prefill, Save, SaveReason
 from router.core.model.plan import Handout, Offered, Quote
 from router.core.model.request_queue import Queue
 from router.core.model.slots import Content, Resident
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -59,7 +59,7 @@ def offers(
 def keep(
     s: Driven, name: str, tokens: Tokens, kind: MemoryKind = MemoryKind.FULL, ns: str = NS
 ) -> None:
-    s.handle(ev.SnapshotsFound((snapshot(name, tokens, ns=ns),), kind), NOW)
+    s.handle(fact.snapshots_found((snapshot(name, tokens, ns=ns),), kind), NOW)
 
 
 def test_a_snapshot_is_offered() -> None:
@@ -86,7 +86,7 @@ def test_a_model_that_is_not_up_offers_what_was_saved() -> None:
     s = scheduler(backend("a", 1))
     keep(s, "s", LONG, MemoryKind.HYBRID)
     keep(s, "longer", join([LONG, run_of(50, 5)]), MemoryKind.HYBRID)
-    s.handle(ev.BackendDown(BackendId("a")), NOW)
+    s.handle(fact.backend_down(BackendId("a")), NOW)
     found = offers(s)
     assert found is not None
     assert found.content == SnapshotId("s"), "a longer hybrid state cannot go back"
@@ -109,12 +109,12 @@ def test_what_an_idle_slot_holds_is_saved_when_asked_for() -> None:
     assert found is not None
     assert found.content == A0
     assert offers(s, saved=True) is None
-    assert s.handle(ev.SaveAsked(A0), NOW) == [Save(SAVE, A0, NS, SaveReason.HOST)]
-    assert s.handle(ev.SaveAsked(A0), NOW) == [], "it is being saved"
+    assert s.handle(fact.save_asked(A0), NOW) == [Save(SAVE, A0, NS, SaveReason.HOST)]
+    assert s.handle(fact.save_asked(A0), NOW) == [], "it is being saved"
     during = offers(s)
     assert during is not None
     assert during.content == A0
-    s.handle(ev.Saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
+    s.handle(fact.saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
     after = offers(s)
     assert after is not None
     assert after.content == SnapshotId("s")
@@ -124,8 +124,8 @@ def test_nothing_is_offered_that_must_not_be_saved() -> None:
     s = scheduler(backend("a", 1), holding={A0: LONG})
     slot(s, A0).hold(Content(Resident(LONG), savable=False))
     assert offers(s) is None
-    assert s.handle(ev.SaveAsked(A0), NOW) == []
-    assert s.handle(ev.SaveAsked(SlotId(A0.backend, 5)), NOW) == []
+    assert s.handle(fact.save_asked(A0), NOW) == []
+    assert s.handle(fact.save_asked(SlotId(A0.backend, 5)), NOW) == []
 
 
 def test_no_idle_slot_is_saved_beside_a_request_at_the_gate() -> None:
@@ -134,23 +134,23 @@ def test_no_idle_slot_is_saved_beside_a_request_at_the_gate() -> None:
     arrive(s, ids=[1], pinnable=False)
     assert s.state.inventory.gated
     assert offers(s) is None
-    assert s.handle(ev.SaveAsked(A1), NOW) == []
+    assert s.handle(fact.save_asked(A1), NOW) == []
 
 
 def test_a_host_that_no_longer_waits_costs_no_save() -> None:
     s = scheduler(backend("a", 1))
     arrive(s, ids=LONG)
-    s.handle(ev.SaveAsked(A0), NOW)
-    s.handle(ev.SaveUnasked(A0), NOW)
+    s.handle(fact.save_asked(A0), NOW)
+    s.handle(fact.save_unasked(A0), NOW)
     assert names(prefilled(s)) == ["Dispatch"]
 
 
 def test_nothing_is_computed_for_hosts_that_no_longer_wait() -> None:
     s = scheduler(backend("a", 1))
     arrive(s, ids=LONG)
-    s.handle(ev.SaveAsked(A0), NOW)
+    s.handle(fact.save_asked(A0), NOW)
     assert names(cancel(s)) == [], "another host waits for it"
-    assert names(s.handle(ev.SaveUnasked(A0), NOW)) == ["StopWork"]
+    assert names(s.handle(fact.save_unasked(A0), NOW)) == ["StopWork"]
 
 
 def test_a_state_that_must_fit_whole_is_told_with_its_tokens() -> None:
@@ -170,11 +170,11 @@ def test_what_is_being_computed_is_saved_before_its_answer() -> None:
     assert found.content == A0
     assert found.offered.computing
     assert found.offered.ready_s > 9, "it takes ten seconds to compute"
-    assert s.handle(ev.SaveAsked(A0), NOW) == []
+    assert s.handle(fact.save_asked(A0), NOW) == []
     (save,) = prefilled(s)
     assert isinstance(save, Save)
     assert save.reason is SaveReason.SHARED
-    after = s.handle(ev.Saved(save.request, A0, snapshot("s", LONG), 0.001), NOW)
+    after = s.handle(fact.saved(save.request, A0, snapshot("s", LONG), 0.001), NOW)
     assert names(after) == ["Dispatch"]
     finish(s)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import A0, B0, OTHER_NS, B, backend, run_of, scheduler
 from tests.support.scheduler.drive import NOW, arrive, finish, plan_of
 from tests.support.scheduler.driven import Driven
@@ -13,7 +13,7 @@ from tests.support.scheduler.driven import Driven
 def after_one_on_a(**b: Any) -> Driven:
     """Return a scheduler after one request on backend a; `b`: fields of backend b."""
     s = scheduler(backend("a", 1, prefill_s_per_token=0.01), idle_save_after_s=None)
-    s.handle(ev.BackendUp(backend("b", 1, **b)), NOW)
+    s.handle(fact.backend_up(backend("b", 1, **b)), NOW)
     assert plan_of(arrive(s, ids=run_of(20))).chosen.slot == A0
     over(s, "r", 0.2)
     return s

@@ -33,7 +33,7 @@ from router.core.model.slots import UNKNOWN, Content, Resident
 from router.core.model.tenancy import attracts, may_attract, model_of, namespace_of, tenant_of
 from router.core.planning.planner import plan
 from router.core.reporting.miss_reasons import coverage_of
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -80,11 +80,11 @@ def holds(s: Driven, where: SlotId, tenant: Tenant, held: Resident | None = None
 
 
 def erased(s: Driven, where: SlotId = A0, name: str = "r") -> list[Effect]:
-    return s.handle(ev.Erased(RequestId(name), where), NOW)
+    return s.handle(fact.erased(RequestId(name), where), NOW)
 
 
 def erase_failed(s: Driven, where: SlotId = A0, name: str = "r") -> list[Effect]:
-    return s.handle(ev.EraseFailed(RequestId(name), where, "no"), NOW)
+    return s.handle(fact.erase_failed(RequestId(name), where, "no"), NOW)
 
 
 def test_a_namespace_is_of_a_model_and_of_a_tenant() -> None:
@@ -142,7 +142,7 @@ def test_a_client_that_left_meanwhile_is_told_nothing() -> None:
     s = apart(reuse_probability=0.0)
     holds(s, A0, X)
     arrive(s, ids=LONG, tenant=Y)
-    s.handle(ev.Cancelled(R), NOW)
+    s.handle(fact.cancelled(R), NOW)
     assert erase_failed(s) == []
     assert s.state.inventory.jobs == {}
 
@@ -448,7 +448,7 @@ def test_all_slots_of_a_backend_are_emptied_for_a_batch() -> None:
 def test_slots_that_are_lent_to_the_probe_are_nobodys() -> None:
     s = apart()
     holds(s, A0, X)
-    s.handle(ev.ProbeDue(A0.backend), NOW)
+    s.handle(fact.probe_due(A0.backend), NOW)
     assert slot(s, A0).content.tenant == NO_TENANT
 
 

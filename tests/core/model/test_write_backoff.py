@@ -5,8 +5,8 @@ from msgspec.structs import replace
 
 from router.base.types import KvDir, RequestId, Snapshot, SnapshotId, Source, StateShape
 from router.core.model.backend import WriteBackoff
-from router.core.model.effects import Effect, Save, SaveReason
-from tests.support.scheduler import events as ev
+from router.core.model.effects import Blame, Effect, Save, SaveReason
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import A0, A1, NS, A, backend, run_of, scheduler, snapshot
 from tests.support.scheduler.drive import NOW, arrive, names, plan_of, saved
 from tests.support.scheduler.driven import Driven
@@ -20,7 +20,7 @@ ELSEWHERE = replace(SNAP, kv_dir=KvDir("other"))
 def failing() -> Driven:
     """Return a scheduler after the saves of two slots failed."""
     s = scheduler(backend("a", 2), holding={A0: LONG, A1: run_of(1000, 7)}, idle_save_after_s=0.0)
-    assert s.handle(ev.Tick(), NOW) == [Save(RequestId("save-1"), A0, NS, SaveReason.IDLE)]
+    assert s.handle(fact.tick(), NOW) == [Save(RequestId("save-1"), A0, NS, SaveReason.IDLE)]
     (again,) = fails(s, 1, NOW)
     assert again == Save(RequestId("save-2"), A1, NS, SaveReason.IDLE)  # no backoff yet
     assert fails(s, 2, NOW) == []
@@ -29,14 +29,14 @@ def failing() -> Driven:
 
 def fails(s: Driven, number: int, now: float) -> list[Effect]:
     slot = A0 if number % 2 else A1
-    return s.handle(ev.SaveFailed(RequestId(f"save-{number}"), slot, "disk full"), now)
+    return s.handle(fact.save_failed(RequestId(f"save-{number}"), slot, "disk full"), now)
 
 
 def test_two_in_a_row_are_followed_by_a_rest_and_another_try() -> None:
     s = failing()
     assert s.next_wakeup(NOW) == NOW + 1.0
-    assert s.handle(ev.Tick(), NOW + 0.9) == []
-    assert names(s.handle(ev.Tick(), NOW + 1.0)) == ["Save"]
+    assert s.handle(fact.tick(), NOW + 0.9) == []
+    assert names(s.handle(fact.tick(), NOW + 1.0)) == ["Save"]
 
 
 def test_each_rest_is_twice_as_long_up_to_a_minute() -> None:
@@ -46,15 +46,15 @@ def test_each_rest_is_twice_as_long_up_to_a_minute() -> None:
         assert due is not None
         rests.append(due - now)
         now = due
-        assert names(s.handle(ev.Tick(), now)) == ["Save"]
-        s.handle(ev.SaveFailed(RequestId(f"save-{number}"), A0, "disk full"), now)
+        assert names(s.handle(fact.tick(), now)) == ["Save"]
+        s.handle(fact.save_failed(RequestId(f"save-{number}"), A0, "disk full"), now)
     assert rests == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
 def test_a_save_that_works_ends_it() -> None:
     s = failing()
-    s.handle(ev.Tick(), NOW + 1.0)
-    effects = s.handle(ev.Saved(RequestId("save-3"), A0, SNAP, 0.001), NOW + 1.0)
+    s.handle(fact.tick(), NOW + 1.0)
+    effects = s.handle(fact.saved(RequestId("save-3"), A0, SNAP, 0.001), NOW + 1.0)
     assert names(effects) == ["Save"]
     assert s.state.inventory.backends[A].backoff == WriteBackoff()
 
@@ -85,7 +85,7 @@ def test_a_file_is_not_blamed_for_the_disk() -> None:
     for name in ("r", "r2", "r3"):
         arrive(s, name, ids=LONG)
     for name in ("r", "r2", "r3"):
-        failed = ev.RestoreFailed(RequestId(name), SnapshotId("s"), "full", ev.Blame.DISK)
+        failed = fact.restore_failed(RequestId(name), SnapshotId("s"), "full", Blame.DISK)
         assert names(s.handle(failed, NOW)) == ["Dispatch"]
     assert SnapshotId("s") in s.state.inventory.catalog
     assert not s.state.inventory.backends[A].may_write
@@ -93,8 +93,8 @@ def test_a_file_is_not_blamed_for_the_disk() -> None:
 
 def test_a_backend_that_goes_away_is_not_blamed_for_its_saves() -> None:
     s = failing()
-    s.handle(ev.BackendDown(A), NOW)
-    s.handle(ev.Removed(A), NOW)
+    s.handle(fact.backend_down(A), NOW)
+    s.handle(fact.removed(A), NOW)
     fails(s, 3, NOW)
     assert A not in s.state.inventory.backends
     saved(s, SNAP)  # no backend vouches for it

@@ -22,7 +22,7 @@ from router.core.model.slots import Content, Resident
 from router.core.planning.early_saves import boundary_saves
 from router.core.planning.planner import plan
 from router.core.reporting.miss_reasons import record_of
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -148,7 +148,7 @@ def test_handling_time_of_a_save_is_learned_and_counts() -> None:
 
     s = started()
     prefilled(s, prompt_tokens=600, cached_tokens=0)
-    s.handle(ev.Saved(R, A0, snapshot("b1", run_of(600)), 0.001, handling_s=3.0), NOW)
+    s.handle(fact.saved(R, A0, snapshot("b1", run_of(600)), 0.001, handling_s=3.0), NOW)
     assert s.state.inventory.backends[HYBRID.id].rates.handling_s.value == pytest.approx(1.5)
 
 
@@ -240,7 +240,7 @@ def test_a_save_that_fails_costs_no_more_than_the_snapshot() -> None:
 def test_a_prefill_that_fails_leaves_nothing_to_save() -> None:
     s = started()
 
-    effects = s.handle(ev.PrefillFailed(R, "no"), NOW)
+    effects = s.handle(fact.prefill_failed(R, "no"), NOW)
     assert names(effects) == ["Dispatch"]
     assert slot(s, A0).content.resident.may_hold_more
 
@@ -285,7 +285,7 @@ def test_the_computed_tokens_of_all_parts_are_counted_once() -> None:
     saved(s, snapshot("b2", run_of(900)))
 
     effects = s.handle(
-        ev.Finished(R, Outcome.OK, Reported(prompt_tokens=905, cached_tokens=900)), NOW
+        fact.finished(R, Outcome.OK, Reported(prompt_tokens=905, cached_tokens=900)), NOW
     )
     (account,) = (e for e in effects if isinstance(e, Account))
     assert record_of(account).computed_tokens == 905

@@ -6,7 +6,7 @@ from router.base.tokens import Tokens
 from router.base.types import BackendId, BackendInfo, Outcome, Prompt, SlotId
 from router.core.model.policy import PolicyName
 from router.core.planning.planner import decide
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import A, B, backend, request, run_of, scheduler
 from tests.support.scheduler.drive import NOW, arrive, finish, launched, names
 from tests.support.scheduler.driven import Driven
@@ -92,8 +92,8 @@ def test_its_cache_knows_no_tenants() -> None:
 
 def test_its_cache_is_gone_with_the_process() -> None:
     s = emptied()
-    s.handle(ev.BackendDown(A), NOW)
-    s.handle(ev.BackendUp(EMPTIES), NOW)
+    s.handle(fact.backend_down(A), NOW)
+    s.handle(fact.backend_up(EMPTIES), NOW)
     decision = decide(s.state.inventory, request("new", ids=LONG), NOW, 0.0)
     assert decision is not None
     assert decision.request.pinnable

@@ -11,7 +11,7 @@ from router.core.model.effects import Account, Effect, Prefill, Restore, Save, S
 from router.core.model.effects import SaveReason as Why
 from router.core.model.slots import UNKNOWN, Content, Resident
 from router.core.planning.planner import plan
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import A1, NS, R2, backend, request, run_of, scheduler, snapshot
 from tests.support.scheduler.drive import (
     NOW,
@@ -174,13 +174,13 @@ def test_nobody_waits_for_one_that_broke_off() -> None:
     arrive(s, "r3", LONG)
     assert RequestId("r3") not in s.state.inventory.jobs
 
-    s.handle(ev.PrefillBroke(RequestId(MINE)), NOW)
+    s.handle(fact.prefill_broke(RequestId(MINE)), NOW)
     assert RequestId("r3") in s.state.inventory.jobs
     ends = s.next_wakeup(NOW)
     assert ends is not None
     assert NOW < ends <= NOW + PIECE_S  # the end of the chunk's permit
-    assert names(s.handle(ev.Tick(), ends)) == ["Prefill"]
-    assert names(s.handle(ev.PrefillFailed(RequestId(MINE), "late"), NOW)) == ["Dispatch"]
+    assert names(s.handle(fact.tick(), ends)) == ["Prefill"]
+    assert names(s.handle(fact.prefill_failed(RequestId(MINE), "late"), NOW)) == ["Dispatch"]
 
 
 def test_who_left_a_prefill_is_gone_from_its_slot_soon() -> None:
@@ -188,7 +188,7 @@ def test_who_left_a_prefill_is_gone_from_its_slot_soon() -> None:
     s = beside(3)
     arrive(s, MINE, LONG)
     cancel(s, MINE)
-    s.handle(ev.PrefillBroke(RequestId(MINE)), NOW)
+    s.handle(fact.prefill_broke(RequestId(MINE)), NOW)
     held = next(slot for slot in s.state.inventory.slots if slot.holder == MINE)
     assert held.work.prefill_abandoned
     assert held.work.busy_until < inf
@@ -198,7 +198,7 @@ def test_nobody_waits_for_one_that_broke_off_and_was_left() -> None:
     """Waiting for a prefill with an unknown end is not a candidate."""
     s = beside(3)
     arrive(s, MINE, LONG)
-    s.handle(ev.PrefillBroke(RequestId(MINE)), NOW)
+    s.handle(fact.prefill_broke(RequestId(MINE)), NOW)
     cancel(s, MINE)
     made = plan(request("r3", LONG), s.state.inventory, NOW)
     assert made is not None

@@ -15,7 +15,7 @@ from router.core.model.policy import PolicyName, SnapshotLimits
 from router.core.model.slots import Content, Resident
 from router.core.planning.planner import plan
 from router.core.reporting.miss_reasons import coverage_of, missed
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -275,7 +275,7 @@ def test_what_another_prompt_displaced() -> None:
 def test_what_was_lost_with_its_backend() -> None:
     s = alone(kv_dir=None)
     serve(s, "first", SHARED)
-    s.handle(ev.BackendUp(backend("a", 1, kv_dir=None)), NOW)
+    s.handle(fact.backend_up(backend("a", 1, kv_dir=None)), NOW)
 
     assert reasons(s, "again", PROMPT) == {Miss.DISPLACED: 200, Miss.NEW: 100}
 

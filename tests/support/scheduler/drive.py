@@ -6,9 +6,9 @@ from typing import Any
 from router.base.tokens import Tokens, count
 from router.base.types import Outcome, Reported, RequestId, SlotId, Snapshot, SnapshotId
 from router.core.model.backend import Slot
-from router.core.model.effects import Dispatch, Effect
+from router.core.model.effects import Blame, Dispatch, Effect
 from router.core.model.plan import Plan
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import A0, backend, request, scheduler
 from tests.support.scheduler.driven import Driven
 
@@ -17,12 +17,12 @@ NOW = 100.0
 
 def arrive(s: Driven, name: str = "r", ids: Any = (1, 2, 3), **more: Any) -> list[Effect]:
     """Report that a request arrived."""
-    return s.handle(ev.Arrived(request(name, ids, **more)), NOW)
+    return s.handle(fact.arrived(request(name, ids, **more)), NOW)
 
 
 def cancel(s: Driven, name: str = "r") -> list[Effect]:
     """Report that the request's client disconnected."""
-    return s.handle(ev.Cancelled(RequestId(name)), NOW)
+    return s.handle(fact.cancelled(RequestId(name)), NOW)
 
 
 def finish(
@@ -36,7 +36,7 @@ def finish(
 ) -> list[Effect]:
     """Report that the response is over."""
     said = Reported(**reported)
-    return s.handle(ev.Finished(RequestId(name), outcome, said, index, begun), NOW)
+    return s.handle(fact.finished(RequestId(name), outcome, said, index, begun), NOW)
 
 
 def slot(s: Driven, which: SlotId) -> Slot:
@@ -67,24 +67,24 @@ def n_held(s: Driven, which: SlotId) -> int:
 
 def saved(s: Driven, of: Snapshot, at: SlotId = A0, name: str = "r") -> list[Effect]:
     """Report that a save became this snapshot."""
-    return s.handle(ev.Saved(RequestId(name), at, of, 0.001), NOW)
+    return s.handle(fact.saved(RequestId(name), at, of, 0.001), NOW)
 
 
 def save_failed(s: Driven, at: SlotId = A0, name: str = "r") -> list[Effect]:
     """Report that a save failed."""
-    return s.handle(ev.SaveFailed(RequestId(name), at, "no"), NOW)
+    return s.handle(fact.save_failed(RequestId(name), at, "no"), NOW)
 
 
 def restored(s: Driven, n: int = 900, name: str = "r", of: str = "s") -> list[Effect]:
     """Report that a snapshot is in the slot."""
-    return s.handle(ev.Restored(RequestId(name), SnapshotId(of), n, 0.001), NOW)
+    return s.handle(fact.restored(RequestId(name), SnapshotId(of), n, 0.001), NOW)
 
 
 def restore_failed(s: Driven, bad: bool = False, name: str = "r") -> list[Effect]:
     """Report that a restore failed: the slot is empty."""
     return s.handle(
-        ev.RestoreFailed(
-            RequestId(name), SnapshotId("s"), "why", ev.Blame.FILE if bad else ev.Blame.BACKEND
+        fact.restore_failed(
+            RequestId(name), SnapshotId("s"), "why", Blame.FILE if bad else Blame.BACKEND
         ),
         NOW,
     )
@@ -92,32 +92,32 @@ def restore_failed(s: Driven, bad: bool = False, name: str = "r") -> list[Effect
 
 def prefilled(s: Driven, name: str = "r", **said: Any) -> list[Effect]:
     """Report that the prompt is computed, less a token."""
-    return s.handle(ev.Prefilled(RequestId(name), Reported(**said)), NOW)
+    return s.handle(fact.prefilled(RequestId(name), Reported(**said)), NOW)
 
 
 def begun(s: Driven, name: str = "r") -> list[Effect]:
     """Report the request's first token."""
-    return s.handle(ev.Begun(RequestId(name)), NOW)
+    return s.handle(fact.begun(RequestId(name)), NOW)
 
 
 def tick(s: Driven, after_s: float) -> list[Effect]:
     """Send a tick after so many seconds."""
-    return s.handle(ev.Tick(), NOW + after_s)
+    return s.handle(fact.tick(), NOW + after_s)
 
 
 def prefill_failed(s: Driven, name: str = "r") -> list[Effect]:
     """Report that a prefill failed."""
-    return s.handle(ev.PrefillFailed(RequestId(name), "no"), NOW)
+    return s.handle(fact.prefill_failed(RequestId(name), "no"), NOW)
 
 
 def quiet(s: Driven, name: str = "r", n: int | None = 0) -> list[Effect]:
     """Report that a watched slot is idle."""
-    return s.handle(ev.Quiet(RequestId(name), n), NOW)
+    return s.handle(fact.quiet(RequestId(name), n), NOW)
 
 
 def launched(s: Driven, index: int, name: str = "r", others: Collection[int] = ()) -> list[Effect]:
     """Report that the request runs on this slot; its other tasks on `others`."""
-    return s.handle(ev.Launched(RequestId(name), index, frozenset(others)), NOW)
+    return s.handle(fact.launched(RequestId(name), index, frozenset(others)), NOW)
 
 
 def stranger(where: SlotId, generation: int = 0) -> RequestId:

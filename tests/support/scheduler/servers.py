@@ -9,7 +9,7 @@ from router.base.tokens import count as n_tokens
 from router.base.types import BackendId, Outcome, Reported, RequestId
 from router.core.model import effects as ef
 from router.core.model.servers import ServerLimit, ServerPhase, ServerSpec
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import backend, request, scheduler, snapshot
 from tests.support.scheduler.driven import Driven
 
@@ -46,7 +46,7 @@ class ServerWorld:
         self._models: dict[RequestId, str] = {}
         self._came: dict[RequestId, float] = {}
         self._files = count()
-        self.feed(ev.ServersConfigured(tuple(self.specs), tuple(self.limits)))
+        self.feed(fact.servers_configured(tuple(self.specs), tuple(self.limits)))
 
     def phase(self, name: str) -> ServerPhase:
         server = self.s.state.inventory.servers.by_name.get(BackendId(name))
@@ -61,14 +61,14 @@ class ServerWorld:
         rid = RequestId(name)
         self._models[rid], self._came[rid] = model, self.now
         if self.unread and not self.s.state.inventory.is_loaded(model):
-            self.feed(ev.ModelWanted(rid, model))
+            self.feed(fact.model_wanted(rid, model))
         else:
             self._arrives(rid)
 
     def _arrives(self, rid: RequestId) -> None:
         model = self._models[rid]
         ids = [1 + ord(letter) for letter in model] + [ord(letter) for letter in rid]
-        self.feed(ev.Arrived(request(rid, ids, model=model)))
+        self.feed(fact.arrived(request(rid, ids, model=model)))
 
     def run(self, until_s: float = 1e6) -> None:
         """Let time pass until nothing is to happen any more, at most until then."""
@@ -85,9 +85,9 @@ class ServerWorld:
                 action()
             else:
                 self.now = at + 0.001
-                self.feed(ev.Tick())
+                self.feed(fact.tick())
 
-    def feed(self, event: ev.Event) -> None:
+    def feed(self, event: fact.Fact) -> None:
         for effect in self.s.handle(event, self.now):
             self._carry_out(effect)
 
@@ -99,7 +99,7 @@ class ServerWorld:
             case ef.StopServer(server=name, hangs=hangs):
                 self.hanging += [name] if hangs else []
                 self.stops.append((self.now, name))
-                self.at(self.now + self.stop_s, lambda: self.feed(ev.ServerEnded(name)))
+                self.at(self.now + self.stop_s, lambda: self.feed(fact.server_ended(name)))
             case ef.ModelReady(request=rid):
                 self.at(self.now, lambda: self._arrives(rid))
             case ef.Dispatch(request=rid, lease=lease):
@@ -110,13 +110,13 @@ class ServerWorld:
             case ef.Save(request=rid, slot=slot, namespace=namespace):
                 held = self.s.state.inventory.slots[slot].content.resident.tokens
                 made = snapshot(f"f{next(self._files)}", held, ns=namespace)
-                self.at(self.now, lambda: self.feed(ev.Saved(rid, slot, made, 0.001)))
+                self.at(self.now, lambda: self.feed(fact.saved(rid, slot, made, 0.001)))
             case ef.Restore(request=rid, snapshot=file):
-                restored = ev.Restored(rid, file.id, len(file), 0.001)
+                restored = fact.restored(rid, file.id, len(file), 0.001)
                 self.at(self.now, lambda: self.feed(restored))
             case ef.Prefill(request=rid, tokens=tokens):
                 told = Reported(n_tokens(tokens), 0, 0.01)
-                self.at(self.now, lambda: self.feed(ev.Prefilled(rid, told)))
+                self.at(self.now, lambda: self.feed(fact.prefilled(rid, told)))
             case _:
                 pass
 
@@ -124,17 +124,17 @@ class ServerWorld:
         if self.phase(name) is not ServerPhase.STARTING:
             return
         if self.fails(name):
-            self.feed(ev.ServerEnded(name, "it does not start"))
+            self.feed(fact.server_ended(name, "it does not start"))
             return
         server = self.s.state.inventory.servers.by_name.get(name)
         assert server is not None
         models = frozenset(server.spec.models)
         info = backend(name, self.n_slots, namespace=server.spec.model, models=models)
-        self.feed(ev.BackendUp(info))
+        self.feed(fact.backend_up(info))
 
     def _ends(self, rid: RequestId, server: BackendId) -> None:
         told = Reported(5, 0, 0.1, generated_tokens=5, generated_s=self.answers_s)
-        self.feed(ev.Finished(rid, Outcome.OK, told))
+        self.feed(fact.finished(rid, Outcome.OK, told))
         self.answered[rid] = (self.now, server)
         self.on_answer(rid)
 

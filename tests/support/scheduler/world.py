@@ -24,11 +24,13 @@ from router.base.types import (
     Tenant,
 )
 from router.core.admission.backend_attach import probe_name
+from router.core.execution import job_ends
 from router.core.model import effects as ef
+from router.core.model.effects import Blame
 from router.core.model.jobs import AtGate, RequestJob
 from router.core.model.slots import Phase
 from router.core.model.tenancy import namespace_of, tenant_of
-from tests.support.scheduler import events as ev
+from tests.support.scheduler import fact
 from tests.support.scheduler.build import backend
 from tests.support.scheduler.driven import Driven
 from tests.support.scheduler.model_server import Ids, Server, common
@@ -88,7 +90,7 @@ class World:
         self.infos = {info.id: info for info in infos}
         self.servers = {info.id: Server(info) for info in infos}
         self.now = 1.0
-        self.events: list[ev.Event] = []
+        self.events: list[fact.Fact] = []
         self.carries_out = False
         self.leaving: set[RequestId] = set()  # their clients leave as they are sent
         self.ops: list[Op] = []
@@ -97,7 +99,7 @@ class World:
         self.fates: dict[RequestId, list[str]] = {}
         self.files: dict[SnapshotId, Snapshot] = {}
         self.gone: set[SnapshotId] = set()
-        self.answers: list[ev.AnswerRead] = []
+        self.answers: list[fact.Fact] = []
         self.cutting: list[ef.Cut] = []
         self.stopping = False
         self.released: set[BackendId] = set()
@@ -133,7 +135,7 @@ class World:
                 self.restores(
                     op,
                     op.effect,
-                    data.draw(st.sampled_from(["ok", *(blame.value for blame in ev.Blame)])),
+                    data.draw(st.sampled_from(["ok", *(blame.value for blame in Blame)])),
                 )
             case ef.Erase():
                 self.erases(op, op.effect, data.draw(st.integers(0, 4)) > 0)
@@ -142,7 +144,7 @@ class World:
             case ef.WatchSlot():
                 if op.server.user_of(op.slot.index) is None:
                     self.ops.remove(op)
-                    self.feed(ev.Quiet(op.effect.request, len(op.server.slots[op.slot.index])))
+                    self.feed(fact.quiet(op.effect.request, len(op.server.slots[op.slot.index])))
             case ef.Dispatch():
                 self.relays(op, op.effect, data)
 
@@ -150,7 +152,7 @@ class World:
         self.ops.remove(op)
         held = op.server.slots[op.slot.index] if op.server.alive else op.held
         if not ok or not held:
-            self.feed(ev.SaveFailed(effect.request, op.slot, "no"))
+            self.feed(fact.save_failed(effect.request, op.slot, "no"))
             return
         if op.server.alive:
             owner = op.server.owners[op.slot.index]
@@ -159,11 +161,11 @@ class World:
         shape = StateShape(op.server.info.n_stream)
         made = Snapshot(name, effect.namespace, self.kv_dir(), pack(held), 1000 * len(held), shape)
         self.files[name] = made
-        self.feed(ev.Saved(effect.request, op.slot, made, 0.001))
+        self.feed(fact.saved(effect.request, op.slot, made, 0.001))
 
     def cuts(self, effect: ef.Cut, ok: bool) -> None:
         if not ok:
-            self.feed(ev.CutFailed(effect.request, "no"))
+            self.feed(fact.cut_failed(effect.request, "no"))
             return
         name = SnapshotId(f"s{len(self.files)}")
         whole = effect.snapshot
@@ -174,7 +176,7 @@ class World:
             size_bytes=1000 * effect.n_tokens,
         )
         self.files[name] = part
-        self.feed(ev.WasCut(effect.request, part, 0.001))
+        self.feed(fact.was_cut(effect.request, part, 0.001))
 
     def restores(self, op: Op, effect: ef.Restore, how: str) -> None:
         self.ops.remove(op)
@@ -183,20 +185,20 @@ class World:
             assert len(held) <= op.server.info.n_ctx, "a snapshot that the slot cannot hold"
             op.server.slots[op.slot.index] = held
             op.server.owners[op.slot.index] = tenant_of(effect.snapshot.namespace)
-            self.feed(ev.Restored(effect.request, effect.snapshot.id, len(held), 0.001))
+            self.feed(fact.restored(effect.request, effect.snapshot.id, len(held), 0.001))
             return
         if op.server.alive:
             op.server.slots[op.slot.index] = ()
-        blame = ev.Blame(how) if op.server.alive else ev.Blame.BACKEND
-        self.feed(ev.RestoreFailed(effect.request, effect.snapshot.id, "no", blame))
+        blame = Blame(how) if op.server.alive else Blame.BACKEND
+        self.feed(fact.restore_failed(effect.request, effect.snapshot.id, "no", blame))
 
     def erases(self, op: Op, effect: ef.Erase, ok: bool) -> None:
         self.ops.remove(op)
         if ok and op.server.alive:
             op.server.slots[op.slot.index] = ()
-            self.feed(ev.Erased(effect.request, op.slot))
+            self.feed(fact.erased(effect.request, op.slot))
         else:
-            self.feed(ev.EraseFailed(effect.request, op.slot, "no"))
+            self.feed(fact.erase_failed(effect.request, op.slot, "no"))
 
     def prefills(self, op: Op, effect: ef.Prefill, how: int) -> None:
         ids, name = tuple(unpack(effect.tokens)), RequestId(f"prefill {effect.request}")
@@ -206,7 +208,7 @@ class World:
             return
         if how == 4 and not op.broke:
             op.broke = True
-            self.feed(ev.PrefillBroke(effect.request))
+            self.feed(fact.prefill_broke(effect.request))
             return
         self.ops.remove(op)
         if op.server.alive:
@@ -214,14 +216,14 @@ class World:
             if how and not op.stopped and not op.broke:
                 op.server.end(name, len(ids), (0,))
                 reported = Reported(len(ids), cached, 0.01 * (len(ids) - cached))
-                self.feed(ev.Prefilled(effect.request, reported))
+                self.feed(fact.prefilled(effect.request, reported))
                 return
             op.server.end(name, how, ())
             if op.broke:  # noticed when the prefill is over, with the tokens it computed
                 n = len(op.server.slots[op.slot.index])
-                self.feed(ev.PrefillFailed(effect.request, "no", n))
+                self.feed(fact.prefill_failed(effect.request, "no", n))
                 return
-        self.feed(ev.PrefillFailed(effect.request, "no"))
+        self.feed(fact.prefill_failed(effect.request, "no"))
 
     def relays(self, op: Op, effect: ef.Dispatch, data: st.DataObject) -> None:
         ids = self.true_prompt[effect.request]
@@ -239,7 +241,7 @@ class World:
         elif effect.confirm and not op.confirmed and data.draw(st.booleans()):
             op.confirmed = True
             first, *others = op.server.runs[effect.request].slots
-            self.feed(ev.Launched(effect.request, first, frozenset(others)))
+            self.feed(fact.launched(effect.request, first, frozenset(others)))
         elif data.draw(st.integers(0, 3)) == 0:
             op.server.runs[effect.request].abandoned = True
             outcome = data.draw(st.sampled_from([Outcome.CLIENT_GONE, Outcome.BACKEND_ERROR]))
@@ -282,7 +284,7 @@ class World:
             said = replace(said, generated=pack(answer))
         else:
             lease, true = effect.lease, self.requests[effect.request].prompt.tokens
-            read = ev.AnswerRead(lease.slot, lease.generation, true, pack(answer))
+            read = fact.answer_read(lease.slot, lease.generation, true, pack(answer))
             self.answers.append(read)
         seen_late = effect.confirm and not op.confirmed and data.draw(st.booleans())
         self.finishes(op, Outcome.OK, said, run.slots[0] if seen_late else None)
@@ -292,11 +294,11 @@ class World:
     ) -> None:
         self.ops.remove(op)
         name = op.effect.request
-        self.feed(ev.Finished(name, outcome, reported, index))
+        self.feed(fact.finished(name, outcome, reported, index))
 
     # -- what the scheduler answers ----------------------------------------------------------
 
-    def feed(self, event: ev.Event) -> None:
+    def feed(self, event: fact.Fact) -> None:
         """Handle an event, then those that its effects caused, as the engine does."""
         self.events.append(event)
         while self.events and not self.carries_out:
@@ -304,7 +306,7 @@ class World:
             self.handles(self.events.pop(0))
             self.carries_out = False
 
-    def handles(self, event: ev.Event) -> None:
+    def handles(self, event: fact.Fact) -> None:
         state = self.scheduler.state
         before, draining = set(state.inventory.jobs), set(state.inventory.draining)
         for effect in self.scheduler.handle(event, self.now):
@@ -312,8 +314,8 @@ class World:
         for job in state.inventory.jobs.values():
             if job.id not in before and isinstance(job, RequestJob):
                 assert job.slot.backend not in draining & state.inventory.draining, "a new request"
-        if isinstance(event, ev.Finished):
-            assert self.fates[event.request] == ["dispatched", "accounted"]
+        if event.take is job_ends.finished:
+            assert self.fates[event.args[0]] == ["dispatched", "accounted"]
 
     def takes(self, effect: ef.Effect) -> None:
         match effect:
@@ -391,7 +393,7 @@ class World:
         if isinstance(effect, ef.Dispatch):
             self.fates[effect.request].append("dispatched")
             if effect.request in self.leaving:
-                self.feed(ev.Finished(effect.request, Outcome.CLIENT_GONE, Reported()))
+                self.feed(fact.finished(effect.request, Outcome.CLIENT_GONE, Reported()))
                 return
         self.ops.append(op)
 
