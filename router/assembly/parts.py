@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -24,11 +23,9 @@ from router.assembly.tokenizer_registry import TokenizerRegistry
 from router.base.clock import MonotonicClock, wall_now
 from router.base.errors import RouterError
 from router.base.tasks import Tasks
-from router.base.types import BackendId, BackendStats, ServerStats, Standing, Stats
+from router.base.types import BackendId
 from router.config.schema import BackendConfig, Config, TokenizerMode
 from router.core.execution.state import State
-from router.core.model.policy import UNLIMITED
-from router.core.model.slots import Phase
 from router.core.model.tenancy import Budget, tenant_of
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
@@ -188,39 +185,3 @@ def watched_backends(config: Config, parts: Parts, stack: AsyncExitStack) -> Wat
     stack.push_async_callback(on_demand.aclose)
     stack.push_async_callback(backends.aclose)
     return Watched(backends, selection)
-
-
-def stats_of(parts: Parts, watched: Watched) -> Stats:
-    """Return the numbers for gauges: those of the core, and of requests that it has not seen."""
-    state, selection = parts.engine.state, watched.selection
-    known, catalog = state.inventory, state.inventory.catalog
-    limits = catalog.limits
-
-    def backend(name: BackendId) -> BackendStats:
-        slots, there = known.slots.of(name), known.backends.get(name)
-        return BackendStats(
-            name,
-            name in known.up,
-            {phase: sum(slot.phase is phase for slot in slots) for phase in Phase},
-            drained=selection.standing(name) in (Standing.DRAINING, Standing.DRAINED),
-            resident_tokens=sum(len(slot.content.resident) for slot in slots),
-            speeds=there.rates.speeds if there else None,
-            stalled_s=there.stalled_s if there else {},
-        )
-
-    return Stats(
-        backends=tuple(map(backend, parts.clients)),
-        queue_depth=len(state.queue) + selection.waiting,
-        snapshots=len(catalog),
-        snapshot_bytes=catalog.total_bytes,
-        snapshot_tokens=catalog.total_tokens,
-        evicted=catalog.evicted,
-        protected_bytes=catalog.protection.total_bytes,
-        snapshot_bytes_limit=inf if limits.max_bytes == UNLIMITED else limits.max_bytes,
-        snapshot_tokens_limit=inf if limits.max_tokens == UNLIMITED else limits.max_tokens,
-        servers=tuple(
-            ServerStats(one.name, one.phase, state.waiting_for(one), one.load_s.value)
-            for one in known.servers
-        ),
-        server_swaps=known.servers.swaps,
-    )

@@ -28,7 +28,7 @@ from router.assembly.part_settings import (
     memory_of_machine,
     servers_of,
 )
-from router.assembly.parts import Parts, parts_of, stats_of, watched_backends
+from router.assembly.parts import Parts, parts_of, watched_backends
 from router.assembly.reload import Reload
 from router.assembly.web import Stages, app_of, live_of
 from router.base.errors import RouterError
@@ -127,8 +127,9 @@ async def build(
         engine.configure_servers(*servers_of(config))
         tasks.supervise(parts.on_demand.supervisor.watch_logs, name="logs of servers")
         reload = Reload(path, config, in_force.take, tasks.spawn, flags)
+        selection = watched.selection
         gauges = EngineCollector(
-            partial(stats_of, parts, watched), lambda: tuple(engine.infos.values())
+            engine.state, parts.clients, selection.standing, lambda: selection.waiting
         )
         parts.registry.register(gauges)
         parts.registry.register(UsageCollector(parts.usage))

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from math import inf
 from typing import NamedTuple, NewType
 
 from msgspec import Struct
@@ -452,50 +451,13 @@ class Stall(StrEnum):
     PREFILL = "prefill"  # the router's own, before a request
 
 
-class Speeds(Struct, frozen=True):
+class Speeds(NamedTuple):
     """Learned speeds of a backend, each per second, for a state of 1,000 tokens."""
 
     prefill_tokens: float
     output_tokens: float
     save_bytes: float
     restore_bytes: float
-
-
-class BackendStats(Struct, frozen=True):
-    """One backend at the time of a scrape."""
-
-    backend: BackendId
-    up: bool
-    slots: dict[str, int]  # by phase
-    drained: bool = False  # or being drained
-    resident_tokens: int = 0
-    speeds: Speeds | None = None  # None: it was never up
-    stalled_s: Mapping[Stall, float] = {}  # so far, summed over streams
-
-
-class ServerStats(Struct, frozen=True):
-    """One server on demand at the time of a scrape. `load_s`: what loading usually takes."""
-
-    server: BackendId
-    phase: str
-    waiting: int
-    load_s: float
-
-
-class Stats(Struct, frozen=True):
-    """The engine at the time of a scrape: gauges are made of it, so that none can drift."""
-
-    backends: tuple[BackendStats, ...]
-    queue_depth: int
-    snapshots: int
-    snapshot_bytes: int
-    snapshot_tokens: int
-    evicted: int
-    snapshot_bytes_limit: float = inf
-    snapshot_tokens_limit: float = inf
-    servers: tuple[ServerStats, ...] = ()
-    server_swaps: int = 0
-    protected_bytes: int = 0
 
 
 class TierStatus(Struct, frozen=True, rename={"blobs": "count", "blob_bytes": "size_bytes"}):

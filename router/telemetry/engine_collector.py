@@ -1,13 +1,22 @@
-"""Collect gauges and counters from the engine at each scrape."""
+"""Collect gauges and counters from the engine's state at each scrape."""
 
-from collections.abc import Callable, Iterable, Iterator
-from math import isfinite
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.base.types import BackendInfo, BackendStats, ServerStats, Stall, Stats
+from router.base.types import BackendId, Stall, Standing
+from router.core.execution.state import State
+from router.core.model.policy import UNLIMITED
 from router.telemetry.usage import UsageBook
+
+_RATES = {
+    "prefill_tokens_per_second": "Learned speed of prefill",
+    "output_tokens_per_second": "Learned speed of generation of one stream",
+    "save_bytes_per_second": "Learned speed of slot saves",
+    "restore_bytes_per_second": "Learned speed of slot restores",
+}
+_FACTS = ("backend", "memory_kind", "n_stream", "window", "cuts", "snapshots")
 
 
 class UsageCollector(Collector):
@@ -35,121 +44,101 @@ class UsageCollector(Collector):
 
 
 class EngineCollector(Collector):
-    """A collector that reads the engine's state at each scrape."""
+    """A collector that reads the engine's state at each scrape, so that no gauge can drift."""
 
     def __init__(
-        self, stats: Callable[[], Stats], infos: Callable[[], Iterable[BackendInfo]]
+        self,
+        state: State,
+        backends: Collection[BackendId],
+        standing: Callable[[BackendId], Standing],
+        n_unread: Callable[[], int],
     ) -> None:
-        self._stats = stats
-        self._infos = infos
+        """Read `state`. `n_unread`: requests that wait for a backend that reads them."""
+        self._state = state
+        self._backends = backends  # the present ones, whether up or not
+        self._standing = standing
+        self._n_unread = n_unread
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the engine's present state."""
-        stats = self._stats()
-        yield from _what_backends_do(stats.backends)
-        yield from _how_fast_backends_are(stats.backends)
-        yield _what_backends_are(self._infos())
-        yield from _what_servers_do(stats.servers)
-        yield CounterMetricFamily(
-            "kvferry_server_swaps", "Models stopped for another model", stats.server_swaps
-        )
-        yield GaugeMetricFamily(
-            "kvferry_queue_depth", "Requests that wait for a slot", stats.queue_depth
-        )
-        yield GaugeMetricFamily("kvferry_snapshots", "Usable snapshots", stats.snapshots)
-        yield GaugeMetricFamily(
-            "kvferry_snapshot_bytes", "Bytes of usable snapshots", stats.snapshot_bytes
-        )
-        yield GaugeMetricFamily(
-            "kvferry_snapshot_tokens", "Tokens of usable snapshots", stats.snapshot_tokens
-        )
+        state, catalog = self._state, self._state.inventory.catalog
+        yield from self._of_backends()
+        yield from self._of_servers()
+        waiting = len(state.queue) + self._n_unread()
+        yield GaugeMetricFamily("kvferry_queue_depth", "Requests that wait for a slot", waiting)
+        snapshots = {
+            "kvferry_snapshots": ("Usable snapshots", len(catalog)),
+            "kvferry_snapshot_bytes": ("Bytes of usable snapshots", catalog.total_bytes),
+            "kvferry_snapshot_tokens": ("Tokens of usable snapshots", catalog.total_tokens),
+            "kvferry_snapshot_protected_bytes": (
+                "Bytes of snapshots that are not evicted: their clients want them kept",
+                catalog.protection.total_bytes,
+            ),
+        }
+        for name, (meaning, value) in snapshots.items():
+            yield GaugeMetricFamily(name, meaning, value)
         for what, most in (
-            ("bytes", stats.snapshot_bytes_limit),
-            ("tokens", stats.snapshot_tokens_limit),
+            ("bytes", catalog.limits.max_bytes),
+            ("tokens", catalog.limits.max_tokens),
         ):
-            limit = GaugeMetricFamily(
-                f"kvferry_snapshot_{what}_limit", f"Limit on snapshot {what}: store.max_{what}"
+            limit = [] if most == UNLIMITED else [((), most)]
+            yield _gauge(
+                f"snapshot_{what}_limit", f"Limit on snapshot {what}: store.max_{what}", (), limit
             )
-            if isfinite(most):  # collectors of metrics warn of an infinite gauge
-                limit.add_metric([], most)
-            yield limit
-        yield GaugeMetricFamily(
-            "kvferry_snapshot_protected_bytes",
-            "Bytes of snapshots that are not evicted: their clients want them kept",
-            stats.protected_bytes,
-        )
         yield CounterMetricFamily(
-            "kvferry_snapshots_evicted", "Snapshots evicted to make room", stats.evicted
+            "kvferry_snapshots_evicted", "Snapshots evicted to make room", catalog.evicted
+        )
+
+    def _of_backends(self) -> Iterator[Metric]:
+        known, names, of = self._state.inventory, self._backends, ("backend",)
+        there = [known.backends[name] for name in names if name in known.backends]
+        up = (((name,), float(name in known.up)) for name in names)
+        yield _gauge("backend_up", "1 if the backend is in use", of, up)
+        ends = Standing.DRAINING, Standing.DRAINED
+        drained = (((name,), float(self._standing(name) in ends)) for name in names)
+        yield _gauge("backend_drained", "1 if the backend is draining or drained", of, drained)
+        phases = (((one.id, phase), n) for one in there for phase, n in one.phases.items())
+        yield _gauge("slots", "Slots by phase", (*of, "phase"), phases)
+        held = (((one.id,), sum(len(slot.content.resident) for slot in one.slots)) for one in there)
+        yield _gauge("resident_tokens", "Tokens believed to be resident in slots", of, held)
+        stall = CounterMetricFamily(
+            "kvferry_stall_seconds",
+            "Seconds that running streams stalled, summed over streams",
+            labels=["backend", "action"],
+        )
+        for one in there:
+            for action in Stall:
+                stall.add_metric([one.id, action], one.stalled_s.get(action, 0.0))
+        yield stall
+        rates = [(one.id, one.rates.speeds) for one in there]
+        for at, (name, meaning) in enumerate(_RATES.items()):
+            yield _gauge(name, meaning, of, (((backend,), each[at]) for backend, each in rates))
+        facts = (
+            (one.id, one.memory_kind, one.n_stream, one.window, one.cuts, one.kv_dir is not None)
+            for one in (backend.info for backend in known.up.values())
+        )
+        shown = (([str(int(x) if isinstance(x, bool) else x) for x in each], 1.0) for each in facts)
+        yield _gauge("backend_info", "1; labels are the facts found by probing", _FACTS, shown)
+
+    def _of_servers(self) -> Iterator[Metric]:
+        servers, of = self._state.inventory.servers, ("server",)
+        phases = (((one.name, one.phase), 1.0) for one in servers)
+        yield _gauge(
+            "server_phase", "1 for the phase of a server on demand", (*of, "phase"), phases
+        )
+        waiting = (((one.name,), self._state.waiting_for(one)) for one in servers)
+        yield _gauge("server_waiting", "Requests that wait for a server's model", of, waiting)
+        load = (((one.name,), one.load_s.value) for one in servers)
+        yield _gauge("server_load_seconds", "Learned time to load a model", of, load)
+        yield CounterMetricFamily(
+            "kvferry_server_swaps", "Models stopped for another model", servers.swaps
         )
 
 
-def _what_backends_do(backends: Iterable[BackendStats]) -> Iterator[Metric]:
-    up = GaugeMetricFamily("kvferry_backend_up", "1 if the backend is in use", labels=["backend"])
-    drained = GaugeMetricFamily(
-        "kvferry_backend_drained", "1 if the backend is draining or drained", labels=["backend"]
-    )
-    slots = GaugeMetricFamily("kvferry_slots", "Slots by phase", labels=["backend", "phase"])
-    resident = GaugeMetricFamily(
-        "kvferry_resident_tokens", "Tokens believed to be resident in slots", labels=["backend"]
-    )
-    stall = CounterMetricFamily(
-        "kvferry_stall_seconds",
-        "Seconds that running streams stalled, summed over streams",
-        labels=["backend", "action"],
-    )
-    for backend in backends:
-        up.add_metric([backend.backend], float(backend.up))
-        drained.add_metric([backend.backend], float(backend.drained))
-        resident.add_metric([backend.backend], backend.resident_tokens)
-        for phase, number in backend.slots.items():
-            slots.add_metric([backend.backend, phase], number)
-        for action in Stall:
-            stall.add_metric([backend.backend, action], backend.stalled_s.get(action, 0.0))
-    yield from (up, drained, slots, resident, stall)
-
-
-def _what_servers_do(servers: Iterable[ServerStats]) -> Iterator[Metric]:
-    phase = GaugeMetricFamily(
-        "kvferry_server_phase", "1 for the phase of a server on demand", labels=["server", "phase"]
-    )
-    waiting = GaugeMetricFamily(
-        "kvferry_server_waiting", "Requests that wait for a server's model", labels=["server"]
-    )
-    load = GaugeMetricFamily(
-        "kvferry_server_load_seconds", "Learned time to load a model", labels=["server"]
-    )
-    for server in servers:
-        phase.add_metric([server.server, server.phase], 1.0)
-        waiting.add_metric([server.server], server.waiting)
-        load.add_metric([server.server], server.load_s)
-    yield from (phase, waiting, load)
-
-
-def _how_fast_backends_are(backends: Iterable[BackendStats]) -> Iterator[Metric]:
-    names = {
-        "kvferry_prefill_tokens_per_second": "Learned speed of prefill",
-        "kvferry_output_tokens_per_second": "Learned speed of generation of one stream",
-        "kvferry_save_bytes_per_second": "Learned speed of slot saves",
-        "kvferry_restore_bytes_per_second": "Learned speed of slot restores",
-    }
-    families = [GaugeMetricFamily(*name, labels=["backend"]) for name in names.items()]
-    for backend in backends:
-        if (speeds := backend.speeds) is not None:
-            tokens = speeds.prefill_tokens, speeds.output_tokens
-            for family, value in zip(
-                families, (*tokens, speeds.save_bytes, speeds.restore_bytes), strict=True
-            ):
-                family.add_metric([backend.backend], value)
-    yield from families
-
-
-def _what_backends_are(infos: Iterable[BackendInfo]) -> Metric:
-    """Return one sample of 1 for each backend in use; the facts are its labels."""
-    labels = ["backend", "memory_kind", "n_stream", "window", "cuts", "snapshots"]
-    family = GaugeMetricFamily(
-        "kvferry_backend_info", "1; labels are the facts found by probing", labels=labels
-    )
-    for info in infos:
-        shown = (info.n_stream, info.window, int(info.cuts), int(info.kv_dir is not None))
-        family.add_metric([info.id, info.memory_kind, *map(str, shown)], 1.0)
+def _gauge(
+    name: str, meaning: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    family = GaugeMetricFamily(f"kvferry_{name}", meaning, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
     return family

@@ -27,7 +27,7 @@ ALLOWED = {
     "router.store": "base",
     "router.llama": "base store",
     "router.prompts": "base llama",
-    "router.telemetry": "base llama config core.model",  # it keeps plans, and levels of the log
+    "router.telemetry": "base llama config core",  # it keeps plans, and reads the state
     "router.engine": "base core",
     "router.hosts": "base core.model llama",
     "router.web": "base config core.model engine hosts llama prompts store telemetry",

@@ -9,9 +9,9 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 51_150,
-    "router/assembly": 2_368,
-    "router/base": 1_688,
+    "router": 51_063,
+    "router/assembly": 2_330,
+    "router/base": 1_650,
     "router/config": 1_959,
     "router/core": 9_586,
     "router/engine": 1_752,
@@ -20,10 +20,10 @@ CEILINGS: dict[str, int] = {
     "router/prompts": 2_296,
     "router/servers": 1_166,
     "router/store": 6_522,
-    "router/telemetry": 1_798,
+    "router/telemetry": 1_787,
     "router/tools": 7_504,
     "router/web": 7_500,
-    "tests": 66_626,
+    "tests": 66_612,
     "bench": 8_947,
 }
 # A part may shrink so far before its ceiling has to follow.

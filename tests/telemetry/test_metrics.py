@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -17,8 +18,6 @@ from router.base.errors import RouterError
 from router.base.tokens import EMPTY
 from router.base.types import (
     BackendId,
-    BackendInfo,
-    BackendStats,
     ColdStatus,
     KvDir,
     MemoryKind,
@@ -26,19 +25,22 @@ from router.base.types import (
     Outcome,
     RequestId,
     RequestRecord,
-    ServerStats,
     SlotId,
     Snapshot,
     SnapshotId,
     Source,
-    Speeds,
     Stall,
-    Stats,
+    Standing,
     TierStatus,
     Transfer,
 )
+from router.core.execution.state import State
 from router.core.model.effects import SaveReason
+from router.core.model.policy import SnapshotLimits
+from router.core.model.rates import LinearFit
+from router.core.model.servers import ServerSpec, Unread
 from router.core.model.slots import Phase
+from router.core.model.tuning import TUNING
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.telemetry.backend_metrics import BackendMetrics
@@ -54,6 +56,7 @@ from router.telemetry.process_metrics import Vitals
 from router.telemetry.tier_metrics import BLOBS, COLD, TierCollector
 from router.telemetry.usage import UsageBook, UsageSums
 from tests.support.paths import DOCS
+from tests.support.scheduler.build import backend, run_of, scheduler, snapshot
 
 PAGE = DOCS / "metrics.md"
 SLOT = SlotId(BackendId("a"), 0)
@@ -61,52 +64,34 @@ SLOT = SlotId(BackendId("a"), 0)
 ROW = re.compile(r"^\| `(kvferry_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \| ([^|]+) \|$", re.M)
 
 
-def stats() -> Stats:
-    return Stats(
-        backends=(
-            BackendStats(
-                BackendId("a"),
-                True,
-                {phase.value: 2 * (phase is Phase.IDLE) for phase in Phase},
-                resident_tokens=8,
-                speeds=Speeds(9.0, 10.0, 11.0, 12.0),
-                stalled_s={Stall.SAVE: 13.0},
-            ),
-            BackendStats(BackendId("b"), False, {}),
-        ),
-        queue_depth=3,
-        snapshots=4,
-        snapshot_bytes=5,
-        snapshot_tokens=6,
-        evicted=7,
-        snapshot_bytes_limit=14,
-        servers=(ServerStats(BackendId("c"), "starting", 15, 16.5),),
-        server_swaps=17,
+A, B, C, D = map(BackendId, "abcd")
+
+
+def known() -> State:
+    """Return a state with backends A and B, four snapshots, a queue of three and a server D."""
+    more: dict[str, Any] = {"kv_dir": None, "memory_kind": MemoryKind.UNKNOWN, "cuts": True}
+    infos = (
+        backend("a", 3, memory_kind=MemoryKind.SLIDING_WINDOW, n_stream=2, window=64),
+        backend("b", **more),
     )
-
-
-def infos() -> list[BackendInfo]:
-    kind = MemoryKind.SLIDING_WINDOW
-    namespace, kv_dir = Namespace("n"), KvDir("/p")
-    return [
-        BackendInfo(
-            BackendId("a"),
-            2,
-            100,
-            namespace,
-            kv_dir=kv_dir,
-            memory_kind=kind,
-            n_stream=2,
-            window=64,
-        ),
-        BackendInfo(BackendId("b"), 2, 100, namespace, cuts=True, n_stream=1),
-    ]
+    state = scheduler(*infos, limits=SnapshotLimits(max_bytes=20), holding={SLOT: run_of(8)}).state
+    inventory = state.inventory
+    for n in range(5):
+        inventory.catalog.add(snapshot(f"s{n}", [n, 9, 9], 5), MemoryKind.FULL, 1.0)
+    inventory.catalog.shrink()
+    inventory.backends[A].stalled_s[Stall.SAVE] = 13.0
+    inventory.servers.configure([ServerSpec(D, ("m",))], [], 1.0)
+    inventory.backends[A].rates.save = LinearFit(0.002, 0.0)  # restores take half of it
+    inventory.servers.swaps = 17
+    inventory.servers.unread[RequestId("u")] = Unread(RequestId("u"), "m", 1.0)
+    return state
 
 
 @pytest.fixture
 def registry() -> CollectorRegistry:
     made = CollectorRegistry()
-    made.register(EngineCollector(stats, infos))
+    stands = {A: Standing.UP, B: Standing.DRAINING, C: Standing.DOWN}
+    made.register(EngineCollector(known(), [A, B, C], stands.__getitem__, lambda: 3))
     usage = UsageBook(lambda: 0.0)
     usage.totals["alice"] = UsageSums(requests=1)
     made.register(UsageCollector(usage))
@@ -324,31 +309,32 @@ def test_failures_are_counted_apart(
 
 
 def test_gauges_are_asked_for(registry: CollectorRegistry) -> None:
-    assert value(registry, "kvferry_backend_up", backend="a") == 1
-    assert value(registry, "kvferry_backend_up", backend="b") == 0
-    assert value(registry, "kvferry_slots", backend="a", phase="idle") == 2
+    """C was never up, and so has no slots and no speed."""
+    for name, values in {"up": [1, 1, 0], "drained": [0, 1, 0]}.items():
+        assert [value(registry, f"kvferry_backend_{name}", backend=b) for b in "abc"] == values
+    assert value(registry, "kvferry_slots", backend="a", phase="idle") == 3
+    assert value(registry, "kvferry_slots", backend="a", phase="running") == 0
+    assert value(registry, "kvferry_slots", backend="c", phase="idle") is None
     assert value(registry, "kvferry_queue_depth") == 3
     assert value(registry, "kvferry_snapshots") == 4
-    assert value(registry, "kvferry_snapshot_bytes") == 5
-    assert value(registry, "kvferry_snapshot_tokens") == 6
-    assert value(registry, "kvferry_snapshots_evicted_total") == 7
+    assert value(registry, "kvferry_snapshot_bytes") == 20
+    assert value(registry, "kvferry_snapshot_tokens") == 12
+    assert value(registry, "kvferry_snapshots_evicted_total") == 1
     assert value(registry, "kvferry_resident_tokens", backend="a") == 8
-    assert value(registry, "kvferry_server_phase", server="c", phase="starting") == 1
-    assert value(registry, "kvferry_server_waiting", server="c") == 15
-    assert value(registry, "kvferry_server_load_seconds", server="c") == 16.5
+    assert value(registry, "kvferry_server_phase", server="d", phase="stopped") == 1
+    assert value(registry, "kvferry_server_waiting", server="d") == 1
+    assert value(registry, "kvferry_server_load_seconds", server="d") == TUNING.server_load_s
     assert value(registry, "kvferry_server_swaps_total") == 17
-    assert value(registry, "kvferry_prefill_tokens_per_second", backend="a") == 9
-    assert value(registry, "kvferry_output_tokens_per_second", backend="a") == 10
-    assert value(registry, "kvferry_save_bytes_per_second", backend="a") == 11
-    assert value(registry, "kvferry_restore_bytes_per_second", backend="a") == 12
+    learned = [
+        value(registry, f"kvferry_{name}_per_second", backend="a")
+        for name in ("prefill_tokens", "output_tokens", "save_bytes", "restore_bytes")
+    ]
+    assert learned == [100.0, 50.0, 5e8, 1e9]
+    assert value(registry, "kvferry_prefill_tokens_per_second", backend="c") is None
     assert value(registry, "kvferry_stall_seconds_total", backend="a", action="save") == 13
     assert value(registry, "kvferry_stall_seconds_total", backend="a", action="restore") == 0
-    assert value(registry, "kvferry_snapshot_bytes_limit") == 14
+    assert value(registry, "kvferry_snapshot_bytes_limit") == 20
     assert value(registry, "kvferry_snapshot_tokens_limit") is None  # there is none
-
-
-def test_a_backend_that_was_never_up_has_no_speed(registry: CollectorRegistry) -> None:
-    assert value(registry, "kvferry_prefill_tokens_per_second", backend="b") is None
 
 
 def test_what_backends_are(registry: CollectorRegistry) -> None:
