@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import shlex
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -92,6 +92,7 @@ def _refuse_flags_of_servers(parser: argparse.ArgumentParser, words: Sequence[st
 
 class _Parser(argparse.ArgumentParser):
     command = ""  # the one that was typed
+    commands: Mapping[str, argparse.ArgumentParser] = {}
 
     def __init__(self, **options: Any) -> None:
         """Take no part of a flag for the flag: `--host` would be `--host-name`."""
@@ -104,6 +105,9 @@ class _Parser(argparse.ArgumentParser):
             message += f"; if llama-server knows them: --server-args {shlex.quote(unknown)}"
             if unknown.endswith(".gguf") and " " not in unknown:
                 message = f"instead of {unknown}: --model {unknown}"
+        elif unknown != message and self.command in self.commands:
+            self.commands[self.command].print_usage(sys.stderr)
+            self.exit(BAD_INPUT, f"kvferry {self.command}: error: {message}\n")
         super().error(message)
 
 
@@ -114,6 +118,7 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvferry {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _Parser.commands = commands.choices
 
     command = commands.add_parser("serve", help="run the router")
     _fleet_options(command)
@@ -122,7 +127,9 @@ def command_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_serve)
 
     command = commands.add_parser("check", help="check a configuration file")
-    command.add_argument("file", type=Path, metavar="FILE")
+    either = command.add_mutually_exclusive_group(required=True)
+    either.add_argument("file", type=Path, nargs="?", metavar="FILE")
+    either.add_argument("--config", type=Path, metavar="FILE", help="the same, as for serve")
     command.set_defaults(run=_check)
 
     command = commands.add_parser("doctor", help="probe every backend and say what to change")
@@ -304,7 +311,7 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    code, text = check_text(options.file)
+    code, text = check_text(options.file or options.config)
     print(text, file=sys.stdout if code == OK else sys.stderr)
     return code
 

@@ -275,6 +275,7 @@ BAD = [
     ("logging: {level: }", "logging.level", 3, "not nothing"),
     ("shutdown_grace: 30", "shutdown_grace", 3, "a time such as 500ms"),
     ("max_body: 1MiB", "max_body", 3, "belongs under `limits`"),
+    ("servers: {models: [{name: m, path: /m}]}", "servers.models[0].path", 3, "here: name, model"),
     ("polcy: cheapest", "polcy", 3, "did you mean `policy`?"),
     ("listen: 8081", "listen", 3, "must be host:port"),
     ("listen: :8081", "listen", 3, "0.0.0.0:8080"),

@@ -52,14 +52,23 @@ def test_wrong_usage(arguments: list[str], capsys: Capture) -> None:
     assert "Traceback" not in err
 
 
+def test_an_unknown_flag_shows_the_flags_of_its_command(capsys: Capture) -> None:
+    assert run("usage", "--hours", "3") == 2
+
+    err = capsys.readouterr().err
+    assert err.startswith("usage: kvferry usage [-h] [--days N]")
+    assert err.endswith("kvferry usage: error: unrecognized arguments: --hours 3\n")
+
+
 # --- check ----------------------------------------------------------------------------------------
 
 
-def test_check_good(tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize("option", [[], ["--config"]])
+def test_check_good(option: list[str], tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "good.yaml"
     file.write_text(f"backends: [{{url: '{UNUSED_URL}', kv_dir: /kv}}]\n")
 
-    assert run("check", str(file)) == 0
+    assert run("check", *option, str(file)) == 0
 
     printed = capsys.readouterr()
     assert printed.out.startswith("OK: ")
