@@ -579,5 +579,6 @@ def _listed(value: Any) -> list[str]:
 
 def summary(made: Imported) -> Iterator[str]:
     """Yield what a person wants to know of an import."""
-    yield f"{len(made.names)} names answer: {', '.join(made.names)}"
+    told = "1 name answers" if len(made.names) == 1 else f"{len(made.names)} names answer"
+    yield f"{told}: {', '.join(made.names)}"
     yield from (f"- {note}" for note in made.notes)

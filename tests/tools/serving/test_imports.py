@@ -184,7 +184,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["import", str(path)]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("# Made from x.yaml")
-    assert err.startswith("1 names answer: a\n")
+    assert err.startswith("1 name answers: a\n")
     for broken in (b"\xff", b"models: {"):
         path.write_bytes(broken)
         assert main(["import", str(path)]) == 2
