@@ -233,8 +233,7 @@ def _unknown_key(root: type[BaseModel], path: KeyPath) -> str:
     for section, below in keys_of(root).items():
         places |= dict.fromkeys(keys_of(below) if below else (), f"under `{section}`")
     places |= dict.fromkeys(keys_of(root), "at the top level")
-    is_item = any(isinstance(part, int) for part in path)  # whose keys are like those of sections
-    if key in places and not is_item:
+    if key in places and all(isinstance(part, str) for part in path):  # not that of an item
         return f"unknown key here; it belongs {places[key]}"
     if guess := nearest(key, known):
         return f"unknown key; did you mean `{guess}`?"

@@ -106,8 +106,7 @@ class _Parser(argparse.ArgumentParser):
             if unknown.endswith(".gguf") and " " not in unknown:
                 message = f"instead of {unknown}: --model {unknown}"
         elif unknown != message and self.command in self.commands:
-            self.commands[self.command].print_usage(sys.stderr)
-            self.exit(BAD_INPUT, f"kvferry {self.command}: error: {message}\n")
+            argparse.ArgumentParser.error(self.commands[self.command], message)
         super().error(message)
 
 
@@ -301,13 +300,10 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:
-    """Run on uvloop if installed: it cuts the router's cost of a request by a third."""
-    try:
-        import uvloop
-    except ImportError:  # Windows
-        asyncio.run(work)
-    else:
-        uvloop.run(work)
+    """Run on uvloop: it cuts the router's cost of a request by a third."""
+    import uvloop
+
+    uvloop.run(work)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -327,19 +323,15 @@ def _import(options: argparse.Namespace) -> int:
 
     try:
         made = imported(options.file)
-    except OSError as error:
-        told = error.strerror
-    except UnicodeDecodeError:
-        told = "it is not UTF-8"
-    except ImportProblemError as error:
-        told = str(error)
-    else:
-        print(made.text, end="")
-        if not sys.stdout.isatty():  # the text begins with the same
-            print("\n".join(summary(made)), file=sys.stderr)
-        return OK
-    print(f"kvferry: {options.file}: {told}", file=sys.stderr)
-    return BAD_INPUT
+    except (OSError, UnicodeDecodeError, ImportProblemError) as error:
+        told = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
+        raise CallError(
+            f"{options.file}: {getattr(error, 'strerror', told)}", bad_input=True
+        ) from error
+    print(made.text, end="")
+    if not sys.stdout.isatty():  # the text begins with the same
+        print("\n".join(summary(made)), file=sys.stderr)
+    return OK
 
 
 def _key(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ LATE: list[fact.Fact] = [
     fact.backend_down(A),
     fact.cancelled(NO_TENANT),
     fact.save_failed(NO_TENANT, A0, "x"),
-    fact.restored(NO_TENANT, SnapshotId("x"), 5, 0.1),
+    fact.restored(NO_TENANT, 5, 0.1),
     fact.prefilled(NO_TENANT, Reported()),
     fact.prefill_failed(NO_TENANT, "x"),
     fact.launched(NO_TENANT, 0),
@@ -44,7 +44,7 @@ def test_a_lost_snapshot_is_not_offered_and_not_deleted() -> None:
     assert names(arrive(s, ids=run_of(1000))) == ["Restore"]
     assert s.handle(fact.snapshot_lost(SnapshotId("s")), NOW) == []
 
-    effects = s.handle(fact.restored(R, SnapshotId("s"), 900, 0.1), NOW)
+    effects = s.handle(fact.restored(R, 900, 0.1), NOW)
     assert names(effects) == ["Dispatch"]
     assert len(s.state.inventory.catalog) == 0
 

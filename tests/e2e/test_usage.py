@@ -166,10 +166,10 @@ async def test_tenant_over_its_tokens_is_refused(tmp_path: Path, window: str) ->
 
 
 async def test_command_shows_the_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    yaml = f"{auth()}\nstore: {{idle_save_after: off}}"  # a save is logged on standard output, too
+    off = "\nstore: {idle_save_after: off}"  # a save is logged on standard output, too
     async with (
         FakeLlama(kv_dir=tmp_path) as fake,
-        running([("a", fake.url)], tmp_path, yaml=yaml) as kvferry,
+        running([("a", fake.url)], tmp_path, yaml=auth() + off) as kvferry,
     ):
         for name in KEYS:
             await kvferry.post("/completion", {"prompt": "x" * 300}, headers=of(name))

@@ -54,10 +54,9 @@ def test_wrong_usage(arguments: list[str], capsys: Capture) -> None:
 
 def test_an_unknown_flag_shows_the_flags_of_its_command(capsys: Capture) -> None:
     assert run("usage", "--hours", "3") == 2
-
-    err = capsys.readouterr().err
-    assert err.startswith("usage: kvferry usage [-h] [--days N]")
-    assert err.endswith("kvferry usage: error: unrecognized arguments: --hours 3\n")
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: kvferry usage [-h] [--days N]")
+    assert error == "kvferry usage: error: unrecognized arguments: --hours 3"
 
 
 # --- check ----------------------------------------------------------------------------------------

@@ -204,7 +204,7 @@ def test_what_rewriting_for_a_restore_took_is_learned() -> None:
     s = cutting(backend())
     arrive(s, ids=SHORT)
     before = s.state.inventory.backends[A].rates.rewrite_s(8_000_000)
-    s.handle(fact.restored(R, LONG.id, 8000, 0.001, rewrite_s=5.0), NOW)
+    s.handle(fact.restored(R, 8000, 0.001, rewrite_s=5.0), NOW)
 
     assert s.state.inventory.backends[A].rates.rewrite_s(8_000_000) > before
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from router.base.types import Reported, RequestId, SlotId, SnapshotId, Stall
+from router.base.types import Reported, RequestId, SlotId, Stall
 from router.core.model.slots import Content, Resident
 from tests.support.scheduler import fact
 from tests.support.scheduler.build import (
@@ -37,7 +37,7 @@ def with_two_streams(**more: Any) -> Driven:
 def test_a_restore_stops_every_running_stream_of_its_backend() -> None:
     s = with_two_streams(snapshots=[SNAP], coalesce_above_s=None)
     arrive(s, ids=run_of(1000))
-    s.handle(fact.restored(R, SnapshotId("s"), 900, 0.25), NOW)
+    s.handle(fact.restored(R, 900, 0.25), NOW)
 
     assert s.state.inventory.backends[A].stalled_s == {Stall.RESTORE: 0.5}
 

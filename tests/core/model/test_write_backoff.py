@@ -85,7 +85,7 @@ def test_a_file_is_not_blamed_for_the_disk() -> None:
     for name in ("r", "r2", "r3"):
         arrive(s, name, ids=LONG)
     for name in ("r", "r2", "r3"):
-        failed = fact.restore_failed(RequestId(name), SnapshotId("s"), "full", Blame.DISK)
+        failed = fact.restore_failed(RequestId(name), "full", Blame.DISK)
         assert names(s.handle(failed, NOW)) == ["Dispatch"]
     assert SnapshotId("s") in s.state.inventory.catalog
     assert not s.state.inventory.backends[A].may_write

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from router.base.tokens import Tokens, count
-from router.base.types import Outcome, Reported, RequestId, SlotId, Snapshot, SnapshotId
+from router.base.types import Outcome, Reported, RequestId, SlotId, Snapshot
 from router.core.model.backend import Slot
 from router.core.model.effects import Blame, Dispatch, Effect
 from router.core.model.plan import Plan
@@ -77,15 +77,13 @@ def save_failed(s: Driven, at: SlotId = A0, name: str = "r") -> list[Effect]:
 
 def restored(s: Driven, n: int = 900, name: str = "r", of: str = "s") -> list[Effect]:
     """Report that a snapshot is in the slot."""
-    return s.handle(fact.restored(RequestId(name), SnapshotId(of), n, 0.001), NOW)
+    return s.handle(fact.restored(RequestId(name), n, 0.001), NOW)
 
 
 def restore_failed(s: Driven, bad: bool = False, name: str = "r") -> list[Effect]:
     """Report that a restore failed: the slot is empty."""
     return s.handle(
-        fact.restore_failed(
-            RequestId(name), SnapshotId("s"), "why", Blame.FILE if bad else Blame.BACKEND
-        ),
+        fact.restore_failed(RequestId(name), "why", Blame.FILE if bad else Blame.BACKEND),
         NOW,
     )
 

@@ -24,7 +24,7 @@ class Driven(Scheduler):
         take, args = fact.take, fact.args
         if fact.answers:
             order = self._order(*fact.answers)
-            take, args = (take, (order, *args)) if order else (nothing, ())
+            take, args = (take, (order, *args)) if order else (lambda _: None, ())
         done = self.do(now, take, *args, **fact.more)
         self.ordered += [effect for effect in done if isinstance(effect, ORDERS)]
         return done
@@ -36,7 +36,3 @@ class Driven(Scheduler):
                 self.ordered = [one for one in self.ordered if one is not order]
                 return order
         return None
-
-
-def nothing(_: state.State) -> None:
-    """Take in that nothing has happened."""

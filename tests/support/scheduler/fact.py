@@ -19,7 +19,6 @@ from router.base.types import (
     SlotId,
     SlotStatus,
     Snapshot,
-    SnapshotId,
 )
 from router.core import scheduler
 from router.core.admission import admission, backend_attach, backend_drain, server_swaps
@@ -161,14 +160,12 @@ def cut_failed(request: RequestId, reason: str) -> Fact:
     return _answer(ef.Cut, request, ef.Failed(reason))
 
 
-def restored(
-    request: RequestId, _: SnapshotId, n_tokens: int, seconds: float, rewrite_s: float = 0.0
-) -> Fact:
+def restored(request: RequestId, n_tokens: int, seconds: float, rewrite_s: float = 0.0) -> Fact:
     """Say that a snapshot is in the slot."""
     return _answer(ef.Restore, request, ef.Restored(n_tokens, seconds, rewrite_s))
 
 
-def restore_failed(request: RequestId, _: SnapshotId, reason: str, blame: ef.Blame) -> Fact:
+def restore_failed(request: RequestId, reason: str, blame: ef.Blame) -> Fact:
     """Say that a restore failed."""
     return _answer(ef.Restore, request, ef.Failed(reason, blame))
 
@@ -179,7 +176,6 @@ def erased(request: RequestId, slot: SlotId) -> Fact:
 
 
 def erase_failed(request: RequestId, slot: SlotId, reason: str) -> Fact:
-    """Say that an erase failed."""
     return _answer(ef.Erase, request, ef.Failed(reason), slot)
 
 

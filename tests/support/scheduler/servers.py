@@ -112,7 +112,7 @@ class ServerWorld:
                 made = snapshot(f"f{next(self._files)}", held, ns=namespace)
                 self.at(self.now, lambda: self.feed(fact.saved(rid, slot, made, 0.001)))
             case ef.Restore(request=rid, snapshot=file):
-                restored = fact.restored(rid, file.id, len(file), 0.001)
+                restored = fact.restored(rid, len(file), 0.001)
                 self.at(self.now, lambda: self.feed(restored))
             case ef.Prefill(request=rid, tokens=tokens):
                 told = Reported(n_tokens(tokens), 0, 0.01)

@@ -185,12 +185,12 @@ class World:
             assert len(held) <= op.server.info.n_ctx, "a snapshot that the slot cannot hold"
             op.server.slots[op.slot.index] = held
             op.server.owners[op.slot.index] = tenant_of(effect.snapshot.namespace)
-            self.feed(fact.restored(effect.request, effect.snapshot.id, len(held), 0.001))
+            self.feed(fact.restored(effect.request, len(held), 0.001))
             return
         if op.server.alive:
             op.server.slots[op.slot.index] = ()
         blame = Blame(how) if op.server.alive else Blame.BACKEND
-        self.feed(fact.restore_failed(effect.request, effect.snapshot.id, "no", blame))
+        self.feed(fact.restore_failed(effect.request, "no", blame))
 
     def erases(self, op: Op, effect: ef.Erase, ok: bool) -> None:
         self.ops.remove(op)
