@@ -9,11 +9,11 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 51_063,
+    "router": 51_062,
     "router/assembly": 2_330,
     "router/base": 1_650,
     "router/config": 1_959,
-    "router/core": 9_586,
+    "router/core": 9_585,
     "router/engine": 1_752,
     "router/hosts": 1_349,
     "router/llama": 5_646,

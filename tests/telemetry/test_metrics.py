@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -69,22 +68,19 @@ A, B, C, D = map(BackendId, "abcd")
 
 def known() -> State:
     """Return a state with backends A and B, four snapshots, a queue of three and a server D."""
-    more: dict[str, Any] = {"kv_dir": None, "memory_kind": MemoryKind.UNKNOWN, "cuts": True}
-    infos = (
-        backend("a", 3, memory_kind=MemoryKind.SLIDING_WINDOW, n_stream=2, window=64),
-        backend("b", **more),
-    )
-    state = scheduler(*infos, limits=SnapshotLimits(max_bytes=20), holding={SLOT: run_of(8)}).state
-    inventory = state.inventory
+    up = backend("a", 3, memory_kind=MemoryKind.SLIDING_WINDOW, n_stream=2, window=64)
+    bare = backend("b", kv_dir=None, memory_kind=MemoryKind.UNKNOWN, cuts=True)
+    s = scheduler(up, bare, limits=SnapshotLimits(max_bytes=20), holding={SLOT: run_of(8)})
+    inventory = s.state.inventory
     for n in range(5):
         inventory.catalog.add(snapshot(f"s{n}", [n, 9, 9], 5), MemoryKind.FULL, 1.0)
     inventory.catalog.shrink()
     inventory.backends[A].stalled_s[Stall.SAVE] = 13.0
-    inventory.servers.configure([ServerSpec(D, ("m",))], [], 1.0)
     inventory.backends[A].rates.save = LinearFit(0.002, 0.0)  # restores take half of it
-    inventory.servers.swaps = 17
-    inventory.servers.unread[RequestId("u")] = Unread(RequestId("u"), "m", 1.0)
-    return state
+    servers, rid = inventory.servers, RequestId("u")
+    servers.configure([ServerSpec(D, ("m",))], [], 1.0)
+    servers.swaps, servers.unread[rid] = 17, Unread(rid, "m", 1.0)
+    return s.state
 
 
 @pytest.fixture

@@ -526,6 +526,8 @@ def _take_saved(state: State, slot: Slot, result: Saved) -> None:
         if not snapshot.shape.useful:
             # Shorter than the window, which the probe has not seen to its end: save none so short.
             backend.info = replace(info, window=max(info.window, len(snapshot)))
+        elif snapshot.shape.extendable:
+            backend.outgrown = min(backend.outgrown, len(snapshot))
     if slot.job is not None:
         read = Resident(snapshot.tokens, 0, slot.content.resident.checkpoints)
         slot.hold(replace(slot.content, resident=read))

@@ -274,16 +274,15 @@ class Inventory:
         """Return the prompt tokens that need no computing in a slot that shares `common`.
 
         Before a probe the most is hoped for: the server itself finds out what a live slot can do.
+        A slot that is shorter than its window goes on from a checkpoint (llama-server.md 4.2).
         """
         held, info = slot.content.resident, slot.backend.info
         if info.memory_kind is MemoryKind.FULL:  # the usual case
             return max(min(common, n_prompt - 1), 0)
+        kind = MemoryKind.FULL if info.untried else info.memory_kind
+        ends = kind is not MemoryKind.SLIDING_WINDOW or len(held) >= slot.backend.outgrown
         return reusable_tokens(
-            MemoryKind.FULL if info.untried else info.memory_kind,
-            n_prompt,
-            common,
-            len(held),
-            checkpoints=held.checkpoints,
+            kind, n_prompt, common, len(held), checkpoints=held.checkpoints, extendable=ends
         )
 
     def reach(self, slot: Slot) -> int:

@@ -328,6 +328,7 @@ class Backend:
     # Restores in a row that were not used, and why it does less than its probe showed.
     unused_restores: int = 0
     limited: str = ""
+    outgrown: float = inf  # tokens of the shortest state seen that is longer than its window
     # Prefills of the router's own that were lost, and when another one is tried, in clock seconds.
     lost_prefills: int = 0
     extends_again_at: float | None = None
@@ -398,6 +399,7 @@ class Backend:
         self.info = info
         self.unused_restores = self.lost_prefills = 0
         self.limited, self.extends_again_at, self.proof_asked = "", None, False
+        self.outgrown = info.window + 1 if info.window else inf
 
     def lose(self) -> None:
         """Drop what was of a process that has ended, or may have."""

@@ -146,12 +146,8 @@ def _in_slots(
             continue
         slot = inventory.slots[name]
         if slot.is_idle or name == taken:
-            held = slot.content.resident
-            most.see(common, held.tokens, slot=name)
-            reused = reusable_tokens(
-                info.memory_kind, n_prompt, common, len(held), checkpoints=held.checkpoints
-            )
-            usable = max(usable, reused)
+            most.see(common, slot.content.resident.tokens, slot=name)
+            usable = max(usable, inventory.reusable(slot, n_prompt, common))
         else:
             # The source of a copy computes nothing, so its resident tokens count.
             tokens = slot.work.pending or slot.content.resident.tokens

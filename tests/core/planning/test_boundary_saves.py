@@ -175,10 +175,21 @@ def test_a_state_with_checkpoints_says_nothing_of_the_window() -> None:
     saved(s, replace(snapshot("b1", run_of(600)), shape=StateShape(1, (500,), extendable=False)))
 
     assert s.state.inventory.backends[swa.id].info.window == 0
-    assert (
-        planned(s.state.inventory, Prompt(run_of(905, 3), boundaries=(600, 900))).boundary_saves[0]
-        == 600
-    )
+    other = Prompt(run_of(905, 3), boundaries=(600, 900))
+    assert planned(s.state.inventory, other).boundary_saves[0] == 600
+
+
+@pytest.mark.parametrize(("extendable", "reused"), [(False, 499), (True, 700)])
+def test_a_live_slot_shorter_than_its_window(extendable: bool, reused: int) -> None:
+    """It goes on from a checkpoint; the first state that can be extended was not so short."""
+    s = scheduler(backend(memory_kind=MemoryKind.SLIDING_WINDOW), coalesce_above_s=None)
+    known, other = s.state.inventory, slot(s, A1)
+    other.hold(Content(Resident(run_of(700, 5), 0, (500,))))
+    assert known.reusable(other, 905, 700) == 499
+    arrive(s, prompt=CHAT)
+    prefilled(s, prompt_tokens=600, cached_tokens=0)
+    saved(s, replace(snapshot("b1", run_of(600)), shape=StateShape(1, (500,), extendable)))
+    assert known.reusable(other, 905, 700) == reused
 
 
 def test_limits_hold_for_pauses() -> None:

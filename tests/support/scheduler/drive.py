@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from router.base.tokens import Tokens, count
+from router.base.tokens import Tokens
 from router.base.types import Outcome, Reported, RequestId, SlotId, Snapshot
 from router.core.model.backend import Slot
 from router.core.model.effects import Blame, Dispatch, Effect
@@ -58,11 +58,6 @@ def plan_of(effects: list[Effect]) -> Plan:
 def names(effects: list[Effect]) -> list[str]:
     """Return the kinds of these effects; their details are for other tests."""
     return [type(effect).__name__ for effect in effects]
-
-
-def n_held(s: Driven, which: SlotId) -> int:
-    """Return the number of tokens that the slot is known to hold."""
-    return count(held(s, which))
 
 
 def saved(s: Driven, of: Snapshot, at: SlotId = A0, name: str = "r") -> list[Effect]:

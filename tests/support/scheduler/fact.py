@@ -77,8 +77,6 @@ begun = _fact(prefill_queue.begun)
 prefill_broke = _fact(preparation.prefill_broke)
 misread = _fact(resident_updates.misread)
 snapshot_lost = _fact(state.snapshot_lost)
-snapshot_stored = _fact(state.snapshot_stored)
-room_found = _fact(state.room_found)
 purged = _fact(state.purged)
 tick = _fact(scheduler.tick)
 
