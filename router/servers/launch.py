@@ -212,7 +212,7 @@ def _arguments(model: ModelConfig, socket: Path | None) -> tuple[str, ...]:
     With a `socket` it ignores the port, which must not be 0 (start, server-http.cpp).
 
     The flags are those recommended in llama-server.md section 0: no RAM cache, explicit slots, a
-    fixed share of the context for each.
+    fixed share of the context for each, few checkpoints (docs/adr/0044). The last of a flag counts.
     """
     what = ("-m", str(model.model)) if model.model is not None else ("-hf", str(model.hf))
     cells = model.ctx if model.kv_unified else model.slots * model.ctx
@@ -220,8 +220,8 @@ def _arguments(model: ModelConfig, socket: Path | None) -> tuple[str, ...]:
     return (
         *what,
         *("-a", model.name, "--host", HOST if socket is None else str(socket), "--port", _PORT),
-        *("-np", str(model.slots), "-c", str(cells), unified),
-        *("--cache-ram", "0", "--slot-save-path", _KV_DIR, "--slots", "--metrics"),
+        *("-np", str(model.slots), "-c", str(cells), unified, "--slots", "--metrics"),
+        *("--cache-ram", "0", "--ctx-checkpoints", "4", "--slot-save-path", _KV_DIR),
         *model.args,
     )
 

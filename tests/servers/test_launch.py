@@ -31,7 +31,7 @@ def test_flags_that_kvferry_needs(program: str) -> None:
     (one,) = launches({"name": "a", "model": "/m.gguf", "slots": 3, "ctx": 1000, "args": ["-fa"]})
     line = " ".join(one.command(4321))
     assert line.startswith(f"{program} -m /m.gguf -a a --host 127.0.0.1 --port 4321 -np 3 -c 3000")
-    assert "--no-kv-unified --cache-ram 0 --slot-save-path /kv --slots --metrics -fa" in line
+    assert "--cache-ram 0 --ctx-checkpoints 4 --slot-save-path /kv -fa" in line  # ADR 44
 
 
 def test_a_reference_replicas_and_an_environment(
