@@ -78,7 +78,7 @@ def _foreign(
             longest = max(longest, catalog.nearest(other, tokens)[0])
     for backend in inventory.up.values():
         if is_foreign(backend.info.namespace, own):
-            longest = max(longest, *(shared.get(slot.id, 0) for slot in backend.slots))
+            longest = max([longest, *(shared.get(slot.id, 0) for slot in backend.slots)])
     return longest
 
 
