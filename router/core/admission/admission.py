@@ -78,9 +78,8 @@ def _keep_prefix(inventory: Inventory, request: Request, now: float) -> None:
     if request.prompt.unknown or not request.reuse:
         return
     catalog, tokens = inventory.catalog, request.prompt.tokens
-    infos = [backend.info for backend in inventory.up.values()]
-    serving = (info for info in infos if info.answers_to(request.model))
-    for namespace in {namespace_of(info, request.tenant) for info in serving}:
+    answering = inventory.answering(request.model)
+    for namespace in {namespace_of(info, request.tenant) for info in answering}:
         for match in catalog.match(namespace, tokens, limit=1):
             if match.common >= catalog.limits.min_tokens:
                 catalog.protect(match.item, now + TUNING.queued_prefix_kept_s, request.owner)
@@ -92,10 +91,9 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
     Only backends that are up count. None: it fits one, or no such backend is up.
     """
     longest, n_prompt = 0, request.prompt.n_tokens
-    for backend in state.inventory.up.values():
-        info = backend.info
+    for info in state.inventory.answering(request.model):
         # A backend without KV is avoided as unfit; others are avoided because they failed.
-        if info.answers_to(request.model) and (info.generates or info.id not in request.avoid):
+        if info.generates or info.id not in request.avoid:
             longest = max(longest, info.n_ctx)
     if n_prompt < longest or not longest:
         return None

@@ -69,6 +69,10 @@ class Inventory:
         """Return the backends that are up and not draining."""
         return [one.info for name, one in self.up.items() if name not in self.draining]
 
+    def answering(self, model: str | None) -> list[BackendInfo]:
+        """Return the backends that are up and have a model, draining ones included; None: any."""
+        return [one.info for one in self.up.values() if one.info.answers_to(model)]
+
     def is_serving(self) -> bool:
         """Return whether a request is prepared or runs, on any backend."""
         return any(isinstance(job, RequestJob) for job in self.jobs.values())
@@ -201,11 +205,8 @@ class Inventory:
     def has_idle(self, model: str | None) -> bool:
         """Return whether a backend with the model has an idle slot and is not draining."""
         for backend in self.up.values():
-            if (
-                backend.info.answers_to(model)
-                and backend.phases[Phase.IDLE]
-                and backend.id not in self.draining
-            ):
+            is_idle = backend.phases[Phase.IDLE] and backend.id not in self.draining
+            if is_idle and backend.info.answers_to(model):
                 return True
         return False
 

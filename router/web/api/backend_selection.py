@@ -78,10 +78,8 @@ class BackendSelection:
 
     def namespace_of(self, model: str | None) -> Namespace | None:
         """Return the namespace of a model on the backends here; None: no backend generates it."""
-        for info in self._engine.infos.values():
-            if info.answers_to(model) and info.generates:
-                return info.namespace
-        return None
+        answering = self._engine.state.inventory.answering(model)
+        return next((info.namespace for info in answering if info.generates), None)
 
     def fitting(self, model: str | None) -> list[LlamaClient]:
         """Return the backends for a request that takes no slot, best first.
@@ -103,8 +101,8 @@ class BackendSelection:
 
         Raises NoBackendError if there is none.
         """
-        infos = self._engine.infos.values()
-        clients = [self.monitors[info.id].client for info in infos if info.answers_to(model)]
+        answering = self._engine.state.inventory.answering(model)
+        clients = [self.monitors[info.id].client for info in answering]
         if not clients:
             raise NoBackendError("no backend that can serve this request is up")
         return clients
@@ -116,7 +114,7 @@ class BackendSelection:
         """
         found: dict[frozenset[str], list[LlamaClient]] = {}
         for name, monitor in self.monitors.items():
-            if name in self._engine.infos:
+            if name in self._engine.state.inventory.up:
                 found.setdefault(monitor.models, []).append(monitor.client)
         return [sorted(some, key=lambda client: client.doubted) for some in found.values()]
 
@@ -135,7 +133,8 @@ class BackendSelection:
         one would have to repeat the same work.
         """
         unknown = "no backend to tokenize with"
-        while (backend := self._who_reads(able := self._answering(model), but)) is not None:
+        known = self._engine.state.inventory
+        while (backend := self._who_reads(able := known.answering(model), but)) is not None:
             but |= {backend}
             reader = self._readers[backend].of(tenant)
             try:
@@ -150,11 +149,6 @@ class BackendSelection:
             else:
                 return prompt, reader
         return Prompt(unknown=unknown), None
-
-    def _answering(self, model: str | None) -> list[BackendInfo]:
-        """Return the backends that are up and have a model; None: any."""
-        infos = self._engine.infos.values()
-        return [info for info in infos if info.answers_to(model)]
 
     def _who_reads(self, able: Sequence[BackendInfo], but: Set[BackendId]) -> BackendId | None:
         """Return which of these backends reads prompts, none of `but`; None if there is none.
@@ -173,7 +167,8 @@ class BackendSelection:
             return False
         # The model names are known only when the first backend is up: resolve the model each time.
         model = self.resolve(model)
-        return self._who_reads(self._answering(model), self.without_kv(model)) is None
+        able = self._engine.state.inventory.answering(model)
+        return self._who_reads(able, self.without_kv(model)) is None
 
     async def wait_for_reader(self, model: str | None, request: RequestId) -> None:
         """Wait until prompts for `model` can be read; return at once if they never can.
@@ -206,7 +201,7 @@ class BackendSelection:
     @property
     def is_attaching(self) -> bool:
         """Return whether no backend is up and one will be in a moment: its server answers."""
-        if self._engine.infos or self._stopping:
+        if self._engine.state.inventory.up or self._stopping:
             return False
         return any(one.is_ready and one.attached is None for one in self.monitors.values())
 

@@ -43,7 +43,7 @@ class MonitorRoutes:
         A caller sees what its own tenant has, and of other slots whether they are at work.
         """
         model = self.selection.resolve(call.model)
-        infos = [info for info in self._engine.infos.values() if info.answers_to(model)]
+        infos = self._engine.state.inventory.answering(model)
         async with self._turn:  # who comes meanwhile gets what this one is told
             await asyncio.gather(*(self._ask(info.id) for info in infos))
         slots = self._engine.state.inventory.slots
@@ -70,7 +70,7 @@ class MonitorRoutes:
         None: its one server tells them. Raises RouterError.
         """
         model = self.selection.resolve(call.model)
-        infos = [info for info in self._engine.infos.values() if info.answers_to(model)]
+        infos = self._engine.state.inventory.answering(model)
         if not infos:
             return self._unloaded(call, model)
         if len(infos) < 2:

@@ -159,10 +159,8 @@ class PeerRoutes:
         """Return the backends with KV that cannot be of the asking host's model."""
         return frozenset(
             info.id
-            for info in self._engine.infos.values()
-            if info.answers_to(model)
-            and ask.namespace
-            and not is_same(Namespace(ask.namespace), info.namespace)
+            for info in self._engine.state.inventory.answering(model)
+            if ask.namespace and not is_same(Namespace(ask.namespace), info.namespace)
         )
 
 

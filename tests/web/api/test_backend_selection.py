@@ -24,7 +24,7 @@ from router.llama.routes import Shape
 from router.llama.wire import ParsedRequest, parse_request
 from router.prompts.reader import PromptReader
 from router.web.api.backend_selection import BackendSelection
-from tests.support.scheduler.build import backend
+from tests.support.scheduler.build import backend, inventory
 
 PLACE = KvDir("/kv")
 CHAT = parse_request(Shape.CHAT, {"messages": [], "model": "m"})
@@ -80,9 +80,9 @@ async def test_who_names_no_model_does_not_mean_one_without_kv(
     monitors = {BackendId("e"): monitor_of("e", embedding, generates=False)}
     if chat is not None:
         monitors[BackendId("c")] = monitor_of("c", chat)
-    up = {BackendId("e"): info_of("e", MemoryKind.UNKNOWN, model="e")}
+    state = SimpleNamespace(inventory=inventory(info_of("e", MemoryKind.UNKNOWN, model="e")))
     readers = {BackendId("e"): cast(PromptReader, Reader())}
-    engine = cast(Engine, SimpleNamespace(infos=up, view=SimpleNamespace(server_models=[])))
+    engine = cast(Engine, SimpleNamespace(state=state))
     directory = BackendSelection(monitors, readers, engine, True, AsyncMock(return_value=False))
     assert directory.without_kv(model) == avoided
     _, reader = await directory.read(CHAT, model, NO_TENANT, directory.without_kv(model))
