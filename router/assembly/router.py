@@ -49,7 +49,7 @@ from router.web.admin.live import Live
 from router.web.admin.routes import Audience
 from router.web.api.backend_selection import BackendSelection
 from router.web.app import App
-from router.web.server.head_checks import PRIVATE
+from router.web.server.inbound import PRIVATE
 
 log = structlog.get_logger(__name__)
 

@@ -40,7 +40,7 @@ from router.web.fleet.forwarding import Forwarding
 from router.web.fleet.handing_out import HandingOut
 from router.web.fleet.peer_routes import PeerRoutes
 from router.web.fleet.purging import Here, Purging
-from router.web.server.bodies import Bodies
+from router.web.server.inbound import Bodies
 from router.web.server.settings import Settings
 
 

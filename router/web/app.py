@@ -19,7 +19,6 @@ from router.base.errors import (
     TenantLimitError,
     UpgradeError,
 )
-from router.base.forwarded import sender_of
 from router.base.ports import Telemetry
 from router.base.types import RequestId
 from router.engine.loop_throttle import LoopThrottle
@@ -35,7 +34,6 @@ from router.web.api.monitors import MonitorRoutes
 from router.web.api.passing import Passing
 from router.web.api.slot_demand import model_asked
 from router.web.fleet.peer_routes import PeerRoutes
-from router.web.server.bodies import Bodies, expects
 from router.web.server.call import Call
 from router.web.server.error_responses import (
     error_response,
@@ -43,8 +41,8 @@ from router.web.server.error_responses import (
     preflight,
     request_id,
 )
-from router.web.server.head_checks import check_head, check_origin
 from router.web.server.hop import hop_of
+from router.web.server.inbound import Bodies, check_head, check_origin, expects, sender
 from router.web.server.listener import Listener
 from router.web.server.settings import Settings
 
@@ -95,14 +93,6 @@ class App:
     def _refused(self, name: RequestId, error: RouterError) -> None:
         self._telemetry.rejected(name, error.outcome, str(error))
 
-    def _sender(self, request: web.BaseRequest) -> str | None:
-        """Return the address of the client, also behind proxies that are trusted."""
-        trusted, headers = self._settings.trusted_proxies, request.headers
-        if not trusted:
-            return request.remote
-        named = [headers.getall(name, []) for name in ("Forwarded", "X-Forwarded-For")]
-        return sender_of(request.remote, named[0], named[1], trusted)
-
     async def _handle(self, side: Audience, request: web.BaseRequest) -> web.StreamResponse:
         """Serve a request, and give each error the router's own shape.
 
@@ -111,7 +101,7 @@ class App:
         3. Any other: a bug. The client gets no details; a partial answer must not look complete.
         """
         host = None if self._hosts is None else self._hosts.name
-        call = Call(request, request_id(), host, self._sender(request))
+        call = Call(request, request_id(), host, sender(request, self._settings))
         try:
             return await self._answer(side, call)
         except RouterError as error:

@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 51_054,
+    "router": 51_044,
     "router/assembly": 2_330,
     "router/base": 1_650,
     "router/config": 1_959,
@@ -22,7 +22,7 @@ CEILINGS: dict[str, int] = {
     "router/store": 6_522,
     "router/telemetry": 1_787,
     "router/tools": 7_504,
-    "router/web": 7_493,
+    "router/web": 7_483,
     "tests": 66_612,
     "bench": 8_947,
 }

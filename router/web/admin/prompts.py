@@ -22,9 +22,9 @@ from router.web.admin.requests import plan_json
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
-from router.web.server.bodies import Bodies
 from router.web.server.call import Call
 from router.web.server.error_responses import json_response
+from router.web.server.inbound import Bodies
 from router.web.server.settings import Settings
 
 WARM = "/kvferry/warm"

@@ -33,9 +33,9 @@ from router.store.files import final_name, manifest_name
 from router.web.admin.guard import Guard
 from router.web.admin.state_json import snapshot_row
 from router.web.fleet.purging import Purging, Reached, is_tenant, new_note
-from router.web.server.bodies import Bodies
 from router.web.server.call import Call
 from router.web.server.error_responses import json_response
+from router.web.server.inbound import Bodies
 
 log = structlog.get_logger(__name__)
 

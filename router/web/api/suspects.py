@@ -15,7 +15,7 @@ from router.base.errors import SuspectError
 from router.base.types import BackendId, RequestId
 from router.llama import trial
 from router.llama.wire import ALIKE, ParsedRequest
-from router.web.server.bodies import DIGEST_BYTES, body_digest
+from router.web.server.inbound import DIGEST_BYTES, body_digest
 
 _ENDS = 2  # of servers, until a request is refused
 _REFUSED_S, _DOUBLED = 60.0, 4  # doubled with each further end, up to 16 minutes

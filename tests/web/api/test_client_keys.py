@@ -15,8 +15,8 @@ from router.assembly.router import build, listening
 from router.base.api_keys import digest_of, hash_text, new_key, read_hash
 from router.config.schema import parse
 from router.tools.cli import main
-from router.web.server.bodies import Bodies
 from router.web.server.call import Call
+from router.web.server.inbound import Bodies
 from tests.config.test_auth import auth
 from tests.conftest import StartServer
 from tests.support.servers.fake_llama import FakeLlama

@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 from aiohttp.test_utils import make_mocked_request
 
-from router.web.server.head_checks import check_head
+from router.web.server.inbound import check_head
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import RunningRouter, running
 

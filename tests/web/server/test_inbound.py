@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 
 from router.base.errors import BodiesFullError
-from router.web.server.bodies import Bodies
 from router.web.server.call import Call
+from router.web.server.inbound import Bodies
 from router.web.server.settings import Settings
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import RunningRouter, running
