@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from router.base import tasks
+from tests.support.servers.fake_llama import FakeLlama
 
 if TYPE_CHECKING:
     from tests.support.servers.llama_server import LlamaServer
@@ -68,6 +69,14 @@ def _state_of_its_own(
 def bugs() -> Counter[str]:
     """Return the unexpected exceptions of the test, by kind of task; allows them."""
     return tasks.failures
+
+
+@pytest.fixture
+async def fake(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    """Yield a fake server that is asked nothing wrong; a module's FAKE has options of it."""
+    async with FakeLlama(**{"kv_dir": tmp_path} | getattr(request.module, "FAKE", {})) as server:
+        yield server
+        assert server.violations == []
 
 
 @pytest.fixture(scope="session")

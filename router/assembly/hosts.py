@@ -45,7 +45,7 @@ from router.telemetry.hosts_metrics import HostsCollector, HostsMetrics, PeerSta
 from router.web.admin.hosts import HostsView
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
-from router.web.fleet.purging import Here
+from router.web.fleet.purging import Purging
 
 log = structlog.get_logger(__name__)
 
@@ -242,8 +242,8 @@ class _Kept:
 
     async def purge(self, tenant: Tenant, note: str) -> None:
         """Delete all that is here of a tenant, and note that the purge was obeyed."""
-        own = Here(self.engine, self.store, self.memories)
-        await own.purge(Tenant(tenant.partition(TENANT_SALT)[0]), note)
+        here = Purging(self.engine, self.store, self.memories)
+        await here.here(Tenant(tenant.partition(TENANT_SALT)[0]), note)
 
 
 class ColdStore(NamedTuple):

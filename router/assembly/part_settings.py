@@ -104,20 +104,9 @@ def memory_of_machine() -> int:
 def take_settings(settings: Settings, config: Config, memory_bytes: int) -> None:
     """Update the settings that the web layer reads with every request."""
     limits = config.limits
-    settings.connections = limits.connections
-    settings.connections_per_client = limits.connections_per_client
-    settings.trusted_proxies = limits.trusted_proxies
-    settings.max_request_line_bytes = limits.max_request_line_bytes
-    settings.max_header_bytes = limits.max_header_bytes
-    settings.max_headers = limits.max_headers
-    settings.header_timeout_s = limits.header_timeout_s
-    settings.keep_alive_timeout_s = limits.keep_alive_timeout_s
-    settings.max_body_bytes = limits.max_body_bytes
+    settings.limits = limits
     share = max(memory_bytes // _BODIES_SHARE, 2 * limits.max_body_bytes)
     settings.body_memory_bytes = limits.body_memory_bytes or share
-    settings.body_timeout_s = limits.body_timeout_s
-    settings.idle_timeout_s = limits.idle_timeout_s
-    settings.send_timeout_s = limits.send_timeout_s
     settings.needs_key = bool(config.auth.keys)
     settings.browser_hosts = frozenset(name.lower() for name in config.browsers.hosts)
     settings.browser_origins = frozenset(config.browsers.origins)

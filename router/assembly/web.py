@@ -15,7 +15,7 @@ from router.store.cold.tier import ColdTier
 from router.telemetry.backend_metrics import BackendMetrics
 from router.telemetry.hosts_metrics import FetchMetrics
 from router.web.admin.actions import OperatorActions
-from router.web.admin.live import Live, Subject
+from router.web.admin.live import Live
 from router.web.admin.page import load_page
 from router.web.admin.prompts import PromptRoutes
 from router.web.admin.requests import Requests
@@ -39,7 +39,7 @@ from router.web.fleet.fetching import Fetching
 from router.web.fleet.forwarding import Forwarding
 from router.web.fleet.handing_out import HandingOut
 from router.web.fleet.peer_routes import PeerRoutes
-from router.web.fleet.purging import Here, Purging
+from router.web.fleet.purging import Purging
 from router.web.server.inbound import Bodies
 from router.web.server.settings import Settings
 
@@ -64,8 +64,8 @@ class Stages:
     def purging(self) -> Purging:
         """Return what deletes all of a tenant."""
         hosts, parts = self.hosts, self.parts
-        own = Here(parts.engine, parts.store, parts.memories)
-        return Purging(own, self.cold, None if hosts is None else hosts.peers)
+        peers = None if hosts is None else hosts.peers
+        return Purging(parts.engine, parts.store, parts.memories, self.cold, peers)
 
 
 def live_of(made: Stages) -> Live:
@@ -73,13 +73,15 @@ def live_of(made: Stages) -> Live:
     parts, selection, hosts = made.parts, made.watched.selection, made.hosts
     engine, catalog = parts.engine, parts.engine.state.inventory.catalog
     view = None if hosts is None else hosts.view
-    subject = Subject(
-        picture=lambda: picture_of(engine, selection, parts.clock.now(), view, made.cold_status()),
-        n_snapshots=catalog.__len__,
-        survey=lambda: survey(catalog.snapshots()),
-        decisions=parts.decision_log.recent,
+    return Live(
+        lambda: picture_of(engine, selection, parts.clock.now(), view, made.cold_status()),
+        catalog.__len__,
+        lambda: survey(catalog.snapshots()),
+        parts.decision_log.recent,
+        parts.tasks.spawn,
+        wall_now,
+        parts.guard.may_read,
     )
-    return Live(subject, parts.tasks.spawn, wall_now, parts.guard.may_read)
 
 
 async def app_of(made: Stages, live: Live) -> App:

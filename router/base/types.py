@@ -219,6 +219,7 @@ class Request(Struct, frozen=True):
     fills: bool = False  # of an editor: if it is left, what follows was typed over, and not saved
     warms: bool = False  # only to compute and save the prompt: nothing is sent
     avoid: frozenset[BackendId] = frozenset()  # failed for it already, or not to be used for it
+    may_leave: bool = False  # another host may take it: it does not wait for a backend to come up
     clients_id: str | None = None  # the client's own id for it; for the log
     caller: Caller | None = None  # None: no keys are configured
     body_bytes: int = 0  # no fewer than its tokens, where they are not known

@@ -92,12 +92,9 @@ class Scheduler:
     def next_wakeup(self, now: float) -> float | None:
         """Return when a `tick` would change something, in clock seconds. None: never by itself."""
         state = self.state
-        if state.inventory.catalog.is_over:
+        if self._is_over:
             return now
-        at = state.backoffs_end_at
-        if state.idle_saves_at < inf:
-            state.idle_saves_at = idle_saves.wakeup(state)
-            at = min(at, state.idle_saves_at)
+        at = min(state.backoffs_end_at, state.idle_saves_at)
         if state.turns:
             at = min(at, prefill_queue.wakeup(state), deadline.wakeup(state))
         if state.queue.waiting:

@@ -24,6 +24,7 @@ from router.base.types import RequestId
 from router.engine.loop_throttle import LoopThrottle
 from router.hosts.messages import HOP
 from router.hosts.messages import PREFIX as PEERS
+from router.llama import json_offload
 from router.llama.routes import is_misspelled, normal_path, why_forbidden
 from router.telemetry.decision_log import DecisionLog
 from router.telemetry.hosts_metrics import HostsMetrics
@@ -32,7 +33,7 @@ from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
 from router.web.api.monitors import MonitorRoutes
 from router.web.api.passing import Passing
-from router.web.api.slot_demand import model_asked
+from router.web.api.slot_demand import model_of
 from router.web.fleet.peer_routes import PeerRoutes
 from router.web.server.call import Call
 from router.web.server.error_responses import (
@@ -197,8 +198,9 @@ class App:
     async def _pass(self, call: Call, *, may_take_slot: bool) -> web.StreamResponse:
         await self._bodies.read(call)
         # As llama-server's router mode does: a body names the model, and the query of a GET.
-        named = call.http.query.get("model") or None
-        asked = await model_asked(call.http, call.raw) if may_take_slot else named
+        asked = call.http.query.get("model") or None
+        if may_take_slot:
+            asked = await json_offload.read(call.raw, model_of, call.raw, call.content_type)
         call.name_model(self._settings.model_of(asked))
         if call.http.method in ("GET", "HEAD"):
             if call.route.lists_slots:

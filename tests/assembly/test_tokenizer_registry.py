@@ -1,9 +1,7 @@
 """Tokenizers by namespace: shared by its backends, and dropped with the last of them."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 import structlog
 
 from router.assembly.tokenizer_registry import TokenizerRegistry
@@ -16,12 +14,6 @@ from tests.support.servers.fake_llama import FakeLlama
 
 A, B = BackendId("a"), BackendId("b")
 ONE, OTHER = Namespace("one"), Namespace("other")
-
-
-@pytest.fixture
-async def fake() -> AsyncIterator[FakeLlama]:
-    async with FakeLlama() as server:
-        yield server
 
 
 async def test_what_nobody_speaks_is_forgotten(fake: FakeLlama) -> None:

@@ -24,7 +24,7 @@ from router.base.types import (
     Tenant,
 )
 from router.core.admission.backend_attach import probe_name
-from router.core.execution import idle_saves, placement_gate
+from router.core.execution import placement_gate
 from router.core.model import effects as ef
 from router.core.model.jobs import AtGate, InPrefillQueue, RequestJob
 from router.core.model.policy import PolicyName, SnapshotLimits
@@ -36,6 +36,7 @@ from router.core.planning import prefill
 from router.core.planning.planner import plan
 from tests.support.scheduler import fact
 from tests.support.scheduler.build import NS, A, B, backend, rates, request, scheduler
+from tests.support.scheduler.driven import wakeup
 from tests.support.scheduler.model_server import Ids, Server
 from tests.support.scheduler.world import ANSWERS, PROMPTS, World
 
@@ -412,7 +413,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     def what_was_kept_is_what_looking_would_find(self) -> None:
         """Check cached values: the next look at idle slots, and reach with the catalog."""
         inventory = self.scheduler.state.inventory
-        assert self.scheduler.state.idle_saves_at <= idle_saves.wakeup(self.scheduler.state)
+        assert self.scheduler.state.idle_saves_at <= wakeup(self.scheduler.state)
         for slot in inventory.slots:
             info = inventory.info(slot.id.backend)
             if info is not None:

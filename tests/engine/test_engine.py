@@ -46,12 +46,7 @@ OTHER = "q" * 300
 RESTORED = len(PROMPT) - 1  # one token is always evaluated
 
 
-@pytest.fixture
-async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
-    """Yield a server with one slot: other content must come from a file."""
-    async with FakeLlama(kv_dir=tmp_path, n_slots=1) as server:
-        yield server
-        assert server.violations == []
+FAKE = {"n_slots": 1}  # other content must come from a file
 
 
 @pytest.fixture

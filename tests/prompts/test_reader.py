@@ -52,12 +52,6 @@ async def reader_of(url: str, connections: Connections, tasks: Tasks) -> PromptR
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[FakeLlama]:
-    async with FakeLlama() as server:
-        yield server
-
-
-@pytest.fixture
 async def reader(fake: FakeLlama, connections: Connections, tasks: Tasks) -> PromptReader:
     return await reader_of(fake.url, connections, tasks)
 

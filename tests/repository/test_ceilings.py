@@ -9,11 +9,11 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 51_044,
-    "router/assembly": 2_330,
-    "router/base": 1_650,
+    "router": 51_008,
+    "router/assembly": 2_321,
+    "router/base": 1_651,
     "router/config": 1_959,
-    "router/core": 9_584,
+    "router/core": 9_565,
     "router/engine": 1_752,
     "router/hosts": 1_349,
     "router/llama": 5_646,
@@ -22,8 +22,8 @@ CEILINGS: dict[str, int] = {
     "router/store": 6_522,
     "router/telemetry": 1_787,
     "router/tools": 7_504,
-    "router/web": 7_483,
-    "tests": 66_612,
+    "router/web": 7_474,
+    "tests": 66_596,
     "bench": 8_947,
 }
 # A part may shrink so far before its ceiling has to follow.

@@ -152,11 +152,16 @@ def save_unasked(state: State, slot: SlotId) -> None:
 def give_up_unserved(state: State) -> None:
     """Reject the queued requests that have waited too long for a backend to come up."""
     for waiting, since in _unserved(state, state.now):
-        if state.now - since >= state.queue.limits.no_backend_s:
+        if state.now - since >= _patience_s(state, waiting):
             state.queue.remove(waiting.request.id)
             # Its backend may have come back with a shorter context.
             no_backend = NoBackendError("no backend for this model is up")
             state.reject(waiting.request.id, _too_long(state, waiting.request) or no_backend)
+
+
+def _patience_s(state: State, waiting: Waiting) -> float:
+    """Return how long a request waits for a backend to come up."""
+    return 0.0 if waiting.request.may_leave else state.queue.limits.no_backend_s
 
 
 def note_unserved(state: State) -> None:
@@ -179,13 +184,13 @@ def wakeup(state: State, now: float) -> float:
     """
     if not state.queue:
         return inf
-    max_wait_s, no_backend_s = state.inventory.policy.max_wait_s, state.queue.limits.no_backend_s
+    max_wait_s = state.inventory.policy.max_wait_s
     patience = (waiting.since + max_wait_s for waiting in state.queue)
     return min(
         inf if state.resume_scan_at is None else state.resume_scan_at,
         next((end for end in patience if end > now), inf),
         trust_ends(state.inventory, now),
-        min((since + no_backend_s for _, since in _unserved(state, now)), default=inf),
+        min((since + _patience_s(state, w) for w, since in _unserved(state, now)), default=inf),
         _not_kept_free_at(state, now),
         now + state.budget.window_left_s if _waits_for_budget(state) else inf,
     )

@@ -79,7 +79,7 @@ def save_for_host(state: State, slot_id: SlotId) -> None:
     slot = slots[slot_id.index]
     if slot.phase is Phase.PREPARING and slot.work.sharing:
         slot.do(replace(slot.work, for_host=True))
-    if slot.phase is not Phase.IDLE or slot_id.backend in state.inventory.gated:
+    if slot.phase is not Phase.IDLE or slot.backend.gate.is_closed:
         return
     n_tokens = len(slot.content.resident)
     if n_tokens and slot.content.savable and can_save(state.inventory, backend, n_tokens):
@@ -126,16 +126,6 @@ def end_backoffs(state: State) -> None:
     backends = state.inventory.backends.values()
     state.backoffs_end_at = min((one.backoff.until or inf for one in backends), default=inf)
     state.idle_saves_at = state.now
-
-
-def wakeup(state: State) -> float:
-    """Return when a slot has been idle for long enough, in clock seconds; inf: never."""
-    inventory = state.inventory
-    if state.stopping or not inventory.policy.name.moves_kv:
-        return inf
-    known = ((one, one.unsaved) for one in inventory.up.values())
-    ends = (_first_due(inventory, one, unsaved)[0] for one, unsaved in known if unsaved)
-    return min(ends, default=inf)
 
 
 def _save(state: State, slot: Slot, reason: SaveReason = SaveReason.IDLE) -> None:

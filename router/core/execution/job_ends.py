@@ -445,7 +445,7 @@ def found_busy(state: State, slots: Mapping[SlotId, int]) -> None:
     """
     for slot_id, generation in slots.items():
         slot = next((s for s in state.inventory.slots.of(slot_id.backend) if s.id == slot_id), None)
-        if slot is None or slot_id.backend in state.inventory.gated:
+        if slot is None or slot.backend.gate.is_closed:
             continue
         if not state.inventory.backends[slot_id.backend].info.is_managed:
             continue

@@ -32,11 +32,6 @@ def is_free(state: State, job: RequestJob) -> bool:
     return not any(_is_in_the_way(state, job, slot, computed) for slot in others)
 
 
-def take(state: State, job: RequestJob) -> None:
-    """Give the gate to the job: nothing else is sent until its request is known to run."""
-    job.own.backend.gate.take(job)
-
-
 def wait(state: State, job: RequestJob) -> None:
     """Let the job wait at the gate. Its prefill is over: no request waits for its end."""
     slot = job.own

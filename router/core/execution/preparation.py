@@ -434,7 +434,7 @@ async def _send(state: State, job: RequestJob) -> None:
         while not placement_gate.is_free(state, job):
             placement_gate.wait(state, job)
             await _Turn(job)
-        placement_gate.take(state, job)
+        job.own.backend.gate.take(job)
     job.do(None)
     if not placement_gate.reuses_nothing_foreign(job):
         _refuse(state, job)

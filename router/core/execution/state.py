@@ -93,12 +93,6 @@ class State:
         job = self.inventory.jobs.get(request)
         return job if isinstance(job, RequestJob) else None
 
-    def job_of(self, request: RequestId) -> RequestJob:
-        """Return the job of a request that surely has one. Raises KeyError."""
-        job = self.inventory.jobs[request]
-        assert isinstance(job, RequestJob)
-        return job
-
     def release_snapshot(self, job: RequestJob) -> None:
         """Release the job's reference to a snapshot, if it has one."""
         if job.using is not None:

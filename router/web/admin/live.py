@@ -43,30 +43,20 @@ _HEADERS = OWN_HEADERS | {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The sources of the live page's data."""
-
-    picture: Callable[[], Picture]
-    n_snapshots: Callable[[], int]
-    survey: Callable[[], Awaitable[Row]]
-    decisions: Callable[[int], list[LoggedDecision]]  # the last N, newest first
-
-
+@dataclass(eq=False)
 class Live:
     """The event streams of all viewers. After `stop` all streams end, also new ones."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        spawn: Spawn,
-        wall_now: Callable[[], float],
-        may_read: Callable[[web.BaseRequest], bool],
-    ) -> None:
-        self._subject = subject
-        self._spawn = spawn
-        self._wall_now = wall_now
-        self._may_read = may_read
+    _take_picture: Callable[[], Picture]
+    _n_snapshots: Callable[[], int]
+    _survey_of: Callable[[], Awaitable[Row]]
+    _decisions: Callable[[int], list[LoggedDecision]]  # the last N, newest first
+    _spawn: Spawn
+    _wall_now: Callable[[], float]
+    _may_read: Callable[[web.BaseRequest], bool]
+
+    def __post_init__(self) -> None:
+        """Set up without viewers."""
         self._viewers = 0
         self._refreshing = False
         self._stopping = False
@@ -147,7 +137,7 @@ class Live:
         return self._whole[2]
 
     def _in_full(self) -> dict[str, object]:
-        recent = self._subject.decisions(HISTORY)
+        recent = self._decisions(HISTORY)
         # Decisions since the last look will be sent as a change.
         entries = [entry.as_json() for entry in itertools.dropwhile(self._is_new, recent)]
         return {
@@ -172,13 +162,13 @@ class Live:
         """Survey the snapshots if due: the interval grows with their number, as the cost does."""
         now = asyncio.get_running_loop().time()
         if now >= self._survey_due:
-            pause_s = max(_SURVEY_EVERY_S, self._subject.n_snapshots() / _SURVEYED_PER_S)
+            pause_s = max(_SURVEY_EVERY_S, self._n_snapshots() / _SURVEYED_PER_S)
             self._survey_due = now + pause_s
-            self._survey = await self._subject.survey()
+            self._survey = await self._survey_of()
 
     def _refresh(self) -> None:
         """Read the engine's state, and send what changed, if anything."""
-        picture = self._subject.picture()
+        picture = self._take_picture()
         picture["host"]["snapshots"] = self._survey
         told: dict[str, object] = {**changes(self._picture, picture)}
         if decisions := self._new_decisions():
@@ -191,7 +181,7 @@ class Live:
 
     def _new_decisions(self) -> list[Row]:
         """Return the new decisions, newest first, at most `DECISIONS`."""
-        recent = self._subject.decisions(DECISIONS)
+        recent = self._decisions(DECISIONS)
         new = [entry.as_json() for entry in itertools.takewhile(self._is_new, recent)]
         # Keep all, not only the newest: a retry of its request replaces that entry.
         self._told = {id(entry): entry for entry in recent}

@@ -6,7 +6,6 @@ like). The engine chooses the slot; `sending` relays the answer, and `reports` t
 
 import asyncio
 from dataclasses import dataclass, field
-from itertools import count
 from time import perf_counter
 from typing import TypedDict
 
@@ -40,7 +39,7 @@ from router.web.api.client_keys import Keys
 from router.web.api.elsewhere import Elsewhere
 from router.web.api.preparation import Preparation
 from router.web.api.sending import Sender
-from router.web.api.slot_demand import slots_asked
+from router.web.api.slot_demand import slots_of
 from router.web.api.suspects import Suspects
 from router.web.server.call import Call
 from router.web.server.settings import Settings
@@ -103,7 +102,7 @@ class Completions:
         """Read the fields of a body. Raises BadRequestError, SuspectError."""
         call.arrived = perf_counter()
         # A form is an object of strings to the server: no slot can be written into it.
-        if call.route.shape and not is_form(call.http.headers.get("Content-Type", "")):
+        if call.route.shape and not is_form(call.content_type):
             # A host before has filtered the body of a forwarded request.
             filters = self._settings.filters if call.hop is None else NO_FILTERS
             parsed, call.raw = await json_offload.read(
@@ -112,7 +111,9 @@ class Completions:
             call.name_model(parsed.model)
             call.parsed = replace(parsed, model=call.model)
         else:
-            asked = await slots_asked(call.http, call.raw, call.route)
+            asked = await json_offload.read(
+                call.raw, slots_of, call.raw, call.content_type, call.route
+            )
             call.name_model(self._settings.model_of(asked.model))
             call.tasks = asked.tasks
         # A suspect is sent alone.
@@ -212,6 +213,7 @@ class Completions:
             shifts=parsed.shifts,
             slot_hint=parsed.slot_hint,
             avoid=avoid,
+            may_leave=self._elsewhere.exists,
             **origin,
             session=session_of(call.http.headers, parsed.body, origin["tenant"]),
             keep_s=parsed.hints.keep_s,
@@ -232,6 +234,7 @@ class Completions:
             avoid=self._selection.avoided_for_embeddings(model)
             if stateless
             else self._selection.without_kv(model),
+            may_leave=self._elsewhere.exists,
             **self._from(call),
         )
 
@@ -249,7 +252,7 @@ class Completions:
     def _check_quote(self, call: Call) -> None:
         """Raise StaleQuoteError if a peer was quoted a far lower price for a call."""
         hop = call.hop
-        if hop is None or hop.quoted_s is None:
+        if hop is None or hop.quoted_s is None:  # `is_quoted`
             return
         quote = self._elsewhere.quote(call)
         if is_stale(hop.quoted_s, None if quote is None else quote.price_s):
@@ -267,13 +270,16 @@ class Completions:
 
     async def _here(self, call: Call) -> web.StreamResponse:
         """Serve a call here; elsewhere if its backends fail before the first byte."""
-        try:
-            return await self._attempts(call)
-        except (NoBackendError, BackendError):  # nothing was sent; another host may be up
-            answer = await self._elsewhere.if_sooner(call)
-            if answer is None:
-                raise
-            return answer
+        while True:
+            try:
+                return await self._attempts(call)
+            except (NoBackendError, BackendError) as error:  # nothing was sent
+                if (answer := await self._elsewhere.if_sooner(call)) is not None:
+                    return answer
+                is_last = isinstance(error, BackendError) or not call.scheduled.may_leave
+                if is_last or call.is_quoted:
+                    raise
+            self._try_anew(call, replace(call.scheduled, may_leave=False))
 
     async def _attempts(self, call: Call) -> web.StreamResponse:
         """Wait for a slot and send; retry if the backend fails before the first byte.
@@ -285,7 +291,7 @@ class Completions:
         first, failures = call.scheduled, 0
         if call.ends:
             call.request = self._selection.alone(first, None)
-        for n in count(2):
+        while True:
             backend: BackendId | None = None
             is_suspect = False
             try:
@@ -312,9 +318,12 @@ class Completions:
             elsewhere = await self._anew(call, first, backend, is_suspect=is_suspect)
             if elsewhere is not None:
                 return elsewhere
-            # Another id: a late event of one attempt must not count for the next.
-            call.request = replace(call.scheduled, id=RequestId(f"{call.id}.{n}"))
-        raise AssertionError("the last attempt returns or raises")
+            self._try_anew(call, call.scheduled)
+
+    def _try_anew(self, call: Call, request: Request) -> None:
+        """Set the request of another attempt: a late event of one must not count for the next."""
+        call.attempts += 1
+        call.request = replace(request, id=RequestId(f"{call.id}.{call.attempts}"))
 
     async def _anew(
         self, call: Call, first: Request, backend: BackendId | None, *, is_suspect: bool

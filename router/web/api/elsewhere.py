@@ -12,6 +12,8 @@ from router.web.server.call import Call
 class Elsewhere:
     """The other hosts of a fleet, as this host's routes need them; here those of a host alone."""
 
+    exists = False  # there are other hosts, which may take a call
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 

@@ -132,7 +132,7 @@ class Passing:
     async def _whole(self, upstream: Response) -> bytes:
         """Return a short answer. Raises BackendError if it does not come to its end."""
         try:
-            async with asyncio.timeout(self._settings.idle_timeout_s):
+            async with asyncio.timeout(self._settings.limits.idle_timeout_s):
                 return await upstream.read()
         except TimeoutError as error:
             raise BackendTimeoutError("the backend did not end its answer") from error

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from aiohttp import web
 from msgspec import Struct
 
 from router.base.decoding import UndecodableError
@@ -20,34 +19,24 @@ class SlotsAsked(Struct, frozen=True):
     tasks: int  # that llama-server makes: one of each prompt
 
 
-async def model_asked(request: web.BaseRequest, raw: bytes) -> str | None:
+def model_of(raw: bytes, content_type: str) -> str | None:
     """Return the `model` of a JSON body or a form; None if it names none."""
-    kind = request.headers.get("Content-Type", "")
-    return await json_offload.read(raw, _model_of, raw, kind)
-
-
-async def slots_asked(request: web.BaseRequest, raw: bytes, route: Route) -> SlotsAsked:
-    """Return the model and the slots that a body asks for.
-
-    A body that cannot be read counts as one prompt: the server refuses it, or it is a form with
-    a sound file.
-    """
-    kind = request.headers.get("Content-Type", "")
-    return await json_offload.read(raw, _slots_of, raw, kind, route)
-
-
-def _model_of(raw: bytes, content_type: str) -> str | None:
     if multipart.is_form(content_type):
         return multipart.text_field(raw, content_type, "model")
     return _model_in(_json_object(raw))
 
 
-def _slots_of(raw: bytes, content_type: str, route: Route) -> SlotsAsked:
+def slots_of(raw: bytes, content_type: str, route: Route) -> SlotsAsked:
+    """Return the model and the slots that a body asks for.
+
+    A body that cannot be read counts as one prompt: the server refuses it, or it is a form with
+    a sound file.
+    """
     if multipart.is_form(content_type):
         # A form field that occurs twice is an array: several inputs or prompts.
         many = multipart.is_array(raw, content_type, "prompt")
         tasks = _UNKNOWN if many or route.stateless else 1
-        return SlotsAsked(_model_of(raw, content_type), tasks)
+        return SlotsAsked(model_of(raw, content_type), tasks)
     body = _json_object(raw)
     tasks = max((_n_prompts(body.get(key)) for key in route.inputs), default=1)
     return SlotsAsked(_model_in(body), _UNKNOWN if route.many_tasks else tasks)

@@ -60,6 +60,7 @@ _CONTROL_LIMIT_S = 10.0  # one peer after the other is asked
 class Forwarding(Elsewhere):
     """Asks and forwards for this host, `name`."""
 
+    exists = True
     name: str
     peers: Peers
     _asking: Asking
@@ -139,11 +140,11 @@ class Forwarding(Elsewhere):
         be computing the prompt. What another host has quoted stays; what it could not read goes on
         once more.
         """
-        if call.hop is not None and call.hop.quoted_s is not None:
+        if call.is_quoted:
             await self._fetch_for_hop(call)
             return None
+        name = self._name(call.scheduled.model)
         for _ in range(2):
-            name = self._name(call.scheduled.model)
             peers = self.peers.usable(name)
             others = peers or self.peers.drained() or self._fetching.has_cold
             sought = self._sought(call, name, peers) if others else None
@@ -155,6 +156,8 @@ class Forwarding(Elsewhere):
             answer = await self._at_best(sought, peers, ways)
             if answer is not None or not ways.quoted:
                 return answer
+            if sought.own is None and call.hop is None:  # it cannot stay, and no quote holds
+                return await self._sent_unread(call, peers)
         return None
 
     def _sought(self, call: Call, name: str | None, peers: Usable) -> Sought | None:
@@ -167,8 +170,10 @@ class Forwarding(Elsewhere):
         if not is_worth_asking(own, len(request.prompt), cost_s):
             return None
         sought = Sought(call, request, name, own, _beginning(call.raw))
+        if not request.prompt.unknown:  # else it is quoted as if it were short
+            sought.n_tokens = len(request.prompt)
         if (namespace := self._namespace(request)) is not None:
-            sought.namespace, sought.n_tokens = namespace, len(request.prompt)
+            sought.namespace = namespace
             sought.hashes = self._held.hashes(namespace, request.tenant, request.prompt.tokens)
         if own is not None:
             waits_s = self._undecided.before_s(name, sought.first) / self._n_servers(request.model)

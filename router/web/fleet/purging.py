@@ -39,15 +39,26 @@ class Reached(Struct, frozen=True):
     problem: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Here:
-    """What this host has of tenants. `memories`: what forgets a tenant, besides core and store."""
+@dataclass(slots=True)
+class Purging:
+    """Purges of this host, which all others hear of.
+
+    `memories`: what forgets a tenant, besides core and store.
+    """
 
     engine: Engine
     store: KvStore
     memories: Sequence[Callable[[str], None]]
+    cold: ColdTier | None = None
+    peers: Peers | None = None
+    _heard: asyncio.Event = field(default_factory=asyncio.Event)  # all peers, since the start
 
-    async def purge(self, tenant: Tenant, note: str) -> Reached:
+    @property
+    def notes(self) -> dict[str, str]:
+        """Return the purges that other hosts are told: tenants by id."""
+        return self.store.purges.by_name
+
+    async def here(self, tenant: Tenant, note: str) -> Reached:
         """Delete the snapshots of a tenant on this host, and what is known of its prompts.
 
         Those in use are deleted after their last use. What idle slots have of it is neither saved
@@ -63,25 +74,6 @@ class Here:
     def _forget(self, tenant: Tenant) -> None:
         for forget in self.memories:
             forget(tenant)
-
-
-@dataclass(slots=True)
-class Purging:
-    """Purges of this host, which all others hear of."""
-
-    own: Here
-    cold: ColdTier | None
-    peers: Peers | None
-    _heard: asyncio.Event = field(default_factory=asyncio.Event)  # all peers, since the start
-
-    @property
-    def notes(self) -> dict[str, str]:
-        """Return the purges that other hosts are told: tenants by id."""
-        return self.own.store.purges.by_name
-
-    async def here(self, tenant: Tenant, note: str) -> Reached:
-        """Delete what this host has of a tenant."""
-        return await self.own.purge(tenant, note)
 
     async def until_heard(self) -> None:
         """Wait until the purges of the time when this host was down are obeyed, or for a moment.
@@ -99,7 +91,7 @@ class Purging:
         while self.peers is not None:
             for peer in self.peers.all():
                 told = "" if peer.hello is None or peer.problem else peer.hello.purges
-                if told in ("", self.own.store.purges.digest, heard.get(peer.key)):
+                if told in ("", self.store.purges.digest, heard.get(peer.key)):
                     continue
                 try:
                     notes = await peer.purges(_LIMIT_S)

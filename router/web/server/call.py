@@ -66,6 +66,7 @@ class Call:
     reader: PromptReader | None = None
     trace: Trace | None = None
     fetched_from: str | None = None  # the host, or tier, that had what the prompt begins with
+    attempts: int = 1
     # -- of the last attempt
     asked: float = 0.0  # when a slot was requested
     granted: float = 0.0
@@ -82,10 +83,20 @@ class Call:
         self.route, self.sink = route_of(request.path), Sink(request)
 
     @property
+    def is_quoted(self) -> bool:
+        """Return whether another host sent it here for the price that this one had quoted."""
+        return self.hop is not None and self.hop.quoted_s is not None
+
+    @property
     def scheduled(self) -> Request:
         """Return the request for the scheduler, once the prompt was read."""
         assert self.request is not None, "the prompt comes first"
         return self.request
+
+    @property
+    def content_type(self) -> str:
+        """Return the Content-Type of the body, as it came."""
+        return self.http.headers.get("Content-Type", "")
 
     @property
     def clients_id(self) -> str | None:

@@ -49,7 +49,7 @@ _NO_ESCAPE = re.compile("%(?![0-9A-Fa-f]{2})")
 
 def sender(request: web.BaseRequest, settings: Settings) -> str | None:
     """Return the address of the client, also behind proxies that are trusted."""
-    trusted, headers = settings.trusted_proxies, request.headers
+    trusted, headers = settings.limits.trusted_proxies, request.headers
     if not trusted:
         return request.remote
     named = [headers.getall(name, []) for name in ("Forwarded", "X-Forwarded-For")]
@@ -241,7 +241,7 @@ class Bodies:
     async def _arrived(self, call: Call) -> bytes:
         if call.http.content.is_eof():  # the whole body has come: nothing to wait for
             return await self._whole(call)
-        limit_s = self._settings.body_timeout_s
+        limit_s = self._settings.limits.body_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 return await self._whole(call)
@@ -286,7 +286,7 @@ class Bodies:
         of_client = self._held[client]
         left = most - (self.held_bytes - of_client)
         # A client's only body may be as large as a body may be.
-        only = min(left, self._settings.max_body_bytes) if of_client == held else 0
+        only = min(left, self._settings.limits.max_body_bytes) if of_client == held else 0
         if of_client + more > max(left // 2, only):
             raise BodiesFullError(
                 f"the bodies of requests in progress take {self.held_bytes} bytes, {of_client} of"
@@ -333,7 +333,7 @@ class Bodies:
         return b"".join(pieces)
 
     def _check_size(self, size: int) -> None:
-        limit = self._settings.max_body_bytes
+        limit = self._settings.limits.max_body_bytes
         if size > limit:
             raise BodyTooLargeError(f"the body is larger than {limit} bytes (limits.max_body)")
 

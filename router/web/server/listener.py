@@ -69,21 +69,22 @@ class Listener(web.Server):
         self._n_open = 0
 
     def __call__(self) -> web.RequestHandler:
-        settings = self.settings
+        limits = self.settings.limits
         return _Connection(
             self,
             loop=asyncio.get_running_loop(),
             access_log=None,
             auto_decompress=False,  # else a body that is refused is decoded here, unlimited
-            max_line_size=settings.max_request_line_bytes,
-            max_field_size=settings.max_header_bytes,
-            max_headers=settings.max_headers,
-            keepalive_timeout=settings.keep_alive_timeout_s,
+            max_line_size=limits.max_request_line_bytes,
+            max_field_size=limits.max_header_bytes,
+            max_headers=limits.max_headers,
+            keepalive_timeout=limits.keep_alive_timeout_s,
         )
 
     def admit(self, client: str) -> None:
         """Count a connection of `client` until `leave`. Raises TooManyConnectionsError."""
-        whole, each = self.settings.connections, self.settings.connections_per_client
+        limits = self.settings.limits
+        whole, each = limits.connections, limits.connections_per_client
         if whole != NO_LIMIT and self._n_open >= whole:
             raise TooManyConnectionsError(f"{whole} connections are open (limits.connections)")
         # Who connects to a Unix socket has no address.
@@ -167,7 +168,7 @@ class _Connection(web.RequestHandler):
     def _process_keepalive(self) -> None:
         """Close a long idle connection (for aiohttp), unless the loop throttle holds it."""
         if self._held:
-            timeout_s = self._listener.settings.keep_alive_timeout_s
+            timeout_s = self._listener.settings.limits.keep_alive_timeout_s
             self._keepalive_handle = self._loop.call_later(timeout_s, self._process_keepalive)
         else:
             super()._process_keepalive()
@@ -221,7 +222,7 @@ class _Connection(web.RequestHandler):
         """Start the timer for the rest of a head, if no request is unanswered."""
         idle = self._answered == self._request_count and not self._held
         if idle and self._begun and self._head_timer is None:
-            limit_s = self._listener.settings.header_timeout_s
+            limit_s = self._listener.settings.limits.header_timeout_s
             remaining_s = limit_s if self._head_remaining_s is None else self._head_remaining_s
             self._head_timer = self._loop.call_later(remaining_s, self._head_timed_out, limit_s)
 
@@ -303,7 +304,7 @@ class _Connection(web.RequestHandler):
         if resp.prepared:
             return await super().finish_response(request, resp, start_time)
         try:
-            async with asyncio.timeout(self._listener.settings.send_timeout_s):
+            async with asyncio.timeout(self._listener.settings.limits.send_timeout_s):
                 return await super().finish_response(request, resp, start_time)
         except TimeoutError:
             if self.transport is not None:
@@ -311,18 +312,18 @@ class _Connection(web.RequestHandler):
             return resp, True
 
     def _wrong_with(self, exc: BaseException | None) -> RouterError:
-        settings = self._listener.settings
+        limits = self._listener.settings.limits
         if isinstance(exc, LineTooLong):
             # aiohttp reports the size of the limit, and not which limit.
             limit = exc.args[1]
-            if limit == settings.max_request_line_bytes != settings.max_header_bytes:
+            if limit == limits.max_request_line_bytes != limits.max_header_bytes:
                 return TargetTooLongError(
                     f"the request line is longer than {limit} bytes (limits.max_request_line)"
                 )
             return HeaderTooLargeError(f"a header is larger than {limit} bytes (limits.max_header)")
         if "Too many headers" in str(exc):
             return HeaderTooLargeError(
-                f"there are more than {settings.max_headers} headers (limits.max_headers)"
+                f"there are more than {limits.max_headers} headers (limits.max_headers)"
             )
         return FramingError("the request is not valid HTTP/1.1")
 

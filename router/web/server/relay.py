@@ -87,7 +87,8 @@ class _Silence:
     def __init__(
         self, settings: Settings, timeout: asyncio.Timeout, taken: Callable[[], object]
     ) -> None:
-        self._idle_s, self._send_s = settings.idle_timeout_s, settings.send_timeout_s
+        limits = settings.limits
+        self._idle_s, self._send_s = limits.idle_timeout_s, limits.send_timeout_s
         self._timeout = timeout
         self._taken = taken
         self._seen: object = None

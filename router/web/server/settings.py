@@ -2,30 +2,19 @@
 
 from dataclasses import dataclass, field
 
-from router.base.forwarded import Network
+from router.config.schema import LimitsConfig
 from router.llama.bodies.filters import Filters
 
 
 @dataclass(slots=True)
 class Settings:
-    """Sizes in bytes, times in seconds. A change counts for later connections and requests."""
+    """A change counts for later connections and requests. `body_memory_bytes`: for all bodies."""
 
-    connections: int = 0  # -1: no limit
-    connections_per_client: int = 0
-    max_request_line_bytes: int = 0
-    max_header_bytes: int = 0
-    max_headers: int = 0
-    header_timeout_s: float = 0.0
-    keep_alive_timeout_s: float = 0.0
-    max_body_bytes: int = 0
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     body_memory_bytes: int = 0
-    body_timeout_s: float = 0.0
-    idle_timeout_s: float = 0.0
-    send_timeout_s: float = 0.0
     passthrough: bool = False
     shows_page: bool = True  # at this address, and not at one for operators
     needs_key: bool = False
-    trusted_proxies: tuple[Network, ...] = ()
     browser_hosts: frozenset[str] = frozenset()
     browser_origins: frozenset[str] = frozenset()
     corrects_counts: bool = True

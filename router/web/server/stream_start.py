@@ -95,7 +95,7 @@ class StreamStart:
         self.end()
         if self._writes is not None:
             try:
-                async with asyncio.timeout(self._settings.send_timeout_s):
+                async with asyncio.timeout(self._settings.limits.send_timeout_s):
                     await self._writes
             except TimeoutError:
                 raise ConnectionResetError("the client takes nothing") from None

@@ -414,7 +414,7 @@ def test_a_whole_backend_is_leased_whole() -> None:
     s = scheduler(backend("a", 3))
     arrive(s, whole_backend=True)
 
-    assert [one.id for one in s.state.job_of(R).others] == [A1, A2]
+    assert [one.id for one in s.job_of(R).others] == [A1, A2]
     assert s.state.inventory.gated == {A}
 
 
@@ -423,7 +423,7 @@ def test_a_snapshot_is_in_use_from_the_grant_on() -> None:
     s = scheduler(ONE, snapshots=[used], holding={A0: run_of(1000, 7)})
 
     assert arrive(s, ids=LONG) == [Save(R, A0, NS, SaveReason.DISPLACED)]
-    assert s.state.job_of(R).using == used.id
+    assert s.job_of(R).using == used.id
     assert s.state.inventory.catalog.snapshots() == [(used, 2, 1)]
 
 
@@ -447,7 +447,7 @@ def test_a_request_that_failed_elsewhere_avoids_that_backend() -> None:
     (restore,) = arrive(s, ids=LONG, avoid=frozenset({A}))
 
     assert restore == Restore(R, B0, snapshot("s", run_of(900)))
-    assert s.state.job_of(R).slot == B0
+    assert s.job_of(R).slot == B0
     assert B in s.state.inventory.up
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from router.base.types import Outcome, Reported, RequestId, SlotId, Tenant
-from router.core.execution.idle_saves import wakeup
 from router.core.model.backend import Backend
 from router.core.model.effects import Save, SaveReason
 from router.core.model.jobs import SlotWatch
@@ -41,7 +40,7 @@ from tests.support.scheduler.drive import (
     slot,
     stranger,
 )
-from tests.support.scheduler.driven import Driven
+from tests.support.scheduler.driven import Driven, wakeup
 
 LONG, ELSE, LONGER = run_of(1000), run_of(1000, 7), run_of(2000)
 SAVE_1 = RequestId("save-1")

@@ -16,7 +16,6 @@ from router.base.types import (
     SnapshotId,
     Tenant,
 )
-from router.core.execution.idle_saves import wakeup
 from router.core.model.effects import Delete, Save, SaveReason, WatchSlot
 from router.core.model.policy import PolicyName
 from router.core.model.slots import Resident
@@ -45,6 +44,7 @@ from tests.support.scheduler.drive import (
     quiet,
     slot,
 )
+from tests.support.scheduler.driven import wakeup
 
 LONG = run_of(1000)
 SAVE_1, SAVE_2 = RequestId("save-1"), RequestId("save-2")
@@ -217,7 +217,7 @@ def test_a_slot_that_goes_back_by_a_checkpoint_is_waited_for() -> None:
     assert arrive(s, ids=run_of(950) + run_of(20, 7)) == []
     done = fact.saved(SAVE_1, A0, snapshot("s", LONG), 0.001)
     s.handle(done, NOW)
-    chosen = s.state.job_of(RequestId("r")).plan.chosen
+    chosen = s.job_of(RequestId("r")).plan.chosen
     assert (chosen.slot, chosen.reused_tokens) == (A0, 900)
 
 

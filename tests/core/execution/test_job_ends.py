@@ -68,9 +68,9 @@ PLAIN: dict[str, Any] = {
 def test_a_good_end_is_accounted_for_and_frees_the_slot() -> None:
     s = running()
     s.explain_admitted()
-    plan = s.state.job_of(R).plan
+    plan = s.job_of(R).plan
     assert plan is not None
-    request_ = s.state.job_of(R).request
+    request_ = s.job_of(R).request
     assert request_ is not None
     said = Reported(prompt_tokens=3, generated_tokens=2, generated=tokens(7, 8))
 
@@ -310,14 +310,14 @@ def test_the_gate_opens_when_a_request_is_known_to_run() -> None:
 
     assert names(launched(s, 0)) == ["Dispatch"]
     assert s.state.inventory.gated == set()
-    assert s.state.job_of(R).slot == A0
+    assert s.job_of(R).slot == A0
 
 
 def test_a_lease_follows_the_request() -> None:
     s = astray(holding={A0: tokens(1, 1), A1: tokens(2)})
     launched(s, 1)
 
-    assert s.state.job_of(R).slot == A1
+    assert s.job_of(R).slot == A1
     assert slot(s, A0).phase is Phase.IDLE
     assert held(s, A0) == tokens(1, 1)
     finish(s, prompt_tokens=1, generated=tokens(9, 9))
@@ -327,7 +327,7 @@ def test_a_lease_follows_the_request() -> None:
 def test_answer_of_a_moved_request_is_not_read_in_the_old_slot() -> None:
     """Both slots hold the same prompt and equally many answer tokens."""
     s = astray()
-    lease = s.state.job_of(R).own.as_lease()
+    lease = s.job_of(R).own.as_lease()
     slot(s, A0).hold(Content(Resident(tokens(1), 2)))
     launched(s, 1)
     finish(s, prompt_tokens=1, generated_tokens=3)
@@ -343,7 +343,7 @@ def test_a_slot_that_is_taken_or_unknown_cannot_be_followed_to(index: int) -> No
     arrive(s, "r", [1], pinnable=False)
     launched(s, 0 if index == 1 else index)
 
-    assert s.state.job_of(R).slot == A1
+    assert s.job_of(R).slot == A1
 
 
 @pytest.mark.parametrize("last", ["r", "r2"])
@@ -409,7 +409,7 @@ def test_a_slot_that_was_still_watched_is_in_doubt_too() -> None:
     arrive(s, "x", [5])
     launched(s, 0)  # x moves to a/1
     finish(s, "x", GONE)
-    s.state.job_of(R).slot_confirmed = False  # as if r had been sent after x was abandoned
+    s.job_of(R).slot_confirmed = False  # as if r had been sent after x was abandoned
     finish(s, "r", prompt_tokens=1)
 
     quiet(s, "x", n=1)
@@ -520,7 +520,7 @@ def test_tasks_that_were_left_are_watched_where_they_run() -> None:
 
 def answered() -> tuple[Driven, int]:
     s = running()
-    generation = s.state.job_of(R).own.generation
+    generation = s.job_of(R).own.generation
     finish(s, prompt_tokens=3, generated_tokens=3)
     return s, generation
 

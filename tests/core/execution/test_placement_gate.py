@@ -136,7 +136,7 @@ def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
     message(s)
     taken = slot(s, A1)
     taken.hold(Content(Resident(LONG)))
-    job = dataclasses.replace(s.state.job_of(RequestId("m")), id=RequestId("r"), own=taken)
+    job = dataclasses.replace(s.job_of(RequestId("m")), id=RequestId("r"), own=taken)
     taken.lease(job, NO_WORK)
     s.state.inventory.jobs[job.id] = job
     assert of(prefilled(s, "m")) == []
@@ -167,7 +167,7 @@ def test_a_tie_with_an_idle_slot_moves_the_lease() -> None:
     slot(s, A1).hold(Content(Resident(LONG)))
     assert of(prefilled(s, "m")) == ["Dispatch m"]
     launched(s, 1, "m")
-    assert s.state.job_of(RequestId("m")).slot == A1
+    assert s.job_of(RequestId("m")).slot == A1
     assert slot(s, A0).is_idle
 
 
@@ -178,11 +178,11 @@ def test_two_of_one_prompt_change_places() -> None:
     assert of(prefilled(s, "m2")) == []
     assert of(prefilled(s, "m")) == ["Dispatch m"]
     assert waits(s, "m2")
-    own = s.state.job_of(RequestId("m")).slot
-    theirs = s.state.job_of(RequestId("m2")).slot
+    own = s.job_of(RequestId("m")).slot
+    theirs = s.job_of(RequestId("m2")).slot
     assert of(launched(s, theirs.index, "m")) == ["Dispatch m2"]
-    assert s.state.job_of(RequestId("m")).slot == theirs
-    assert s.state.job_of(RequestId("m2")).slot == own
+    assert s.job_of(RequestId("m")).slot == theirs
+    assert s.job_of(RequestId("m2")).slot == own
     finish(s, "m", prompt_tokens=300, generated_tokens=1)
     launched(s, own.index, "m2")
     finish(s, "m2", prompt_tokens=300, generated_tokens=1)
@@ -252,7 +252,7 @@ def test_prefill_time_does_not_count_towards_the_deadline() -> None:
 def test_what_ran_unseen_may_be_in_the_slot_of_one_who_waits() -> None:
     s = at_gate()
     assert waits(s, "m2")
-    s.state.job_of(RequestId("m")).resident_at_dispatch = UNKNOWN
+    s.job_of(RequestId("m")).resident_at_dispatch = UNKNOWN
     effects = finish(s, "m", prompt_tokens=300, generated_tokens=1)
     assert slot(s, A1).content.resident.may_hold_more
     assert of(effects) == ["Dispatch m2"]

@@ -134,7 +134,7 @@ def test_the_wait_for_a_slot_counts_in_line_as_well() -> None:
     arrive(s, "s", SHORT)
     arrive(s, "r2", OTHER)
     s.handle(fact.finished(RequestId("s"), Outcome.OK, Reported()), NOW + 2)
-    assert isinstance(s.state.job_of(RequestId("r2")).doing, InPrefillQueue)
+    assert isinstance(s.job_of(RequestId("r2")).doing, InPrefillQueue)
     assert s.next_wakeup(NOW + 2) == NOW + 3
     assert names(tick(s, 3.0)) == ["Reject"]
 
@@ -144,7 +144,7 @@ def test_what_was_computed_was_no_wait() -> None:
     arrive(s, "r", run_of(3000, 1))
     arrive(s, "r2", OTHER)
     s.handle(fact.prefilled(RequestId("r"), Reported(512, 0, prompt_s=15.0)), NOW + 15)
-    assert isinstance(s.state.job_of(RequestId("r")).doing, InPrefillQueue)
+    assert isinstance(s.job_of(RequestId("r")).doing, InPrefillQueue)
     assert tick(s, 20.0) == []  # r2 waited for 15 s, and is prefilled; r for 5 s
     assert of(tick(s, 25.0)) == ["Prefill r"]
 
@@ -174,10 +174,10 @@ def test_gone_client_in_line_for_others_is_told_nothing() -> None:
     s.handle(fact.arrived(request("r3", run_of(6000, 2))), NOW + 12)
     s.handle(fact.cancelled(RequestId("r2")), NOW + 12.5)
     s.handle(fact.prefilled(RequestId("r2"), PIECE), NOW + 13)
-    job = s.state.job_of(RequestId("r2"))
+    job = s.job_of(RequestId("r2"))
     assert (job.cancelled, type(job.doing)) == (True, InPrefillQueue)
     assert names(tick(s, 21.0)) == []
-    assert s.state.job_of(RequestId("r2")) is job
+    assert s.job_of(RequestId("r2")) is job
 
 
 def test_what_takes_no_time_waits_for_nobody() -> None:
@@ -537,7 +537,7 @@ def test_a_turn_goes_where_its_request_runs() -> None:
     prefilled(s, "r")
     launched(s, 1)
 
-    assert s.state.job_of(RequestId("r")).slot == A1
+    assert s.job_of(RequestId("r")).slot == A1
     assert (queue(s).holder, queue(s).permit_until) == ("r", NOW + 0.5)
 
 
@@ -559,7 +559,7 @@ def test_without_computing_first_there_are_no_turns() -> None:
 def test_a_short_rest_of_a_prompt_takes_the_permit_if_it_is_free() -> None:
     s = scheduler(backend("a", 2))
     arrive(s, "r", SHORT, pinnable=False)
-    job = s.state.job_of(RequestId("r"))
+    job = s.job_of(RequestId("r"))
     prefill_queue.enter(s.state, job, SHORT)
     assert queue(s).holder is None
     job.note_prefill(Reported())

@@ -266,7 +266,7 @@ def test_quarantined_file_is_not_restored_by_waiting_jobs() -> None:
 
     effects = save_failed(s, at=A1, name="r2")
     assert plan_of(effects).reason == "the snapshot turned out to be unusable"
-    assert s.state.job_of(R2).using is None
+    assert s.job_of(R2).using is None
 
 
 def test_restore_outlives_its_job_and_keeps_the_file() -> None:

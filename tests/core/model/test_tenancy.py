@@ -423,7 +423,7 @@ def test_a_slot_that_may_have_been_used_by_another_is_nobodys() -> None:
     prefilled(s)
     launched_at = slot(s, A0).phase
     assert launched_at == "running"
-    job = s.state.job_of(R)
+    job = s.job_of(R)
     job.slot_confirmed = False
     s.state.inventory.backends[A0.backend].gate.leave(job)
     arrive(s, "r2", ids=[1, 2, 3], tenant=X)

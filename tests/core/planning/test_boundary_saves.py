@@ -217,7 +217,7 @@ def test_prefill_save_prefill_save_send() -> None:
     assert names(saved(s, snapshot("b2", run_of(900)))) == ["Dispatch"]
     assert held(s, A0) == run_of(900)
     assert slot(s, A0).content.resident.checkpoints == (596, 896)
-    job = s.state.job_of(R)
+    job = s.job_of(R)
     assert job.prefilled is not None
     assert job.prefilled.tokens == 900
 

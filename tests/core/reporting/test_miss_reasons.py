@@ -229,7 +229,7 @@ def test_it_may_be_told_when_the_slot_is_leased_but_not_later() -> None:
     """Coverage is computed before the next event changes the inventory."""
     s = scheduler(backend("a", 1), holding={A0: AWAY}, coalesce_above_s=None)
     arrive(s, "r", PROMPT)
-    job = s.state.job_of(request().id)
+    job = s.job_of(request().id)
     assert job.plan is not None
     before = job.plan.coverage
 
@@ -248,7 +248,7 @@ def reasons(s: Any, name: str, ids: Tokens, **more: Any) -> dict[Miss, int]:
     """Return the miss reasons of a request that is admitted at once."""
     arrive(s, name, ids, **more)
     s.explain_admitted()
-    job = s.state.job_of(name)
+    job = s.job_of(name)
     n = count(ids)
     return missed(job.request, job.plan.coverage, n, n - job.plan.chosen.reused_tokens)
 
@@ -321,7 +321,7 @@ def test_a_restore_that_failed() -> None:
     s = alone()
     s.state.inventory.catalog.add(snapshot("s", SHARED), MemoryKind.FULL, 1.0)
     arrive(s, "r", PROMPT)
-    job = s.state.job_of(request().id)
+    job = s.job_of(request().id)
     restore_failed(s, bad=True)
 
     assert job.plan is not None

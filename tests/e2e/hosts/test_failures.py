@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 
 from router.servers.program import free_port
+from router.web.api import completions
 from router.web.fleet.forwarding import Forwarding
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import Json, ids
@@ -129,6 +130,58 @@ async def test_what_waits_for_a_server_is_not_lost_to_a_busy_host(
         await later.enter_async_context(FakeLlama(port=at))
         # Its own server reads it; of two idle hosts either may serve it then.
         assert (await asked).status == 200
+
+
+@pytest.mark.parametrize("end", ["drain", "dies"])
+async def test_what_is_queued_leaves_a_host_without_a_server(tmp_path: Path, end: str) -> None:
+    """Alone, its host would wait for the backend to come up again."""
+    ports = [free_port() for _ in range(2)]
+    first, second = (fleet_yaml(at, ports) for at in range(2))
+    async with (
+        FakeLlama(kv_dir=tmp_path / "a", n_slots=1) as one,
+        FakeLlama(kv_dir=tmp_path / "b") as two,
+        AsyncExitStack() as later,
+        host(0, [one], first, no_backend_s=3600.0) as a,
+        asyncio.TaskGroup() as group,
+    ):
+        one.prefill_gate.clear()
+        running = group.create_task(a.post("/completion", HELD))
+        await a.until(lambda state: any(slot["request"] for slot in state["slots"]))
+        queued = group.create_task(a.post("/completion", HELD | {"prompt": f"another: {TEXT}"}))
+        await a.until(lambda state: len(state["queue"]) == 1)
+        await later.enter_async_context(host(1, [two], second))
+        await until_peers(a, "h1")
+        if end == "drain":
+            await a.operate("h0-0", "drain")
+        else:
+            await one.go_down()
+        answer = await queued
+        assert (answer.status, answer.headers[HOST]) == (200, "h1")
+        one.prefill_gate.set()
+        await running
+
+
+async def test_what_only_others_can_serve_survives_stale_quotes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prices may rise between each quote and the request, as on a busy machine."""
+    monkeypatch.setattr(completions, "is_stale", lambda *_: True)
+    async with (
+        FakeLlama(kv_dir=tmp_path / "a", n_slots=1) as one,
+        FakeLlama(kv_dir=tmp_path / "b") as two,
+        hosts([one], [two]) as (a, _),
+        asyncio.TaskGroup() as group,
+    ):
+        one.prefill_gate.clear()
+        running = group.create_task(a.post("/completion", HELD | {"prompt": f"another: {TEXT}"}))
+        await a.until(lambda state: any(slot["request"] for slot in state["slots"]))
+        queued = group.create_task(a.post("/completion", HELD))
+        await a.until(lambda state: len(state["queue"]) == 1)
+        await a.operate("h0-0", "drain")
+        answer = await queued
+        assert (answer.status, answer.headers[HOST]) == (200, "h1")
+        one.prefill_gate.set()
+        await running
 
 
 async def test_a_client_that_leaves_cancels_across_the_hop(tmp_path: Path) -> None:

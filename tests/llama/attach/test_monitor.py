@@ -123,13 +123,6 @@ class Reports:
 
 
 @pytest.fixture
-async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
-    async with FakeLlama(kv_dir=tmp_path) as server:
-        yield server
-        assert server.violations == []
-
-
-@pytest.fixture
 async def watched(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Watched]:
     async with Connections() as connections, asyncio.TaskGroup() as group:
         made = Watched(fake, connections, tmp_path)

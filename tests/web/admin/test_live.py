@@ -18,7 +18,7 @@ from router.base.tokens import pack
 from router.base.types import KvDir, MemoryKind, RequestId, Snapshot, SnapshotId
 from router.telemetry.decision_log import LoggedDecision
 from router.web.admin import live
-from router.web.admin.live import Live, Subject
+from router.web.admin.live import Live
 from router.web.admin.state_json import Picture, Row, picture_of
 from tests.config.test_auth import auth
 from tests.support.servers.fake_llama import FakeLlama
@@ -284,7 +284,10 @@ class World:
         self.number = 0
         self.looked = asyncio.Event()
         self.live = Live(
-            Subject(self.picture, lambda: 0, self.survey, lambda n: self.entries[:n]),
+            self.picture,
+            lambda: 0,
+            self.survey,
+            lambda n: self.entries[:n],
             self.tasks.spawn,
             lambda: 0.0,
             lambda _: True,
@@ -417,5 +420,5 @@ async def test_a_bug_ends_the_streams(world: World, bugs: Counter[str]) -> None:
     def broken() -> Picture:
         raise RuntimeError("a bug")
 
-    world.live._subject = Subject(broken, lambda: 0, world.survey, lambda _: [])
+    world.live._take_picture = broken
     await world.viewers[0]

@@ -14,12 +14,6 @@ LONG, OTHER = "p" * 300, "q" * 300
 
 
 @pytest.fixture
-async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
-    async with FakeLlama(kv_dir=tmp_path) as server:
-        yield server
-
-
-@pytest.fixture
 async def kvferry(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[RunningRouter]:
     async with running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as router:
         yield router

@@ -19,12 +19,6 @@ QUIET = "{store: {idle_save_after: 'off'}, health: {interval: 60s}}"
 
 
 @pytest.fixture
-async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
-    async with FakeLlama(kv_dir=tmp_path) as server:
-        yield server
-
-
-@pytest.fixture
 async def kvferry(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[RunningRouter]:
     async with running([("a", fake.url)], tmp_path, yaml=QUIET) as router:
         yield router

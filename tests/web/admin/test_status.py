@@ -16,12 +16,6 @@ USER = {"role": "user", "content": "x"}
 
 
 @pytest.fixture
-async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
-    async with FakeLlama(kv_dir=tmp_path) as server:
-        yield server
-
-
-@pytest.fixture
 async def kvferry(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[RunningRouter]:
     yaml = "health: {interval: 60s}"
     async with running([("a", fake.url)], tmp_path, yaml=yaml) as router:

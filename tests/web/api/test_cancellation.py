@@ -19,11 +19,7 @@ OTHER = "q" * 300
 STREAM: Json = {"stream": True}
 
 
-@pytest.fixture
-async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
-    async with FakeLlama(kv_dir=tmp_path, n_slots=1) as server:
-        yield server
-        assert server.violations == []
+FAKE = {"n_slots": 1}
 
 
 @pytest.fixture

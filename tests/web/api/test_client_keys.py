@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -38,13 +37,6 @@ KEYS = auth(("laptop", GOOD, "alice"), ("phone", ALSO, "alice"), ("desk", OTHER,
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
-
-
-@pytest.fixture
-async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
-    async with FakeLlama(kv_dir=tmp_path, n_slots=2) as server:
-        yield server
-        assert server.violations == []
 
 
 async def status(kvferry: RunningRouter, method: str, path: str, **options: Any) -> int:

@@ -1,7 +1,6 @@
 """A client that sends the most delays only itself. Clients are told apart by key."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -9,12 +8,7 @@ import pytest
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import running
 
-
-@pytest.fixture
-async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
-    async with FakeLlama(kv_dir=tmp_path, n_slots=1) as server:
-        yield server
-        assert server.violations == []
+FAKE = {"n_slots": 1}
 
 
 async def order(fake: FakeLlama, many: dict[str, str], one: dict[str, str]) -> list[str]:

@@ -6,7 +6,6 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,9 @@ from bench.crowd import Client, connects, send
 from router.engine.loop_throttle import MOST
 from router.llama.json_offload import LONG_BYTES
 from router.llama.wire import parse_completion
-from router.web.api import completions, slot_demand
+from router.web import app
+from router.web.api import completions
+from router.web.api.slot_demand import model_of
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import PATIENCE_S, Json, RunningRouter, running
 from tests.web.api.test_faults import stopped_reading
@@ -28,11 +29,7 @@ pytestmark = pytest.mark.thorough
 CHUNK = 2**18
 
 
-@pytest.fixture
-async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
-    async with FakeLlama(kv_dir=tmp_path, n_slots=20) as server:
-        yield server
-        assert server.violations == []
+FAKE = {"n_slots": 20}
 
 
 def clients(n: int, **more: Any) -> list[Client]:
@@ -182,7 +179,7 @@ async def test_long_bodies_are_read_off_the_loop(
         return call
 
     monkeypatch.setattr(completions, "parse_completion", noted(parse_completion))
-    monkeypatch.setattr(slot_demand, "_model_of", noted(slot_demand._model_of))
+    monkeypatch.setattr(app, "model_of", noted(model_of))
     async with running([("a", fake.url)], None) as kvferry:
         for size in (10, LONG_BYTES + 1):
             text = "x" * size

@@ -30,12 +30,6 @@ Lines = list[Any]
 
 
 @pytest.fixture
-async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
-    async with FakeLlama(kv_dir=tmp_path) as server:
-        yield server
-
-
-@pytest.fixture
 async def kvferry(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[RunningRouter]:
     async with running([("a", fake.url)], tmp_path) as router:
         yield router

@@ -1,23 +1,13 @@
 """Requests that come while no backend is up: they wait for one, and lose nothing by it."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
-
-import pytest
 
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import generate
 from tests.support.servers.running_router import Answer, RunningRouter, running
 
 PROMPT = "p" * 300
-
-
-@pytest.fixture
-async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
-    async with FakeLlama(kv_dir=tmp_path) as server:
-        yield server
-        assert server.violations == []
 
 
 def assert_good(answer: Answer) -> None:

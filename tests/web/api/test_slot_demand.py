@@ -4,10 +4,9 @@
 """
 
 import pytest
-from aiohttp.test_utils import make_mocked_request
 
 from router.llama.routes import ROUTES
-from router.web.api.slot_demand import SlotsAsked, model_asked, slots_asked
+from router.web.api.slot_demand import SlotsAsked, model_of, slots_of
 
 SOUND = ROUTES["/v1/audio/transcriptions"]
 FORM = "multipart/form-data; boundary=b"
@@ -36,11 +35,10 @@ def part(name: str, value: str) -> bytes:
         (b'{"input": ["x", ', None, 1),
     ],
 )
-async def test_of_json(raw: bytes, model: str | None, tasks: int) -> None:
+def test_of_json(raw: bytes, model: str | None, tasks: int) -> None:
     path = "/v1/rerank" if b"query" in raw else "/v1/embeddings"
-    request = make_mocked_request("POST", path)
-    assert await slots_asked(request, raw, ROUTES[path]) == SlotsAsked(model, tasks)
-    assert await model_asked(request, raw) == model
+    assert slots_of(raw, "application/json", ROUTES[path]) == SlotsAsked(model, tasks)
+    assert model_of(raw, "application/json") == model
 
 
 @pytest.mark.parametrize(
@@ -51,7 +49,6 @@ async def test_of_json(raw: bytes, model: str | None, tasks: int) -> None:
         (b"no form at all", None, 1),
     ],
 )
-async def test_of_a_form(raw: bytes, model: str | None, tasks: int) -> None:
-    request = make_mocked_request("POST", "/v1/embeddings", headers={"Content-Type": FORM})
-    assert await slots_asked(request, raw + b"--b--\r\n", SOUND) == SlotsAsked(model, tasks)
-    assert await model_asked(request, raw + b"--b--\r\n") == model
+def test_of_a_form(raw: bytes, model: str | None, tasks: int) -> None:
+    assert slots_of(raw + b"--b--\r\n", FORM, SOUND) == SlotsAsked(model, tasks)
+    assert model_of(raw + b"--b--\r\n", FORM) == model

@@ -27,10 +27,7 @@ def exporter() -> InMemorySpanExporter:
     return InMemorySpanExporter()
 
 
-@pytest.fixture
-async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
-    async with FakeLlama(kv_dir=tmp_path, n_slots=1) as server:
-        yield server
+FAKE = {"n_slots": 1}
 
 
 @pytest.fixture

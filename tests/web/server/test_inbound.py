@@ -20,6 +20,7 @@ from router.base.errors import BodiesFullError
 from router.web.server.call import Call
 from router.web.server.inbound import Bodies
 from router.web.server.settings import Settings
+from tests.support.limits import limits
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import RunningRouter, running
 
@@ -31,12 +32,6 @@ else:
 MIB = 1 << 20
 YAML = "limits: {max_body: 4MiB, body_memory: 8MiB}"
 BODY = b'{"prompt": "abc", "n_predict": 1, "temperature": 0}'
-
-
-@pytest.fixture
-async def fake() -> AsyncIterator[FakeLlama]:
-    async with FakeLlama() as server:
-        yield server
 
 
 @pytest.fixture
@@ -90,7 +85,7 @@ async def test_bodies_in_progress_have_a_limit(kvferry: RunningRouter, fake: Fak
 
 def test_nobody_fills_what_is_kept_for_operators() -> None:
     """Of 800 bytes clients get 600, and those of other hosts 700."""
-    bodies = Bodies(Settings(body_memory_bytes=800, max_body_bytes=800))
+    bodies = Bodies(Settings(limits(max_body_bytes=800), body_memory_bytes=800))
 
     def fill(*, hop: bool = False) -> None:
         for number in range(1000):

@@ -15,6 +15,7 @@ from router.base.errors import TooManyConnectionsError
 from router.engine.loop_throttle import LoopThrottle
 from router.web.server.listener import Listener, _Connection, client_of
 from router.web.server.settings import Settings
+from tests.support.limits import limits
 from tests.support.servers.recorder import exchange
 from tests.support.servers.running_router import PATIENCE_S, Json, RunningRouter, running
 from tests.web.server.test_smuggling import get, statuses
@@ -200,8 +201,7 @@ async def test_half_a_head_while_an_answer_is_made() -> None:
     aiohttp takes a request out of its queue before the handler knows of it; bytes that come in
     between follow the request, too.
     """
-    settings = Settings(-1, -1, *(8192, 8192, 100), header_timeout_s=0.1)
-    settings.keep_alive_timeout_s = settings.send_timeout_s = 60.0
+    settings = Settings(limits(header_timeout_s=0.1))
     for turns in range(5):
         answer, closed, transport = asyncio.Event(), asyncio.Event(), Mock()
 
@@ -288,18 +288,18 @@ def error_or_good(answer: bytes) -> str:
 
 
 async def test_a_reload_counts_for_new_connections() -> None:
-    settings = Settings(connections=-1, connections_per_client=-1)
+    settings = Settings()
     throttle = LoopThrottle(MonotonicClock())
     listener = Listener(_never, settings, lambda *_: None, throttle)
     listener.admit("a")
     listener.admit("b")
-    settings.connections_per_client = 1
+    settings.limits = limits(connections_per_client=1)
     with pytest.raises(TooManyConnectionsError, match="connections_per_client"):
         listener.admit("a")
     listener.admit("c")
     listener.leave("a")
     listener.admit("a")
-    settings.connections = 3
+    settings.limits = limits(connections=3)
     with pytest.raises(TooManyConnectionsError, match=r"limits\.connections\)"):
         listener.admit("d")
 
@@ -307,7 +307,7 @@ async def test_a_reload_counts_for_new_connections() -> None:
 async def test_a_request_that_waits_for_its_turn_is_no_idle_connection() -> None:
     """aiohttp closes long idle connections, and does not know of a request at the loop throttle."""
     throttle, line = LoopThrottle(MonotonicClock()), list[Callable[[], object]]()
-    settings = Settings(connections=-1, connections_per_client=-1)
+    settings = Settings()
     listener = Listener(_never, settings, lambda *_: None, throttle)
     connection, transport = listener(), Mock()
     transport.get_extra_info.return_value = None
@@ -326,7 +326,7 @@ async def test_a_request_that_waits_for_its_turn_is_no_idle_connection() -> None
 async def test_a_head_that_drips_while_the_router_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part's wait at the loop throttle does not count and does not restart the timeout."""
     throttle, line = LoopThrottle(MonotonicClock()), list[Callable[[], object]]()
-    settings = Settings(-1, -1, *(8192, 8192, 100), header_timeout_s=10.0)
+    settings = Settings(limits(header_timeout_s=10.0))
     connection, transport = Listener(_never, settings, lambda *_: None, throttle)(), Mock()
     transport.get_extra_info.return_value = None
     connection.connection_made(transport)

@@ -19,12 +19,6 @@ ROUTES = (
 
 
 @pytest.fixture
-async def fake() -> AsyncIterator[FakeLlama]:
-    async with FakeLlama() as server:
-        yield server
-
-
-@pytest.fixture
 async def kvferry(fake: FakeLlama) -> AsyncIterator[RunningRouter]:
     hosts, origins = "[Ai.example.org, '*.example.net']", "['https://chat.example', 'moz-ext://*']"
     yaml = f"browsers: {{hosts: {hosts}, origins: {origins}}}"
