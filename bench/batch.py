@@ -55,10 +55,7 @@ async def measure(options: argparse.Namespace) -> Report:
             home = Path(folder)
             async with (
                 rig.llama(
-                    slots=options.slots,
-                    ctx_per_slot=4096,
-                    kv_dir=home / "kv",
-                    model=model,
+                    slots=options.slots, ctx_per_slot=4096, kv_dir=home / "kv", model=model
                 ) as server,
                 rig.kvferry("kvferry", [server.url], home, kv_dir=home / "kv") as proxy,
             ):
@@ -76,13 +73,7 @@ async def measure(options: argparse.Namespace) -> Report:
         idle_s = idle_s or p90
         tokens = batch.computed + batch.generated
         report.add(
-            case,
-            p50,
-            p90,
-            p90 / idle_s,
-            batch.answers,
-            tokens,
-            tokens / seconds if tier else None,
+            case, p50, p90, p90 / idle_s, batch.answers, tokens, tokens / seconds if tier else None
         )
     return report
 

@@ -181,13 +181,7 @@ RIVALS = {
     for rival in (
         Rival(NGINX, "apt-get install -y nginx-light", find_nginx, nginx),
         Rival(SGLANG, f"{_SETUP} {SGLANG}", _find_sglang, _sglang, has_tokenize=False),
-        Rival(
-            LITELLM,
-            f"{_SETUP} {LITELLM}",
-            _find_litellm,
-            _litellm,
-            has_tokenize=False,
-        ),
+        Rival(LITELLM, f"{_SETUP} {LITELLM}", _find_litellm, _litellm, has_tokenize=False),
         Rival(
             LLAMA_SWAP,
             "a binary of llama-swap on PATH",

@@ -199,14 +199,7 @@ async def hosts_of(
             tasks.supervise(directory.run, name="directory")
         try:
             yield Hosts(
-                name,
-                credentials,
-                peers,
-                directory,
-                held,
-                HostsMetrics(registry),
-                hello,
-                address,
+                name, credentials, peers, directory, held, HostsMetrics(registry), hello, address
             )
         finally:
             await tasks.aclose()
@@ -278,10 +271,7 @@ async def cold_parts(config: ColdConfig) -> ColdStore:
 
 
 async def cold_of(
-    config: ColdConfig,
-    engine: Engine,
-    store: KvStore,
-    memories: Sequence[Callable[[str], None]],
+    config: ColdConfig, engine: Engine, store: KvStore, memories: Sequence[Callable[[str], None]]
 ) -> ColdTier | None:
     """Return the cold tier; None: there is none. Raises StartError."""
     if config.url is None:

@@ -173,12 +173,7 @@ def watched_backends(config: Config, parts: Parts, stack: AsyncExitStack) -> Wat
     )
     reactions = BackendReactions(engine, selection, parts.tokenizers, on_demand, tasks)
     engine.listener = EngineReactions(
-        parts.telemetry,
-        parts.decision_log,
-        parts.usage,
-        backends,
-        parts.tokenizers,
-        on_demand,
+        parts.telemetry, parts.decision_log, parts.usage, backends, parts.tokenizers, on_demand
     )
     on_demand.connect(engine, backends)
     # Closed after the monitors: a server that is being asked ends late.

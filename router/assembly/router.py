@@ -18,16 +18,11 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from router import __version__
-from router.assembly.backends import (
-    StartError,
-)
+from router.assembly.backends import StartError
 from router.assembly.certificates import Certificates
 from router.assembly.hosts import Hosts, cold_of, hosts_of
 from router.assembly.in_force import InForce
-from router.assembly.part_settings import (
-    memory_of_machine,
-    servers_of,
-)
+from router.assembly.part_settings import memory_of_machine, servers_of
 from router.assembly.parts import Parts, parts_of, watched_backends
 from router.assembly.reload import Reload
 from router.assembly.web import Stages, app_of, live_of

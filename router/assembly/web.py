@@ -168,21 +168,9 @@ async def _own_routes(
     return own_routes(
         guard,
         status,
-        OperatorActions(
-            guard,
-            selection,
-            made.watched.backends,
-            made.reload,
-        ),
+        OperatorActions(guard, selection, made.watched.backends, made.reload),
         ServerRoutes(engine, guard, parts.on_demand.supervisor, now),
-        Snapshots(
-            engine,
-            guard,
-            now,
-            wall_now,
-            purging,
-            bodies,
-        ),
+        Snapshots(engine, guard, now, wall_now, purging, bodies),
         Requests(parts.decision_log, selection, shows, parts.usage),
         PromptRoutes(engine, selection, completions, bodies, guard, settings, made.in_force.keys),
         live,

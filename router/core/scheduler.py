@@ -114,11 +114,6 @@ def tick(state: State) -> None:
 
 # After these, no idle slot is to be saved that was not to be saved before. What a request that
 # arrives frees at once is noted where its job ends.
-_FREES_NO_SLOT = (
-    admission.arrived,
-    job_ends.answer_read,
-    prefill_queue.begun,
-    job_ends.launched,
-)
+_FREES_NO_SLOT = (admission.arrived, job_ends.answer_read, prefill_queue.begun, job_ends.launched)
 # These add no snapshot, so that there is none more to evict.
 _USUAL = (*_FREES_NO_SLOT, job_ends.finished)

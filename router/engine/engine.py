@@ -93,9 +93,7 @@ class EngineListener:
         """Probe a backend in the slots that are lent."""
 
 
-def _fact(
-    take: Callable[Concatenate[State, P], None],
-) -> Callable[Concatenate["Engine", P], None]:
+def _fact(take: Callable[Concatenate[State, P], None]) -> Callable[Concatenate["Engine", P], None]:
     """Return the method that has the scheduler take in this fact; `take` says what it is."""
 
     def told(engine: "Engine", /, *facts: P.args, **named: P.kwargs) -> None:

@@ -11,13 +11,7 @@ from msgspec import structs
 
 from router.base.errors import BackendError, BackendRefusedError
 from router.base.ports import Preparing, SlotServer
-from router.base.types import (
-    BackendId,
-    PrefillProgress,
-    RequestId,
-    RequestProgress,
-    SlotId,
-)
+from router.base.types import BackendId, PrefillProgress, RequestId, RequestProgress, SlotId
 from router.core.execution import job_ends, preparation
 from router.core.model.effects import Prefill, Prefilled, PrefillFailed, Quiet, WatchSlot
 from router.core.model.jobs import RequestJob

@@ -97,11 +97,7 @@ def _seed(host: str) -> int:
 
 
 def in_order(
-    own: Quote | None,
-    offers: Collection[Offer],
-    way_s: float,
-    here: str,
-    first_hash: bytes,
+    own: Quote | None, offers: Collection[Offer], way_s: float, here: str, first_hash: bytes
 ) -> list[Offer]:
     """Return the offers to take instead of serving the request here, the cheapest first.
 

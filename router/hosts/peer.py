@@ -210,11 +210,7 @@ class Peer(ServerClient):
         return purged.count
 
     async def _post(
-        self,
-        path: str,
-        body: bytes,
-        limit_s: float,
-        max_bytes: int = _MAX_BYTES,
+        self, path: str, body: bytes, limit_s: float, max_bytes: int = _MAX_BYTES
     ) -> bytes:
         return await self._call(
             "POST", path, body, limit_s, max_bytes, yields=True, headers=[_MSGPACK]

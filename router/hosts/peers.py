@@ -249,12 +249,7 @@ class Peers:
         if url not in self._peers:
             self._changed()
             self._peers[url] = Peer(
-                url,
-                self._connections,
-                self._timeouts,
-                self._clock.now,
-                self._changed,
-                self._purges,
+                url, self._connections, self._timeouts, self._clock.now, self._changed, self._purges
             )
         return self._peers[url]
 

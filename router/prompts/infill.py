@@ -98,11 +98,7 @@ def _room_for_extra(rule: InfillRule) -> int:
 
 
 async def corrected(
-    rule: InfillRule,
-    source: InfillPrompt,
-    reported: int,
-    plain: PlainCall,
-    special: SpecialCall,
+    rule: InfillRule, source: InfillPrompt, reported: int, plain: PlainCall, special: SpecialCall
 ) -> InfillRule | None:
     """Return the rule that explains a prompt of `reported` tokens by another `-b`; None: no rule.
 

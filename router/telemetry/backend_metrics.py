@@ -30,10 +30,7 @@ _LABEL, _THEIR_OWN = "backend", "exported_backend"  # the second as Prometheus d
 _SERVER = "llamacpp:"
 _PROMPT, _ANSWER = (
     ("prompt_tokens", "prompt_seconds"),
-    (
-        "tokens_predicted",
-        "tokens_predicted_seconds",
-    ),
+    ("tokens_predicted", "tokens_predicted_seconds"),
 )
 _CALLS, _BUSY = "n_decode", "n_busy_slots_per_decode"
 _COUNTERS = (

@@ -66,9 +66,7 @@ class HostsCollector(Collector):
     """Gauges of peers and of the directory, made at each scrape."""
 
     def __init__(
-        self,
-        peers: Callable[[], Iterable[PeerStats]],
-        directory_up: Callable[[], bool | None],
+        self, peers: Callable[[], Iterable[PeerStats]], directory_up: Callable[[], bool | None]
     ) -> None:
         self._peers = peers
         self._directory_up = directory_up  # None: there is none

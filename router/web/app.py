@@ -84,11 +84,7 @@ class App:
         """
         handle = partial(self._handle, side)
         return Listener(
-            handle,
-            self._settings,
-            self._refused,
-            self._throttle,
-            for_peers=side is Audience.PEERS,
+            handle, self._settings, self._refused, self._throttle, for_peers=side is Audience.PEERS
         )
 
     def _refused(self, name: RequestId, error: RouterError) -> None:

@@ -63,10 +63,7 @@ class Agent:
 
 @pytest.mark.parametrize("n_servers", [1, 2])
 async def test_twelve_turns_of_an_agent(
-    n_servers: int,
-    model_of: Callable[[str, int], Path],
-    server_argv: Sequence[str],
-    tmp_path: Path,
+    n_servers: int, model_of: Callable[[str, int], Path], server_argv: Sequence[str], tmp_path: Path
 ) -> None:
     """The time to the first token is logged: `-o log_cli=true --log-cli-level=INFO` shows it."""
     model = model_of("deepseek4-moe", 1)

@@ -74,11 +74,7 @@ def test_tools(pair: Pair) -> None:
     first = pair.same(lambda url: create(url, **TOOLS))
     call = first["content"][-1] | {"id": "toolu_1"}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "Nothing to see."}
-    history = [
-        *HI,
-        {"role": "assistant", "content": [call]},
-        {"role": "user", "content": [result]},
-    ]
+    history = [*HI, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
     second = pair.same(lambda url: create(url, messages=history, **TOOLS))
 
     assert (call["type"], call["name"], first["stop_reason"]) == ("tool_use", "look", "tool_use")

@@ -81,10 +81,7 @@ def test_embeddings(pair: Pair) -> None:
 
 
 ERRORS: list[tuple[str, Callable[[str], Any]]] = [
-    (
-        "BadRequestError",
-        lambda url: create(url, messages=[HI[0] | {"content": "long " * 9000}]),
-    ),
+    ("BadRequestError", lambda url: create(url, messages=[HI[0] | {"content": "long " * 9000}])),
     ("BadRequestError", lambda url: create(url, extra_body={"n": "two"})),
 ]
 

@@ -252,10 +252,7 @@ def test_models(pair: Pair) -> None:
 
 ERRORS: list[tuple[str, Callable[[Any], Any]]] = [
     ("BadRequestError", lambda ai: ai.chat.completions.create(messages=HI, n="two", **GREEDY)),
-    (
-        "BadRequestError",
-        lambda ai: ai.completions.create(prompt="too long " * 9000, **GREEDY),
-    ),
+    ("BadRequestError", lambda ai: ai.completions.create(prompt="too long " * 9000, **GREEDY)),
     ("NotFoundError", lambda ai: ai.files.list()),
     ("InternalServerError", lambda ai: ai.embeddings.create(model=MODEL, input="Hello?")),
 ]

@@ -21,16 +21,8 @@ def auth(*keys: tuple[str, str, str], limits: str = "", share: str = "none") -> 
 @pytest.mark.parametrize(
     ("text", "path", "said"),
     [
-        (
-            auth(("a", GOOD, "x"), ("a", ALSO, "x")),
-            "auth.keys[1].name",
-            "also that of entry",
-        ),
-        (
-            auth(("a", GOOD, "x"), ("b", GOOD, "x")),
-            "auth.keys[1].hash",
-            "also that of entry",
-        ),
+        (auth(("a", GOOD, "x"), ("a", ALSO, "x")), "auth.keys[1].name", "also that of entry"),
+        (auth(("a", GOOD, "x"), ("b", GOOD, "x")), "auth.keys[1].hash", "also that of entry"),
         (auth(("a", GOOD, "x"), limits="{name: y}"), "auth.tenants[0].name", "of no key"),
         (auth(("a", GOOD, "x"), share="some"), "auth.share_cache", "'none' or 'all'"),
         ("auth: {keys: [{hash: 'sha256:00'}]}", "auth.keys[0].name", "is required"),

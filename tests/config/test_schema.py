@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from router.config import schema, values
-from router.config.loader import (
-    keys_of,
-    path_text,
-    read_yaml,
-)
+from router.config.loader import keys_of, path_text, read_yaml
 from router.config.schema import (
     Address,
     BackendConfig,
@@ -248,12 +244,7 @@ BAD = [
     ("limits: {zzz: 1s}", "limits.zzz", 3, "max_body, body_memory, body_timeout"),
     ("limits: {connections: 0}", "limits.connections", 3, "at least 1, not 0; -1 is no limit"),
     ("limits: {connections: true}", "limits.connections", 3, "not true"),
-    (
-        "limits: {connections_per_client: -2}",
-        "limits.connections_per_client",
-        3,
-        "at least -1",
-    ),
+    ("limits: {connections_per_client: -2}", "limits.connections_per_client", 3, "at least -1"),
     ("limits: {max_headers: 0}", "limits.max_headers", 3, "at least 1, not 0"),
     ("limits: {max_header: 0}", "limits.max_header", 3, "of at least 1; not 0"),
     ("limits: {header_timeout: 0}", "limits.header_timeout", 3, "more than 0"),
@@ -330,11 +321,7 @@ BAD_BACKENDS = [
     ("- {url: 'http://a:0'}", "backends[0].url", "must be a base URL"),
     ("- {url: 'http://a:99999'}", "backends[0].url", "invalid"),
     ("- {url: 'http://[::1'}", "backends[0].url", "invalid"),
-    (
-        "- {url: 'http://a:1', kv_dir: ~/kv}",
-        "backends[0].kv_dir",
-        "`~` and variables",
-    ),
+    ("- {url: 'http://a:1', kv_dir: ~/kv}", "backends[0].kv_dir", "`~` and variables"),
     ("- {url: 'http://a:1', kv_dir: $HOME/kv}", "backends[0].kv_dir", "are not expanded"),
     ("- {url: 'http://a:1', kv_dir: kv}", "backends[0].kv_dir", "an absolute path"),
     ("- {url: 'http://a:1', kv_dir: /a/../b}", "backends[0].kv_dir", "without `..`"),
@@ -343,11 +330,7 @@ BAD_BACKENDS = [
     ("- {url: 'http://a:1', name: ''}", "backends[0].name", "1 to 64"),
     ("- {url: 'http://a:1', models: gpt}", "backends[0].models", "must be a list"),
     ("- {url: 'http://a:1', models: [a, 5]}", "backends[0].models[1]", "put it in quotes"),
-    (
-        "- {url: 'http://a:1', models: ['']}",
-        "backends[0].models[0]",
-        "at least 1 character",
-    ),
+    ("- {url: 'http://a:1', models: ['']}", "backends[0].models[0]", "at least 1 character"),
     ("- {url: 'http://a:1', max_concurrent: 2}", "backends[0].max_concurrent", "known here: url"),
     ("- {url: 'http://a:1'}\n- {url: 'http://A:1/'}", "backends[1].url", "that of entry number 1"),
     (
@@ -426,7 +409,7 @@ admin: {listen: "127.0.0.1:8080"}
 auth: {keys: [{name: a, hash: 'sha256:HASH'}]}
 """.replace("HASH", "0" * 64)
     assert {path for path, _, _ in problems(text)} == {
-        *("backends[2].url", "policy.name", "admin.listen"),
+        *("backends[2].url", "policy.name", "admin.listen")
     }
 
 
@@ -477,11 +460,7 @@ def test_check_prints_what_editors_can_jump_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "line", "message"),
-    [
-        (b"# fine\nname: \xff", 2, "is not UTF-8"),
-    ],
-    ids=["latin-1"],
+    ("data", "line", "message"), [(b"# fine\nname: \xff", 2, "is not UTF-8")], ids=["latin-1"]
 )
 def test_files_that_are_no_text(
     tmp_path: Path, data: bytes, line: int | None, message: str

@@ -117,9 +117,7 @@ async def test_progress_and_partial_timings_are_true(llama_server: StartServer) 
     assert (picked.json["timings/cache_n"], picked.json["timings/prompt_n"]) == (0, N)
 
 
-async def test_answer_with_several_choices_is_unchanged(
-    llama_server: StartServer,
-) -> None:
+async def test_answer_with_several_choices_is_unchanged(llama_server: StartServer) -> None:
     a = await llama_server("llama", slots=2, ctx=16384, extra_args=["--metrics"])
     async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as kvferry:
         before = await _computed_by_servers(kvferry)

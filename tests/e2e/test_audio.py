@@ -39,10 +39,7 @@ async def test_a_sound_on_another_server_and_after_a_restart(llama_server: Start
     """A state with a sound is restored whole for that sound; others reuse the text before it."""
     a, b = await sighted(llama_server, "a"), await sighted(llama_server, "b")
     alone = await sighted(llama_server, "c")
-    async with (
-        direct(alone) as client,
-        running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry,
-    ):
+    async with direct(alone) as client, running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry:
         first = await check(kvferry, client, listen(1), model="a")
         await kvferry.until(saved(first.prompt_tokens - N_FRAMES), SAVES_S)
         elsewhere = await check(kvferry, client, listen(1), model="b")

@@ -65,11 +65,7 @@ async def until_known(kvferry: RunningRouter) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["directory", "s3"])
 async def test_a_conversation_outlives_its_host(
-    llama_server: StartServer,
-    tmp_path: Path,
-    s3: S3Server,
-    kind: str,
-    place: str,
+    llama_server: StartServer, tmp_path: Path, s3: S3Server, kind: str, place: str
 ) -> None:
     """Token for token, for each kind of memory, on a server with another number of slots."""
     key = tmp_path / "key"

@@ -148,13 +148,7 @@ def case(
         case("answers byte by byte", corrupted_replies.dripping, RIGHT, stream=False),
         case("sends garbage once", corrupted_replies.no_http, RIGHT, stream=True),
         case("sends garbage once", corrupted_replies.no_http, RIGHT, stream=False),
-        case(
-            "sends only garbage",
-            corrupted_replies.no_http,
-            REFUSED,
-            stream=False,
-            once=False,
-        ),
+        case("sends only garbage", corrupted_replies.no_http, REFUSED, stream=False, once=False),
         case("closes after the headers, once", corrupted_replies.head_alone, RIGHT, stream=True),
         case("closes after the headers, once", corrupted_replies.head_alone, RIGHT, stream=False),
         case(

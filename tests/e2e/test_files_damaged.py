@@ -128,10 +128,7 @@ async def saved_files(kvferry: RunningRouter, prompts: list[list[int]]) -> list[
 @pytest.mark.fault(f"a state file is {ALL}", "between save and restore")
 @pytest.mark.parametrize(
     "running_meanwhile",
-    [
-        pytest.param(True, id="running"),
-        pytest.param(False, id="stopped", marks=pytest.mark.slow),
-    ],
+    [pytest.param(True, id="running"), pytest.param(False, id="stopped", marks=pytest.mark.slow)],
 )
 async def test_damaged_files(
     llama_server: StartServer,

@@ -8,11 +8,7 @@ import asyncio
 import pytest
 
 from tests.conftest import StartServer
-from tests.support.conversations.conversing import (
-    all_but_one,
-    reuse,
-    saved,
-)
+from tests.support.conversations.conversing import all_but_one, reuse, saved
 from tests.support.conversations.prompts import chat, ids, sentences
 from tests.support.servers.running_router import running
 

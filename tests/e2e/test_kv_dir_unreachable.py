@@ -215,9 +215,7 @@ async def test_removed(two: Two, record_property: Callable[[str, object], None])
 @pytest.mark.slow
 @pytest.mark.fault("the KV directory of one server is unmounted", "while it is in use")
 async def test_unmounted(
-    two: Two,
-    mounted: Callable[..., None],
-    record_property: Callable[[str, object], None],
+    two: Two, mounted: Callable[..., None], record_property: Callable[[str, object], None]
 ) -> None:
     """The server writes to the directory under the mount point: none of these files is kept."""
     home = two.homes["a"]

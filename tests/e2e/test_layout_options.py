@@ -9,10 +9,7 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
-from tests.support.conversations.measuring import (
-    direct,
-    measured,
-)
+from tests.support.conversations.measuring import direct, measured
 from tests.support.conversations.prompts import ids
 from tests.support.conversations.turns import (
     SAVES_S,

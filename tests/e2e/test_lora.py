@@ -61,10 +61,7 @@ async def test_each_goes_on_from_its_own(
         server.kv_dir = None
         await server.start()
     kv_dir = server.kv_dir
-    async with (
-        direct(reference) as client,
-        running([("a", server.url)], kv_dir) as kvferry,
-    ):
+    async with direct(reference) as client, running([("a", server.url)], kv_dir) as kvferry:
         plain, adapted = await fresh(client), await fresh(client, lora=LORA)
         assert same(plain, adapted), "the adapter changes nothing"
 
@@ -92,10 +89,7 @@ async def test_a_chat_beside_it_on_a_route_without_pins(llama_server: StartServe
     claude: Json = body | {"system": messages[0]["content"], "messages": messages[1:]}
     reference = await llama_server("llama", slots=1, extra_args=FLAGS)
     server = await llama_server("llama", slots=2, extra_args=FLAGS)
-    async with (
-        direct(reference) as client,
-        running([("a", server.url)], server.kv_dir) as kvferry,
-    ):
+    async with direct(reference) as client, running([("a", server.url)], server.kv_dir) as kvferry:
         expected = await client.post("/v1/messages", claude)
         adapted = await kvferry.post("/v1/chat/completions", body | {"lora": LORA})
         assert adapted.status == 200
@@ -112,10 +106,7 @@ async def test_several_answers_at_once(llama_server: StartServer, more: Json) ->
     """Several answers are server-placed: the content of no slot is trusted."""
     reference = await llama_server("llama", slots=1, extra_args=FLAGS)
     server = await llama_server("llama", slots=2, extra_args=FLAGS)
-    async with (
-        direct(reference) as client,
-        running([("a", server.url)], server.kv_dir) as kvferry,
-    ):
+    async with direct(reference) as client, running([("a", server.url)], server.kv_dir) as kvferry:
         plain = await fresh(client)
         async with kvferry.session.post(
             kvferry.url + "/completion", json=BODY | {"lora": LORA} | more
@@ -131,10 +122,7 @@ async def test_a_client_that_leaves(llama_server: StartServer) -> None:
     """The slot of an abandoned request is wiped as well."""
     reference = await llama_server("llama", slots=1, extra_args=FLAGS)
     server = await llama_server("llama", slots=1, extra_args=FLAGS)
-    async with (
-        direct(reference) as client,
-        running([("a", server.url)], server.kv_dir) as kvferry,
-    ):
+    async with direct(reference) as client, running([("a", server.url)], server.kv_dir) as kvferry:
         plain = await fresh(client)
         long = {"lora": LORA, "n_predict": 3000, "stream": True, "ignore_eos": True}
         async with kvferry.session.post(kvferry.url + "/completion", json=BODY | long) as response:

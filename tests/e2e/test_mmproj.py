@@ -8,11 +8,7 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import all_but_one, saved
-from tests.support.conversations.measuring import (
-    CHAT,
-    direct,
-    other_words,
-)
+from tests.support.conversations.measuring import CHAT, direct, other_words
 from tests.support.conversations.media import (
     SHORT,
     ask,
@@ -26,10 +22,7 @@ from tests.support.conversations.media import (
     sighted,
 )
 from tests.support.conversations.prompts import chat, sentences
-from tests.support.conversations.turns import (
-    SAVES_S,
-    named,
-)
+from tests.support.conversations.turns import SAVES_S, named
 from tests.support.models.mmproj import N_POSITIONS
 from tests.support.servers.running_router import running
 
@@ -79,10 +72,7 @@ async def test_a_conversation_about_a_picture_keeps_its_slot(llama_server: Start
     seen, read = look(1), ask("Hello!", system=2)
     yaml = "store: {idle_save_after: 'off'}"
     backends = [("a", server.url)]
-    async with (
-        direct(alone) as client,
-        running(backends, server.kv_dir, yaml=yaml) as kvferry,
-    ):
+    async with direct(alone) as client, running(backends, server.kv_dir, yaml=yaml) as kvferry:
         for turn in range(4):
             said = []
             for slot, messages in enumerate((seen, read)):

@@ -141,9 +141,7 @@ async def test_what_a_title_displaces_is_not_computed_again(llama_server: StartS
     assert any(turn.restored_bytes for turn in turns), "nothing was displaced"
 
 
-async def test_a_message_in_preparation_does_not_shut_its_server(
-    llama_server: StartServer,
-) -> None:
+async def test_a_message_in_preparation_does_not_shut_its_server(llama_server: StartServer) -> None:
     """A long `/v1/messages` request, which cannot be pinned, does not block its server.
 
     Short requests and a short message come later, and are answered by the same server before the

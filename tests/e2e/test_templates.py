@@ -136,10 +136,7 @@ async def test_the_date_changes_between_two_turns(
     path.write_text(text.replace(now, "today"))
     extra = ["--jinja", "--chat-template-file", str(path), "--skip-chat-parsing"]
     server = await llama_server(slots=1, ctx=16384, extra_args=extra)
-    async with (
-        direct(server) as client,
-        running([("a", server.url)], server.kv_dir) as kvferry,
-    ):
+    async with direct(server) as client, running([("a", server.url)], server.kv_dir) as kvferry:
         first, second, third = conversation(Kind("gpt-oss", tools=False))[:3]
         held: list[int] = []
         for day, messages in ((1, first), (1, second), (2, third)):

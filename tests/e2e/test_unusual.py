@@ -50,10 +50,7 @@ async def test_a_prompt_restored_after_several_answers(
     """
     reference, server = await llama_server("llama"), await llama_server("llama", slots=2)
     one: Json = GREEDY | {"n_predict": 1, "n_probs": 5}
-    async with (
-        direct(reference) as client,
-        running([("a", server.url)], server.kv_dir) as kvferry,
-    ):
+    async with direct(reference) as client, running([("a", server.url)], server.kv_dir) as kvferry:
         await plain(kvferry)
         await kvferry.until(saved(len(PROMPT)))
         for turn in range(6):
@@ -110,10 +107,7 @@ async def test_reranking_beside_a_conversation(llama_server: StartServer) -> Non
     reference = await llama_server("llama", slots=2, extra_args=RANKS)
     server = await llama_server("llama", slots=2, extra_args=RANKS)
     body: Json = {"query": "ferry", "documents": ["a boat", "a car", "a ferry"]}
-    async with (
-        direct(reference) as client,
-        running([("a", server.url)], server.kv_dir) as kvferry,
-    ):
+    async with direct(reference) as client, running([("a", server.url)], server.kv_dir) as kvferry:
         expected = await plain_directly(client)
         for _ in range(3):
             again = await plain(kvferry)
@@ -153,9 +147,7 @@ async def test_messages_run_on_the_slot_that_was_meant(llama_server: StartServer
     assert meant == [{("a", 0)}, {("a", 1)}]
 
 
-async def test_next_message_at_once_finds_what_was_computed(
-    llama_server: StartServer,
-) -> None:
+async def test_next_message_at_once_finds_what_was_computed(llama_server: StartServer) -> None:
     """An answer may end before its slot is known; the next request waits for that knowledge."""
     server = await llama_server("llama", slots=2)
     async with running([("a", server.url)], server.kv_dir) as kvferry:

@@ -64,10 +64,7 @@ async def test_warm_prompt_is_reused_after_other_work(llama_server: StartServer,
 async def test_what_cannot_be_warmed_is_told(
     tmp_path: Path, query: str, body: Json, status: int, told: str
 ) -> None:
-    async with (
-        FakeLlama(kv_dir=tmp_path) as fake,
-        running([("a", fake.url)], tmp_path) as kvferry,
-    ):
+    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as kvferry:
         answer = await kvferry.post(f"{WARM}?{query}", body)
         assert (answer.status, told in answer.json["error"]["message"]) == (status, True)
         assert (await kvferry.complete("x" * 300)).status == 200  # the slot is free
@@ -103,10 +100,7 @@ async def test_warm_prompt_shorter_than_another_is_not_its(tmp_path: Path) -> No
 
 
 async def test_tenant_of_a_warm_prompt_must_be_one(tmp_path: Path) -> None:
-    async with (
-        FakeLlama(kv_dir=tmp_path) as fake,
-        running([("a", fake.url)], tmp_path) as kvferry,
-    ):
+    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as kvferry:
         path = f"{WARM}?path=/completion&tenant=alcie"
         done = await kvferry.post(path, {"prompt": LONG})
         assert (done.status, "is not the tenant of a key" in done.body.decode()) == (400, True)
@@ -131,10 +125,7 @@ async def test_command_warms_a_file_and_lists_it(
 ) -> None:
     (tmp_path / "chat.json").write_text(json.dumps({"messages": TALK}))
     (tmp_path / "text.txt").write_text("The harbour opens at six. " * 20)
-    async with (
-        FakeLlama(kv_dir=tmp_path) as fake,
-        running([("a", fake.url)], tmp_path) as kvferry,
-    ):
+    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as kvferry:
         for name in ("chat.json", "text.txt"):
             command = ["warm", str(tmp_path / name), "--url", kvferry.url]
             assert await asyncio.to_thread(main, command) == 0

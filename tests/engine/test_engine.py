@@ -425,9 +425,7 @@ def long_one(name: str = "R") -> Request:
 
 @pytest.mark.usefixtures("quick_looks")
 @pytest.mark.parametrize("error", [BackendTimeoutError("late"), BackendError("broken")])
-async def test_slot_with_a_broken_off_prefill_gets_nothing(
-    error: BackendError,
-) -> None:
+async def test_slot_with_a_broken_off_prefill_gets_nothing(error: BackendError) -> None:
     """Pinned to a busy slot, a request could destroy an answer (llama-server.md section 0.1)."""
     server = Prefilling(error)
     engine = server.engine()

@@ -167,9 +167,7 @@ async def test_a_backend_that_refuses_is_no_bad_file() -> None:
 
 
 @pytest.mark.parametrize("error", [BackendTimeoutError("late"), BackendError("broken")])
-async def test_late_file_is_removed_when_the_backend_works_again(
-    error: BackendError,
-) -> None:
+async def test_late_file_is_removed_when_the_backend_works_again(error: BackendError) -> None:
     """Late files belong to no snapshot.
 
     A backend may write one long after the router stopped waiting or lost the connection.
@@ -188,12 +186,7 @@ async def test_late_file_is_removed_when_the_backend_works_again(
 
 @pytest.mark.parametrize(
     ("effect", "fails"),
-    [
-        (SAVE, "verify"),
-        (CUT, "cut"),
-        (ef.Restore(R, A0, LONG), "open"),
-        (ef.Erase(R, A0), "erase"),
-    ],
+    [(SAVE, "verify"), (CUT, "cut"), (ef.Restore(R, A0, LONG), "open"), (ef.Erase(R, A0), "erase")],
 )
 async def test_a_bug_fails_the_effect_alone(effect: Any, fails: str) -> None:
     """Unanswered, the effect would keep its slot out of use for good."""

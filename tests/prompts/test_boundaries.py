@@ -175,9 +175,7 @@ def chatml_of(tasks: Tasks) -> Chatml:
     return made
 
 
-async def test_common_part_counts_only_where_it_is_in_the_prompt(
-    chatml: Chatml,
-) -> None:
+async def test_common_part_counts_only_where_it_is_in_the_prompt(chatml: Chatml) -> None:
     """The next turn begins differently: the boundaries serve other and repeated last messages."""
     chatml.counts = True
     parts = await chatml.find(

@@ -9,22 +9,22 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 51_008,
-    "router/assembly": 2_321,
+    "router": 50_764,
+    "router/assembly": 2_289,
     "router/base": 1_651,
     "router/config": 1_959,
-    "router/core": 9_565,
-    "router/engine": 1_752,
-    "router/hosts": 1_349,
+    "router/core": 9_496,
+    "router/engine": 1_744,
+    "router/hosts": 1_336,
     "router/llama": 5_646,
-    "router/prompts": 2_296,
+    "router/prompts": 2_292,
     "router/servers": 1_166,
-    "router/store": 6_522,
-    "router/telemetry": 1_787,
-    "router/tools": 7_504,
-    "router/web": 7_474,
-    "tests": 66_596,
-    "bench": 8_947,
+    "router/store": 6_516,
+    "router/telemetry": 1_782,
+    "router/tools": 7_472,
+    "router/web": 7_399,
+    "tests": 66_304,
+    "bench": 8_932,
 }
 # A part may shrink so far before its ceiling has to follow.
 SLACK = 100

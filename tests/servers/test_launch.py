@@ -134,12 +134,7 @@ def test_equal_servers_of_two_runs_have_one_identity(
 
 @pytest.mark.parametrize(
     "args",
-    [
-        ["--lora", "{0}"],
-        ["--lora", "x.gguf,{0}"],
-        ["--lora-scaled", "{0}:0.5"],
-        ["-mm", "{0}"],
-    ],
+    [["--lora", "{0}"], ["--lora", "x.gguf,{0}"], ["--lora-scaled", "{0}:0.5"], ["-mm", "{0}"]],
 )
 def test_a_file_that_is_replaced_makes_another_server(
     program: str, tmp_path: Path, args: list[str]

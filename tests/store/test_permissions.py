@@ -25,11 +25,7 @@ def list_of(kv_dir: Path) -> list[Path]:
 
 
 def store(kv_dir: Path, *, group_access: bool) -> KvStore:
-    return KvStore(
-        [KvDir(str(kv_dir))],
-        wall_now=lambda: 1.0,
-        group_access=group_access,
-    )
+    return KvStore([KvDir(str(kv_dir))], wall_now=lambda: 1.0, group_access=group_access)
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,7 @@ from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.telemetry.backend_metrics import BackendMetrics
 from router.telemetry.engine_collector import EngineCollector, UsageCollector
-from router.telemetry.hosts_metrics import (
-    FetchMetrics,
-    HostsCollector,
-    HostsMetrics,
-    PeerStats,
-)
+from router.telemetry.hosts_metrics import FetchMetrics, HostsCollector, HostsMetrics, PeerStats
 from router.telemetry.metrics import PrometheusTelemetry
 from router.telemetry.process_metrics import Vitals
 from router.telemetry.tier_metrics import BLOBS, COLD, TierCollector
@@ -263,11 +258,7 @@ def test_what_is_counted_by_backend_starts_at_zero() -> None:
 
 @pytest.mark.parametrize(("planned", "over", "under"), [(90, 0, 0), (95, 5, 0), (60, 0, 30)])
 def test_plans_are_compared_with_what_happened(
-    registry: CollectorRegistry,
-    telemetry: PrometheusTelemetry,
-    planned: int,
-    over: int,
-    under: int,
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry, planned: int, over: int, under: int
 ) -> None:
     telemetry.request(record(planned_tokens=planned))
 

@@ -5,11 +5,7 @@ from math import inf
 
 from msgspec.structs import replace
 
-from router.base.errors import (
-    ContextTooLongError,
-    NoBackendError,
-    QueueFullError,
-)
+from router.base.errors import ContextTooLongError, NoBackendError, QueueFullError
 from router.base.tokens import head
 from router.base.types import BackendId, Request, RequestId, SlotId, Source
 from router.core.admission import server_swaps

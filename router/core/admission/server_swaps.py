@@ -11,14 +11,7 @@ from router.core.execution.job_ends import lose_backend
 from router.core.execution.state import State
 from router.core.model.effects import ModelReady, StartServer, StopServer
 from router.core.model.jobs import RequestJob
-from router.core.model.servers import (
-    Demand,
-    Server,
-    ServerLimit,
-    ServerPhase,
-    ServerSpec,
-    Unread,
-)
+from router.core.model.servers import Demand, Server, ServerLimit, ServerPhase, ServerSpec, Unread
 from router.core.planning.server_swap import plan_swaps
 
 

@@ -13,10 +13,7 @@ from router.core.execution.state import State
 from router.core.model.backend import Slot
 from router.core.model.effects import Prefill
 from router.core.model.jobs import AtGate, ProbeLoan, RequestJob
-from router.core.model.server_placement import (
-    SlotClaim,
-    may_hold,
-)
+from router.core.model.server_placement import SlotClaim, may_hold
 from router.core.model.slots import Phase, Resident
 from router.core.model.tenancy import attracts
 

@@ -26,12 +26,7 @@ from router.core.inventory.inventory import Inventory
 from router.core.model.backend import PrefillQueue
 from router.core.model.jobs import InPrefillQueue, RequestJob
 from router.core.model.tuning import TUNING
-from router.core.planning.prefill import (
-    before_s,
-    prefill_ahead,
-    remaining_prefill_s,
-    slot_ahead,
-)
+from router.core.planning.prefill import before_s, prefill_ahead, remaining_prefill_s, slot_ahead
 
 
 def must_wait(state: State, job: RequestJob, tokens: Tokens) -> bool:

@@ -14,15 +14,7 @@ from msgspec.structs import replace
 
 from router.base.errors import NoBackendError
 from router.base.tokens import EMPTY, Tokens, common_prefix, count, head, media_of
-from router.base.types import (
-    MemoryKind,
-    Reported,
-    RequestId,
-    Snapshot,
-    SnapshotId,
-    Source,
-    Stall,
-)
+from router.base.types import MemoryKind, Reported, RequestId, Snapshot, SnapshotId, Source, Stall
 from router.core.execution import deadline, placement_gate, prefill_queue
 from router.core.execution.job_ends import end
 from router.core.execution.resident_updates import after_prefill, after_quiet, compare

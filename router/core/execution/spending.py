@@ -167,8 +167,7 @@ def _charge_more(
     state: State, request: Request, backend: BackendId, counted: Cost, rest: int, generated: int
 ) -> None:
     more = Cost(
-        computed=max(rest - counted.computed, 0),
-        generated=max(generated - counted.generated, 0),
+        computed=max(rest - counted.computed, 0), generated=max(generated - counted.generated, 0)
     )
     _charge_late(state, request, backend, more)
 

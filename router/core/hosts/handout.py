@@ -7,14 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from router.base.tokens import EMPTY, Tokens, common_prefix, count
-from router.base.types import (
-    BackendInfo,
-    Namespace,
-    Request,
-    Snapshot,
-    Source,
-    Tenant,
-)
+from router.base.types import BackendInfo, Namespace, Request, Snapshot, Source, Tenant
 from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Backend, Slot
 from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens

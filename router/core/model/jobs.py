@@ -7,14 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from router.base.tokens import EMPTY, Tokens
-from router.base.types import (
-    Cost,
-    OwnPrefill,
-    Reported,
-    Request,
-    SnapshotId,
-    Source,
-)
+from router.base.types import Cost, OwnPrefill, Reported, Request, SnapshotId, Source
 from router.core.model.backend import LeaseHolder, Slot
 from router.core.model.effects import Order
 from router.core.model.plan import Plan

@@ -36,10 +36,7 @@ def baseline(context: PricingContext, room: list[Backend]) -> Plan | None:
         in_turn = everyone[turn:] + everyone[:turn]
         slot = min(free, key=lambda s: in_turn.index(s.id))
     else:
-        slot = min(
-            free,
-            key=lambda s: (context.running(s.backend), s.last_used, s.id),
-        )
+        slot = min(free, key=lambda s: (context.running(s.backend), s.last_used, s.id))
     held, wanted = slot.content.resident.tokens, context.request.prompt.tokens
     foreign = slot.content.tenant != context.request.tenant
     common = 0 if foreign or context.has_no_say else common_prefix(held, wanted)

@@ -65,10 +65,7 @@ def slot_ahead(inventory: Inventory, slot: Slot, now: float) -> list[Ahead]:
 
 def prefill_ahead(inventory: Inventory, slot: Slot, now: float) -> Ahead:
     """Return the entry of a prompt of which nothing is being computed now."""
-    remaining_s, job = (
-        remaining_prefill_s(inventory, slot, slot.work.pending),
-        slot.job,
-    )
+    remaining_s, job = (remaining_prefill_s(inventory, slot, slot.work.pending), slot.job)
     if not isinstance(job, RequestJob):
         return Ahead(rank(remaining_s, 0.0), remaining_s)
     if not isinstance(job.doing, InPrefillQueue):  # a restore brings it as far as was planned

@@ -1,9 +1,6 @@
 """Price the displacement of a slot's content, its loss or its save, and the value of a snapshot."""
 
-from router.base.types import (
-    NO_TENANT,
-    Snapshot,
-)
+from router.base.types import NO_TENANT, Snapshot
 from router.core.inventory.catalog import Basis
 from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Backend, Slot

@@ -322,11 +322,7 @@ def _target(context: PricingContext, backend: Backend) -> tuple[Displaced, Slot]
 
 
 def _elsewhere(
-    context: PricingContext,
-    backend: Backend,
-    owner: _Owner | None,
-    found: Cheapest,
-    least_s: float,
+    context: PricingContext, backend: Backend, owner: _Owner | None, found: Cheapest, least_s: float
 ) -> None:
     """Add ways that start in a slot of one backend without its content: cold, file or copy.
 
@@ -419,11 +415,7 @@ def _restore(
 
 
 def _copy(
-    context: PricingContext,
-    target: Slot,
-    displaced: Displaced,
-    backend: Backend,
-    owner: _Owner,
+    context: PricingContext, target: Slot, displaced: Displaced, backend: Backend, owner: _Owner
 ) -> Candidate | None:
     """Return the way that saves the slot of `owner` and restores it into a slot elsewhere."""
     here, n_held = backend.info, len(owner.held)

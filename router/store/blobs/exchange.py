@@ -21,13 +21,7 @@ from msgspec.structs import replace
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import spawn
 from router.base.tokens import Tokens
-from router.base.types import (
-    Blob,
-    MemoryKind,
-    Namespace,
-    Snapshot,
-    SnapshotId,
-)
+from router.base.types import Blob, MemoryKind, Namespace, Snapshot, SnapshotId
 from router.store import copies, files, manifests, shapes
 from router.store.blobs import blobs
 from router.store.blobs.blobs import BlobReader

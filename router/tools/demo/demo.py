@@ -129,11 +129,7 @@ class Side:
 
 
 async def demo(
-    model: Path | None,
-    llama_server: str | None,
-    *,
-    keep: bool,
-    reading_s: float = READING_S,
+    model: Path | None, llama_server: str | None, *, keep: bool, reading_s: float = READING_S
 ) -> int:
     """Print the table. Returns 0, 1 if something is missing or failed, 130 if interrupted.
 
@@ -220,10 +216,7 @@ async def _ferry(servers: list[DemoServer], kv_dir: Path, setting: _Setting) -> 
         # token counts of responses would not show what was computed.
         "policy": {"coalesce_above": "off"},
         "health": {"interval": "500ms"},
-        "store": {
-            "idle_save_after": f"{setting.reading_s * 500:.0f}ms",
-            "save_on_shutdown": False,
-        },
+        "store": {"idle_save_after": f"{setting.reading_s * 500:.0f}ms", "save_on_shutdown": False},
     }
     config = parse(orjson.dumps(given).decode(), "demo")
     async with build(config) as router, listening(router) as url:

@@ -37,14 +37,7 @@ from router.tools.serving.commands import (
     without_comments,
 )
 from router.tools.serving.containers import folders, mounted, published, short_port
-from router.tools.serving.variables import (
-    VARIABLE,
-    calculated,
-    expanded,
-    filled,
-    pairs,
-    read_file,
-)
+from router.tools.serving.variables import VARIABLE, calculated, expanded, filled, pairs, read_file
 
 _ASSIGNMENT = re.compile(
     r"(?:(?:then|else|do|export|local|readonly|declare)\s+(?:-\w+\s+)*)*"

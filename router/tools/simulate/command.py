@@ -82,18 +82,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add("--rates", choices=sorted(PRESETS), default="gpu-8b", help="costs preset; default gpu-8b")
     add("--prefill", type=above_zero, metavar="N", help="override: prompt tokens/s")
     add("--decode", type=above_zero, metavar="N", help="override: answer tokens/s of a stream")
-    add(
-        "--bytes-per-token",
-        type=size,
-        metavar="SIZE",
-        help="override: state of one token",
-    )
-    add(
-        "--save-rate",
-        type=size,
-        metavar="SIZE",
-        help="override: bytes saved per second",
-    )
+    add("--bytes-per-token", type=size, metavar="SIZE", help="override: state of one token")
+    add("--save-rate", type=size, metavar="SIZE", help="override: bytes saved per second")
     add("--restore-rate", type=size, metavar="SIZE", help="override: bytes restored")
     add(
         *("--policy", "--policies"),

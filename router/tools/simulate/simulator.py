@@ -78,13 +78,7 @@ class Simulator(EngineListener):
         }
         clock = VirtualClock()
         self.engine = Engine(
-            self.scheduler,
-            self._processes,
-            self._store,
-            clock,
-            self,
-            LoopThrottle(clock),
-            self,
+            self.scheduler, self._processes, self._store, clock, self, LoopThrottle(clock), self
         )
         self.engine.listener = self
         if self._on_demand is not None:

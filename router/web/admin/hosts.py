@@ -25,10 +25,7 @@ def hosts_row(view: HostsView) -> Row:
         "peers": [peer_row(peer) for peer in view.peers.all()],
         "directory": None
         if directory is None
-        else {
-            "up": not directory.problem,
-            "problem": directory.problem or None,
-        },
+        else {"up": not directory.problem, "problem": directory.problem or None},
     }
 
 

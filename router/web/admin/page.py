@@ -15,12 +15,7 @@ from router.web.server.error_responses import OWN_HEADERS
 
 PREFIX = "/kvferry/"
 
-_TYPES = {
-    "html": "text/html",
-    "css": "text/css",
-    "js": "text/javascript",
-    "svg": "image/svg+xml",
-}
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _HEADERS = OWN_HEADERS | {
     # Browsers keep the files but revalidate them: a new router version shows its new page at once.
     "Cache-Control": "no-cache",

@@ -20,9 +20,7 @@ HEALTH = "/kvferry/health"
 UNLOAD = "/api/models/unload"
 _EXACT = {METRICS, "/kvferry", "/running", "/unload", UNLOAD, "/logs", "/logs/stream"}
 # What is gone, and what to ask instead.
-_GONE = {
-    "/kvferry/sessions": "sessions are no longer listed; ask /kvferry/requests?session=",
-}
+_GONE = {"/kvferry/sessions": "sessions are no longer listed; ask /kvferry/requests?session="}
 _BEGIN = (*_EXACT, "//", "/.")
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]

@@ -17,11 +17,7 @@ from aiohttp import web
 from msgspec import to_builtins
 from pydantic import Field, ValidationError
 
-from router.base.errors import (
-    BadRequestError,
-    NotFoundError,
-    UnsupportedMediaTypeError,
-)
+from router.base.errors import BadRequestError, NotFoundError, UnsupportedMediaTypeError
 from router.base.tokens import head, unpack
 from router.base.types import Snapshot, SnapshotId, Tenant
 from router.config import values as values

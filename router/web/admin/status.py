@@ -14,12 +14,7 @@ from router.engine.engine import Engine
 from router.telemetry.backend_metrics import BackendMetrics
 from router.web.admin.hosts import HostsView, hosts_row
 from router.web.admin.servers import server_row
-from router.web.admin.state_json import (
-    backend_row,
-    slot_row,
-    snapshot_row,
-    store_row,
-)
+from router.web.admin.state_json import backend_row, slot_row, snapshot_row, store_row
 from router.web.api.backend_selection import BackendSelection
 from router.web.server.call import Call
 from router.web.server.error_responses import OWN_HEADERS, json_response

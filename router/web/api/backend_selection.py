@@ -119,11 +119,7 @@ class BackendSelection:
         return [sorted(some, key=lambda client: client.doubted) for some in found.values()]
 
     async def read(
-        self,
-        parsed: ParsedRequest,
-        model: str | None,
-        tenant: Tenant,
-        but: frozenset[BackendId],
+        self, parsed: ParsedRequest, model: str | None, tenant: Tenant, but: frozenset[BackendId]
     ) -> tuple[Prompt, PromptReader | None]:
         """Return the prompt of a request and its reader; an unknown prompt and None without one.
 

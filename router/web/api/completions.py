@@ -78,12 +78,7 @@ class Completions:
         there, error = self._elsewhere, None
         try:
             await self._parse(call)
-            for place in (
-                there.if_only_there,
-                self._read,
-                there.if_sooner,
-                self._here,
-            ):
+            for place in (there.if_only_there, self._read, there.if_sooner, self._here):
                 if (answer := await place(call)) is not None:
                     return answer
             raise AssertionError("this host always answers, or raises")

@@ -19,11 +19,7 @@ class Preparation:
     """One attempt; implements `ports.Preparing`. `known`: what servers have accepted."""
 
     def __init__(
-        self,
-        call: Call,
-        selection: BackendSelection,
-        suspects: Suspects,
-        accepted: trial.Accepted,
+        self, call: Call, selection: BackendSelection, suspects: Suspects, accepted: trial.Accepted
     ) -> None:
         self._call, self._selection, self._suspects = call, selection, suspects
         self._known = accepted

@@ -15,14 +15,7 @@ from msgspec.structs import replace
 from router.base.types import Namespace, Request
 from router.core.model.plan import Offered, Quote
 from router.engine.held_prefixes import HeldPrefixes
-from router.hosts.choice import (
-    Offer,
-    best_held,
-    in_order,
-    may_fetch_elsewhere,
-    to_ask,
-    twice_s,
-)
+from router.hosts.choice import Offer, best_held, in_order, may_fetch_elsewhere, to_ask, twice_s
 from router.hosts.messages import QuoteAsk, QuoteReply
 from router.hosts.peer import Peer
 from router.hosts.peers import Peers, Usable
@@ -162,8 +155,7 @@ class Asking:
         order = in_order(compared, offers, WAY_S, self._peers.incarnation, sought.first)
         quotes = {offer.peer: offer.quote for offer in offers}
         told = HostsAsked(
-            own=own,
-            offers=tuple(HostOffer(by_key[key].name, quotes.get(key)) for key in asked),
+            own=own, offers=tuple(HostOffer(by_key[key].name, quotes.get(key)) for key in asked)
         )
         quoted: dict[str, float | None] = {offer.peer: offer.quote.price_s for offer in order}
         if own is None and not order:  # no quote in time: any peer is better than none

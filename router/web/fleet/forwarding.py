@@ -22,12 +22,7 @@ from router.core.model.plan import Offered, Quote
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.engine.loop_throttle import LoopThrottle
-from router.hosts.choice import (
-    Undecided,
-    dear_above_s,
-    is_worth_asking,
-    ranked_for,
-)
+from router.hosts.choice import Undecided, dear_above_s, is_worth_asking, ranked_for
 from router.hosts.messages import HOP_REFUSED, HOP_SUSPECT
 from router.hosts.peer import Peer
 from router.hosts.peers import Peers, Usable
@@ -326,10 +321,7 @@ class Forwarding(Elsewhere):
         for peer in self.peers.usable(model).peers.values():
             hop = Hop(self.name, RequestId(f"{call.id}.c"), client=call.fair_to, model=model)
             with suppress(BackendError, TimeoutError):
-                async with (
-                    asyncio.timeout(_CONTROL_LIMIT_S),
-                    _sent_on(call, peer, hop) as upstream,
-                ):
+                async with asyncio.timeout(_CONTROL_LIMIT_S), _sent_on(call, peer, hop) as upstream:
                     if _is_refusal(upstream) or knows_no_answer(await upstream.read()):
                         continue
                     return (await self._relay(call, upstream))[0]

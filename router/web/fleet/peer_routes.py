@@ -12,33 +12,14 @@ import structlog
 from aiohttp import web
 
 from router.base.decoding import UndecodableError, msgpack_decoder
-from router.base.errors import (
-    BadRequestError,
-    MethodError,
-    ModelNotFoundError,
-    NotFoundError,
-)
+from router.base.errors import BadRequestError, MethodError, ModelNotFoundError, NotFoundError
 from router.base.prefix_hash import SIZE
 from router.base.tokens import EMPTY, WIDTH, Tokens, count
-from router.base.types import (
-    BackendId,
-    Namespace,
-    Prompt,
-    Request,
-    RequestId,
-    Tenant,
-)
+from router.base.types import BackendId, Namespace, Prompt, Request, RequestId, Tenant
 from router.core.model.plan import Quote
 from router.engine.engine import Engine
 from router.hosts import messages
-from router.hosts.messages import (
-    ExportAsk,
-    Hello,
-    PurgeAsk,
-    PurgeReply,
-    QuoteAsk,
-    QuoteReply,
-)
+from router.hosts.messages import ExportAsk, Hello, PurgeAsk, PurgeReply, QuoteAsk, QuoteReply
 from router.llama.attach.namespace import is_same
 from router.web.api.backend_selection import BackendSelection
 from router.web.fleet.fetching import Fetching

@@ -53,11 +53,7 @@ def error_response(
     error: RouterError, request: RequestId, clients_id: str | None = None
 ) -> web.Response:
     """Return an error response with the same fields as llama-server's own errors."""
-    fields: dict[str, object] = {
-        "code": error.status,
-        "message": str(error),
-        "type": error.kind,
-    }
+    fields: dict[str, object] = {"code": error.status, "message": str(error), "type": error.kind}
     if isinstance(error, ContextTooLongError):
         fields |= {"n_prompt_tokens": error.n_prompt_tokens, "n_ctx": error.n_ctx}
     if isinstance(error, InvalidConfigError):

@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from router.base.errors import (
-    ContextTooLongError,
-    DeadlineError,
-    NoBackendError,
-    QueueFullError,
-)
+from router.base.errors import ContextTooLongError, DeadlineError, NoBackendError, QueueFullError
 from router.base.tokens import head
 from router.base.types import (
     Lease,

@@ -5,14 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from router.base.types import (
-    BackendId,
-    MemoryKind,
-    RequestId,
-    SlotId,
-    SlotStatus,
-    Snapshot,
-)
+from router.base.types import BackendId, MemoryKind, RequestId, SlotId, SlotStatus, Snapshot
 from router.core.admission.backend_attach import probe_name
 from router.core.execution.state import State
 from router.core.model.effects import Delete, WatchSlot

@@ -6,11 +6,7 @@ import pytest
 
 from router.base.tokens import count, head, join
 from router.base.types import BackendInfo, MemoryKind, Outcome, Reported, RequestId, Source
-from router.core.execution.resident_updates import (
-    NO_EXTENSION,
-    NO_USE_OF_STATES,
-    RENDERS_OTHERWISE,
-)
+from router.core.execution.resident_updates import NO_EXTENSION, NO_USE_OF_STATES, RENDERS_OTHERWISE
 from router.core.model.effects import Dispatch, Effect, Limited, Prefill
 from router.core.model.slots import Content, Resident
 from router.core.model.tuning import TUNING

@@ -87,14 +87,7 @@ def test_a_good_end_is_accounted_for_and_frees_the_slot() -> None:
 def test_an_end_teaches_prefill_and_generation() -> None:
     s = running(ids=run_of(20))
     rates = s.state.inventory.backends[A].rates
-    finish(
-        s,
-        prompt_tokens=20,
-        cached_tokens=0,
-        prompt_s=2.0,
-        generated_tokens=10,
-        generated_s=1.0,
-    )
+    finish(s, prompt_tokens=20, cached_tokens=0, prompt_s=2.0, generated_tokens=10, generated_s=1.0)
 
     assert rates.prefill.n == rates.output_tokens.n == 1
 
@@ -237,9 +230,7 @@ def test_several_answers_of_an_adapter_leave_nothing_anywhere() -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.REFUSED, GONE])
-def test_several_answers_end_when_each_slot_was_flushed(
-    outcome: Outcome,
-) -> None:
+def test_several_answers_end_when_each_slot_was_flushed(outcome: Outcome) -> None:
     """Answers share a state that the server copies with its next batch; a refusal has none."""
     s = running(backend("a", 2, n_stream=2), tasks=2, answers=2)
 

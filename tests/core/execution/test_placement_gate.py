@@ -24,16 +24,7 @@ from router.core.model.jobs import AtGate
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import NO_WORK, UNKNOWN, Content, Resident
 from tests.support.scheduler import fact
-from tests.support.scheduler.build import (
-    A0,
-    A1,
-    A,
-    backend,
-    rates,
-    run_of,
-    scheduler,
-    snapshot,
-)
+from tests.support.scheduler.build import A0, A1, A, backend, rates, run_of, scheduler, snapshot
 from tests.support.scheduler.drive import (
     NOW,
     arrive,

@@ -46,11 +46,7 @@ LINK: Callable[[int], float] = lambda size_bytes: size_bytes / 1e6  # noqa: E731
 
 
 def offers(
-    s: Driven,
-    tokens: Tokens = LONG,
-    tenant: Tenant = NO_TENANT,
-    now: float = NOW,
-    **options: Any,
+    s: Driven, tokens: Tokens = LONG, tenant: Tenant = NO_TENANT, now: float = NOW, **options: Any
 ) -> Handout | None:
     found = handouts(s.state.inventory, [NS], tenant, tokens, N, now, **options)
     return found[0] if found else None

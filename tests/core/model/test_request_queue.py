@@ -140,9 +140,7 @@ def test_when_it_is_full_who_sent_the_most_loses_the_last() -> None:
     assert queue.last() == "a2"
 
 
-def test_of_too_many_clients_some_are_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_too_many_clients_some_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that use a new key for each request neither fill the memory nor gain priority."""
     monkeypatch.setattr(request_queue, "TUNING", replace(TUNING, clients=3))
     queue = Queue()

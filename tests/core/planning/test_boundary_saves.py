@@ -6,15 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from router.base.tokens import head, join
-from router.base.types import (
-    MemoryKind,
-    Outcome,
-    Prompt,
-    Reported,
-    Request,
-    Source,
-    StateShape,
-)
+from router.base.types import MemoryKind, Outcome, Prompt, Reported, Request, Source, StateShape
 from router.core.model.effects import Account, Delete, Dispatch, Prefill, Save, SaveReason
 from router.core.model.plan import Plan
 from router.core.model.policy import SnapshotLimits

@@ -49,9 +49,7 @@ def test_nobody_is_passed_by_for_ever() -> None:
 
 
 @pytest.mark.parametrize("policy", [PolicyName.STICKY, PolicyName.PREFER_IDLE])
-def test_server_placed_is_pinned_where_it_would_wait(
-    policy: PolicyName,
-) -> None:
+def test_server_placed_is_pinned_where_it_would_wait(policy: PolicyName) -> None:
     """Sticky home: a backend that takes no unpinned requests now."""
     s = scheduler(backend("a", 2), backend("b", 1), policy=policy, idle_save_after_s=None)
     unread = Prompt(unknown="only the server reads it")

@@ -137,11 +137,7 @@ def test_no_backend_no_plan() -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [
-        request(model="other"),
-        request(avoid=frozenset({A})),
-        request(ids=run_of(10_000)),
-    ],
+    [request(model="other"), request(avoid=frozenset({A})), request(ids=run_of(10_000))],
     ids=["another model", "failed there already", "as long as the context"],
 )
 def test_a_backend_that_does_not_serve_the_request(asked: Request) -> None:

@@ -89,11 +89,7 @@ def test_nobody_waits_for_what_is_long_overdue() -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [
-        request(ids=ELSE),
-        request(ids=MORE, reuse=False),
-        request(ids=MORE, avoid=frozenset({A})),
-    ],
+    [request(ids=ELSE), request(ids=MORE, reuse=False), request(ids=MORE, avoid=frozenset({A}))],
     ids=["another prompt", "no reuse", "failed there already"],
 )
 def test_nobody_waits_for_what_is_of_no_use(asked: Request) -> None:

@@ -99,11 +99,7 @@ def test_what_the_router_prefilled_itself_counts(
 
 @pytest.mark.parametrize(
     ("said", "prefilled"),
-    [
-        (Reported(1000, 800), None),
-        (Reported(1000, 999), OwnPrefill(199)),
-        (Reported(1000), None),
-    ],
+    [(Reported(1000, 800), None), (Reported(1000, 999), OwnPrefill(199)), (Reported(1000), None)],
 )
 def test_reuse_avoids_what_a_cold_prefill_would_take_longer(
     said: Reported, prefilled: OwnPrefill | None

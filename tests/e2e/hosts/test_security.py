@@ -10,12 +10,7 @@ from yarl import URL
 
 from router.base.api_keys import hash_text
 from router.core.model.plan import Quote
-from router.hosts.messages import (
-    HELLO,
-    HOP,
-    QUOTE,
-    QuoteReply,
-)
+from router.hosts.messages import HELLO, HOP, QUOTE, QuoteReply
 from router.hosts.peer import Peer
 from router.servers.program import free_port
 from router.tools.fleet.certificate import make_certificate
@@ -130,10 +125,7 @@ async def test_a_host_with_another_secret_is_not_used(credentials: Path, tmp_pat
 
 
 async def test_a_forged_hop_header_means_nothing(tmp_path: Path) -> None:
-    async with (
-        FakeLlama(kv_dir=tmp_path) as fake,
-        hosts([fake], [], yaml=KEYS) as (a, front),
-    ):
+    async with FakeLlama(kv_dir=tmp_path) as fake, hosts([fake], [], yaml=KEYS) as (a, front):
         forged = {HOP: '{"host":"h1","request":"x","tenant":"alice"}'}
         for kvferry in (a, front):
             body = {"messages": [{"role": "user", "content": "hi"}]}
@@ -192,10 +184,7 @@ async def test_a_client_on_the_peers_address_is_refused(tmp_path: Path) -> None:
 
 
 async def test_tenants_are_apart_on_all_hosts(tmp_path: Path) -> None:
-    async with (
-        FakeLlama(kv_dir=tmp_path) as fake,
-        hosts([fake], [], yaml=KEYS) as (a, front),
-    ):
+    async with FakeLlama(kv_dir=tmp_path) as fake, hosts([fake], [], yaml=KEYS) as (a, front):
         body = {"prompt": LONG, "n_predict": 4}
         await a.post("/completion", body, headers=ALICE)
         hers = await front.post("/completion", body, headers=ALICE)

@@ -21,11 +21,7 @@ from router.llama.bodies.anthropic import (
 )
 from router.llama.replies import ids_from, prompt_from
 from router.llama.routes import Shape
-from router.llama.wire import (
-    ChatPrompt,
-    parse_completion,
-    parse_request,
-)
+from router.llama.wire import ChatPrompt, parse_completion, parse_request
 from tests.support.models.tiny_models import CHAT_TEMPLATE, tiny_model
 from tests.support.paths import TEMPLATES
 from tests.support.servers.llama_server import LlamaServer
@@ -99,21 +95,13 @@ ANTHROPIC: dict[str, Json] = {
     "tools": {"tools": [WEATHER, CLOCK], "messages": [user()]},
     "bare tools": {"tools": [{"name": "x"}, {"name": "y", "type": "z"}], "messages": [user()]},
     "no tools": {"tools": [], "messages": [user()]},
-    "tool_choice any": {
-        "tools": [WEATHER],
-        "tool_choice": {"type": "any"},
-        "messages": [user()],
-    },
+    "tool_choice any": {"tools": [WEATHER], "tool_choice": {"type": "any"}, "messages": [user()]},
     "tool_choice tool": {
         "tools": [WEATHER, CLOCK],
         "tool_choice": {"type": "tool", "name": "clock"},
         "messages": [user()],
     },
-    "tool_choice none": {
-        "tools": [WEATHER],
-        "tool_choice": {"type": "none"},
-        "messages": [user()],
-    },
+    "tool_choice none": {"tools": [WEATHER], "tool_choice": {"type": "none"}, "messages": [user()]},
     "tool turn": {
         "system": "Use tools.",
         "tools": [WEATHER],
@@ -148,10 +136,7 @@ ANTHROPIC: dict[str, Json] = {
         ],
         "tools": [CLOCK],
     },
-    "kwargs": {
-        "chat_template_kwargs": {"enable_thinking": False},
-        "messages": [user()],
-    },
+    "kwargs": {"chat_template_kwargs": {"enable_thinking": False}, "messages": [user()]},
     "others": {
         "messages": [user()],
         "stop_sequences": ["x"],

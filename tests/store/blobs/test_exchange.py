@@ -155,9 +155,7 @@ async def test_a_snapshot_that_is_deleted_meanwhile(places: tuple[Place, Place])
         await source.exchange.manifest(snapshot.id)
 
 
-async def test_a_snapshot_that_is_deleted_before_it_is_read(
-    places: tuple[Place, Place],
-) -> None:
+async def test_a_snapshot_that_is_deleted_before_it_is_read(places: tuple[Place, Place]) -> None:
     """Both get its manifest or an error; no task fails, and none is kept."""
     here, _ = places
     (source,) = await opened(here)

@@ -15,14 +15,7 @@ from router.store import files, manifests
 from router.store.blobs.blobs import blob_of, local_name
 from router.store.format.split import TOKENS
 from router.store.places.directory import Directory
-from tests.support.files.blob_stores import (
-    NAMESPACE,
-    Place,
-    state,
-    until,
-    write_out,
-    written_bytes,
-)
+from tests.support.files.blob_stores import NAMESPACE, Place, state, until, write_out, written_bytes
 from tests.support.files.state_files import head
 
 LONG = 3600.0

@@ -32,9 +32,7 @@ async def put(store: KvStore, kv: Path, raw: bytes) -> Snapshot:
 async def test_split_only_where_another_shares(tmp_path: Path) -> None:
     kv = tmp_path / "kv"
     store = KvStore(
-        [KvDir(str(kv))],
-        wall_now=lambda: 1.5,
-        blobs=BlobSettings(write_after_s=0.0, least_bytes=1),
+        [KvDir(str(kv))], wall_now=lambda: 1.5, blobs=BlobSettings(write_after_s=0.0, least_bytes=1)
     )
     store.listener = told = Sharing()
     await store.load()

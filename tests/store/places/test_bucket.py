@@ -77,9 +77,7 @@ async def test_upload_slower_than_the_silence(
     monkeypatch.setattr(bucket, "_SILENT", timedelta(seconds=2))
     port, content = free_port(), os.urandom(6 << 20)
     line = await asyncio.start_server(
-        lambda reader, writer: forward(reader, writer, s3.port, len(content) / 5),
-        "127.0.0.1",
-        port,
+        lambda reader, writer: forward(reader, writer, s3.port, len(content) / 5), "127.0.0.1", port
     )
     async with line:
         made = await asyncio.to_thread(Bucket, URL, f"http://127.0.0.1:{port}")

@@ -41,11 +41,7 @@ class Stores:
     _open: list[KvStore] = field(default_factory=list)
 
     def make(self, *kv_dirs: KvDir, fsync: bool = True) -> KvStore:
-        store = KvStore(
-            kv_dirs or self.kv_dirs[:1],
-            wall_now=lambda: 1.5,
-            fsync=fsync,
-        )
+        store = KvStore(kv_dirs or self.kv_dirs[:1], wall_now=lambda: 1.5, fsync=fsync)
         store.listener = Noting(self.lost)
         self._open.append(store)
         return store

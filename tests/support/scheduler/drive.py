@@ -78,8 +78,7 @@ def restored(s: Driven, n: int = 900, name: str = "r", of: str = "s") -> list[Ef
 def restore_failed(s: Driven, bad: bool = False, name: str = "r") -> list[Effect]:
     """Report that a restore failed: the slot is empty."""
     return s.handle(
-        fact.restore_failed(RequestId(name), "why", Blame.FILE if bad else Blame.BACKEND),
-        NOW,
+        fact.restore_failed(RequestId(name), "why", Blame.FILE if bad else Blame.BACKEND), NOW
     )
 
 

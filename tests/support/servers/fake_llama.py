@@ -161,9 +161,7 @@ class FakeLlama:
 
     @web.middleware
     async def _front(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         self.seen.append((request.method, request.raw_path))
         self.headers[request.path] = request.headers

@@ -229,20 +229,14 @@ def is_quiet(state: Json) -> bool:
 
 
 def configuration(
-    backends: Sequence[tuple[str, str]],
-    kv_dir: Path | Mapping[str, Path] | None,
-    *,
-    yaml: str = "",
+    backends: Sequence[tuple[str, str]], kv_dir: Path | Mapping[str, Path] | None, *, yaml: str = ""
 ) -> Config:
     """Return DEFAULTS with `yaml` laid over them, for these backends."""
     return parse(configuration_text(backends, kv_dir, yaml=yaml), "test")
 
 
 def configuration_text(
-    backends: Sequence[tuple[str, str]],
-    kv_dir: Path | Mapping[str, Path] | None,
-    *,
-    yaml: str = "",
+    backends: Sequence[tuple[str, str]], kv_dir: Path | Mapping[str, Path] | None, *, yaml: str = ""
 ) -> str:
     """Return the same as text of a file. Without `backends`, those in `yaml` are used."""
     entries: list[Json] = []

@@ -23,11 +23,7 @@ _PATIENCE_S = 30.0
 BUCKET = "states"
 _OTHER = os.environ.get("KVFERRY_TEST_S3", "")
 # What obstore takes from the environment; moto takes any key.
-S3_KEYS = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
-    "AWS_REGION": "us-east-1",
-}
+S3_KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 
 
 @dataclass

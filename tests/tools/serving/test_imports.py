@@ -11,11 +11,7 @@ from router.base.api_keys import hash_text
 from router.config.schema import Config, parse
 from router.tools.cli import main
 from router.tools.serving.commands import UntranslatableError
-from router.tools.serving.imports import (
-    Imported,
-    ImportProblemError,
-    imported,
-)
+from router.tools.serving.imports import Imported, ImportProblemError, imported
 from router.tools.serving.variables import calculated, expanded, read_file
 
 

@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.base.tokens import pack
-from router.base.types import (
-    BackendId,
-    Namespace,
-    RequestId,
-    SlotId,
-    Source,
-)
+from router.base.types import BackendId, Namespace, RequestId, SlotId, Source
 from router.core.model.backend import Backend, Slot
 from router.core.model.effects import Cut, Erase, Prefill, Restore, Save, SaveReason
 from router.core.model.jobs import AtGate, InPrefillQueue, RequestJob, SlotWatch

@@ -9,15 +9,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from router.base.errors import BackendError
-from router.base.types import (
-    NO_TENANT,
-    BackendId,
-    BackendInfo,
-    KvDir,
-    MemoryKind,
-    Prompt,
-    Tenant,
-)
+from router.base.types import NO_TENANT, BackendId, BackendInfo, KvDir, MemoryKind, Prompt, Tenant
 from router.engine.engine import Engine
 from router.llama.attach.monitor import Monitor
 from router.llama.routes import Shape

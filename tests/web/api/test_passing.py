@@ -28,9 +28,7 @@ class Hanging(FakeLlama):
 
     @web.middleware
     async def _front(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if not self.goes_on.is_set():
             self.unanswered.append((request.method, request.raw_path))

@@ -42,9 +42,7 @@ class Flaky(FakeLlama):
 
     @web.middleware
     async def _front(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         await self.goes_on.wait()
         if request.path in self.broken:
@@ -184,9 +182,7 @@ async def test_it_is_who_hangs_that_is_looked_at(tmp_path: Path) -> None:
         at.b.goes_on.set()
 
 
-async def test_prompt_without_a_reader_is_read_when_one_is_back(
-    tmp_path: Path,
-) -> None:
+async def test_prompt_without_a_reader_is_read_when_one_is_back(tmp_path: Path) -> None:
     async with two(tmp_path) as at:
         for one in (at.a, at.b):
             one.goes_on.clear()

@@ -34,9 +34,7 @@ ALWAYS = [
 ]
 SAFE = set((string.ascii_letters + string.digits + string.punctuation + " ").encode())
 TRY = settings(
-    max_examples=15,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -214,10 +212,7 @@ async def test_no_file_is_named_by_a_client(tmp_path: Path) -> None:
     """The router alone chooses the names of state files: letters and digits without a meaning."""
     odd = "../../kvf-evil\0/..%2f$(x)"
     headers = {"x-request-id": "kvf-evil", "x-session-id": "../kvf-evil"}
-    async with (
-        FakeLlama(kv_dir=tmp_path) as fake,
-        running([("a", fake.url)], tmp_path) as kvferry,
-    ):
+    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as kvferry:
         answer = await kvferry.post(
             "/completion",
             {"prompt": odd * 20, "model": odd, "user": odd, "filename": odd, "n_predict": 2},
