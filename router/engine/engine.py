@@ -8,6 +8,7 @@ Effects that take time run as tasks and report back (`slot_work.py`).
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from types import MappingProxyType
@@ -74,23 +75,22 @@ Grant = ef.Dispatch
 """The right to send one request now. Its holder calls `Engine.finish` once."""
 
 
+def _nothing(*_: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
 class EngineListener:
-    """Who is told of ends; this one does nothing."""
+    """Who is told of ends; by default nobody.
 
-    def over(self, record: RequestRecord, plan: Plan) -> None:
-        """Note the end of a request that reached a backend."""
+    `over`: a request that reached a backend. `spent`: a cost after its end. `abandoned`: a request,
+    before its grant. `detached`: a backend, drained. `prove`: probe it in the slots that are lent.
+    """
 
-    def spent(self, request: Request, backend: BackendId, cost: Cost) -> None:
-        """Add a cost to that of a request that is over."""
-
-    def abandoned(self, request: Request) -> None:
-        """Note that a request was abandoned before its grant."""
-
-    def detached(self, backend: BackendId) -> None:
-        """Note that a backend is drained."""
-
-    def prove(self, backend: BackendId) -> None:
-        """Probe a backend in the slots that are lent."""
+    over: Callable[[RequestRecord, Plan], None] = _nothing
+    spent: Callable[[Request, BackendId, Cost], None] = _nothing
+    abandoned: Callable[[Request], None] = _nothing
+    detached: Callable[[BackendId], None] = _nothing
+    prove: Callable[[BackendId], None] = _nothing
 
 
 def _fact(take: Callable[Concatenate[State, P], None]) -> Callable[Concatenate["Engine", P], None]:
@@ -120,7 +120,7 @@ class Engine:
         `servers` starts and stops the servers on demand, if there are any. Set `listener` before
         the first event.
         """
-        self.listener: EngineListener = EngineListener()
+        self.listener = EngineListener()
         self._servers = servers
         self._scheduler = scheduler
         self.state = scheduler.state  # to be read: only the core changes it

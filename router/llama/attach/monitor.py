@@ -5,10 +5,9 @@ Reports to the engine when a backend comes up or goes down; the engine decides w
 
 import asyncio
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import structlog
 from msgspec.structs import replace
@@ -75,30 +74,32 @@ class MonitorSettings:
     tenants: bool = False  # tenants are kept apart
 
 
-class BackendListener(Protocol):
-    """The router around a monitor: `assembly.reactions.BackendReactions` says what each is."""
+Prepare = Callable[[LlamaClient, Props, Namespace, tuple[InfillAnswer, ...], bool], Awaitable[None]]
 
-    def up(self, attached: Attached) -> None: ...
-    def down(self, backend: BackendId) -> None: ...
-    def no_llama_server(self, backend: BackendId, reason: str) -> None: ...
-    def probed(self, attached: Attached, kept: frozenset[int]) -> None: ...
-    def misnamed(self, name: Namespace, ago_s: float) -> None: ...
-    def borrow(self, backend: BackendId) -> Collection[int]: ...
-    def poll_for_strangers(self, backend: BackendId) -> None: ...
-    def is_in_the_way(self, backend: BackendId) -> bool: ...
-    def known_namespaces(self) -> set[Namespace]: ...
-    async def prepare(
-        self,
-        client: LlamaClient,
-        props: Props,
-        namespace: Namespace,
-        infill: tuple[InfillAnswer, ...],
-        recalled: bool,
-    ) -> None: ...
-    def recall(
-        self, backend: BackendId, props: Props, models: ModelsInfo
-    ) -> ProbeResult | None: ...
-    def settings_of(self, backend: BackendId) -> KvSettings: ...
+
+@dataclass(frozen=True, slots=True)
+class BackendListener:
+    """What a monitor tells the router of its backend, and asks of it.
+
+    `probed`: the probe is over, or made way; these of its slots it kept. `misnamed`: states of a
+    namespace may be another's, for so many seconds. `borrow`: idle slots for a probe.
+    `is_in_the_way`: a probe now would delay a request. `prepare`: learn how it tokenizes; raises
+    BackendError. `recall`: the probe's result for an equal process. `settings_of`: of a server on
+    demand.
+    """
+
+    up: Callable[[Attached], None]
+    down: Callable[[BackendId], None]
+    no_llama_server: Callable[[BackendId, str], None]
+    probed: Callable[[Attached, frozenset[int]], None]
+    misnamed: Callable[[Namespace, float], None]
+    borrow: Callable[[BackendId], Collection[int]]
+    poll_for_strangers: Callable[[BackendId], None]
+    is_in_the_way: Callable[[BackendId], bool]
+    known_namespaces: Callable[[], set[Namespace]]
+    prepare: Prepare
+    recall: Callable[[BackendId, Props, ModelsInfo], ProbeResult | None]
+    settings_of: Callable[[BackendId], KvSettings]
 
 
 class Monitor:

@@ -40,7 +40,7 @@ _LOOK_S = 1.0  # between two looks whether the work of the router is over
 Told = Callable[[RequestRecord, Plan, float], None]
 
 
-class Simulator(EngineListener):
+class Simulator:
     """One simulation, from the first request to the last answer."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Simulator(EngineListener):
         self.engine = Engine(
             self.scheduler, self._processes, self._store, clock, self, LoopThrottle(clock), self
         )
-        self.engine.listener = self
+        self.engine.listener = EngineListener(self.over)
         if self._on_demand is not None:
             self.engine.configure_servers(*self._on_demand.configured([*self.servers]))
         else:

@@ -8,9 +8,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from router.base.errors import BackendTimeoutError
-from router.base.types import BackendId, KvDir, KvSettings, MemoryKind, Namespace
+from router.base.types import BackendId, KvDir, KvSettings, MemoryKind
 from router.llama.attach.learning import Attached
-from router.llama.attach.monitor import Monitor, MonitorSettings
+from router.llama.attach.monitor import BackendListener, Monitor, MonitorSettings
 from router.llama.attach.probe_slots import SlotFolder
 from router.llama.client import LlamaClient
 from router.llama.replies import Process, Props
@@ -57,7 +57,7 @@ class Watched:
             folder=SlotFolder(self.store, kv_dir) if self.store and kv_dir else None,
             extra_models=("alias",),
             watch=SLOW,
-            listener=Reports(self),
+            listener=reports(self),
             drivers=self.drivers,
         )
 
@@ -79,47 +79,39 @@ class Watched:
                 await self.changed.wait()
 
 
-class Reports:
-    """What a monitor tells and asks, noted."""
+def reports(watched: Watched) -> BackendListener:
+    """Return what notes all that a monitor tells and asks."""
 
-    def __init__(self, watched: Watched) -> None:
-        self.watched = watched
+    def up(attached: Attached) -> None:
+        watched.up.append(attached)
+        watched.say("up")
 
-    def up(self, attached: Attached) -> None:
-        self.watched.up.append(attached)
-        self.watched.say("up")
+    def probed(attached: Attached, kept: frozenset[int]) -> None:
+        watched.up.append(attached)
+        watched.kept = kept
+        watched.say("probed")
 
-    def down(self, _: BackendId) -> None:
-        self.watched.say("down")
+    def borrow(_: BackendId) -> set[int]:
+        watched.say("borrow")
+        return watched.lent
 
-    def probed(self, attached: Attached, kept: frozenset[int]) -> None:
-        self.watched.up.append(attached)
-        self.watched.kept = kept
-        self.watched.say("probed")
+    async def prepare(*_: object) -> None:
+        watched.said.append("prepare")
 
-    def misnamed(self, *_: object) -> None: ...
-
-    def no_llama_server(self, *_: object) -> None: ...
-
-    def borrow(self, _: BackendId) -> set[int]:
-        self.watched.say("borrow")
-        return self.watched.lent
-
-    def poll_for_strangers(self, _: BackendId) -> None: ...
-
-    def is_in_the_way(self, _: BackendId) -> bool:
-        return self.watched.waited_for
-
-    def known_namespaces(self) -> set[Namespace]:
-        return set()
-
-    async def prepare(self, *_: object) -> None:
-        self.watched.said.append("prepare")
-
-    def recall(self, *_: object) -> None: ...
-
-    def settings_of(self, *_: object) -> KvSettings:
-        return KvSettings()
+    return BackendListener(
+        up=up,
+        down=lambda _: watched.say("down"),
+        no_llama_server=lambda *_: None,
+        probed=probed,
+        misnamed=lambda *_: None,
+        borrow=borrow,
+        poll_for_strangers=lambda _: None,
+        is_in_the_way=lambda _: watched.waited_for,
+        known_namespaces=set,
+        prepare=prepare,
+        recall=lambda *_: None,
+        settings_of=lambda _: KvSettings(),
+    )
 
 
 @pytest.fixture

@@ -126,7 +126,6 @@ async def test_a_clock_that_is_set(
     clock = [1_790_000_000.0]
     for module in (
         "router.assembly.parts",
-        "router.assembly.reactions",
         "router.assembly.web",
         "router.web.server.relayed_response",
         "router.base.clock",
