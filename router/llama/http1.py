@@ -91,10 +91,6 @@ class Response:
 OnHead = Callable[[Response], None]
 
 
-def ignored(_: object) -> None:
-    """Do nothing with a head."""
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
     """Host and port to connect to, and whether over TLS; or the path of a Unix socket."""
@@ -149,7 +145,7 @@ class Pool:
         headers: Iterable[Header],
         body: bytes | None,
         timeout_s: float,
-        on_head: OnHead = ignored,
+        on_head: OnHead | None = None,
     ) -> Response:
         """Send a request; return the response with its headers and the first bytes of its body.
 
@@ -273,7 +269,7 @@ class _Connection(asyncio.Protocol):
         self.reason = ""
         self.headers: list[Header] = []
         self._method = ""
-        self._on_head: OnHead = ignored
+        self._on_head: OnHead | None = None
         self._in_use = False
         self._touched = False
         self._headed = False
@@ -341,7 +337,9 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         if self.is_complete:
             return
-        self.status = self._status()
+        self.status = self.parser.get_status_code()
+        if not 100 <= self.status < 600 or self.status == HTTPStatus.SWITCHING_PROTOCOLS:
+            raise HttpError(f"the answer has the invalid status {self.status}")
         if self.status < 200:
             return  # 100 Continue and the like: the answer follows
         # httptools leaves this check to its user: it would read a body until the connection ends.
@@ -350,20 +348,14 @@ class _Connection(asyncio.Protocol):
             raise HttpError("the only Transfer-Encoding is chunked")
         self._headed = True
         self._keep = self.parser.should_keep_alive() and self._method != "HEAD"
-        self._on_head(Response(self))
+        if self._on_head is not None:
+            self._on_head(Response(self))
         if self._method == "HEAD":
             self._end()
 
     def on_chunk_header(self) -> None:
         # llama-server closes after every chunked answer (llama-server.md, "Connections").
         self._keep = self._keep and self._pool.keeps_streams
-
-    def _status(self) -> int:
-        """Return the status. Raises HttpError for an impossible one."""
-        status: int = self.parser.get_status_code()
-        if not 100 <= status < 600 or status == HTTPStatus.SWITCHING_PROTOCOLS:
-            raise HttpError(f"the answer has the invalid status {status}")
-        return status
 
     def on_body(self, body: bytes) -> None:
         if self.is_complete:  # body of an unrequested answer, or of an answer to HEAD
@@ -387,7 +379,7 @@ class _Connection(asyncio.Protocol):
     # -- for the pool and the response ---------------------------------------------------------
 
     async def send(
-        self, method: str, head: bytes, body: bytes | None, timeout_s: float, on_head: OnHead
+        self, method: str, head: bytes, body: bytes | None, timeout_s: float, on_head: OnHead | None
     ) -> Response:
         """Write a request; return when the first bytes or the end of the answer's body are in.
 

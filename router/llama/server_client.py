@@ -21,7 +21,7 @@ from router.base.errors import (
 from router.base.types import BackendId
 from router.base.urls import UNIX
 from router.llama import replies as reply
-from router.llama.http1 import Header, HttpError, OnHead, Pool, Response, Target, ignored
+from router.llama.http1 import Header, HttpError, OnHead, Pool, Response, Target
 
 _JSON = ((b"Content-Type", b"application/json"),)
 
@@ -190,7 +190,7 @@ class ServerClient:
         body: bytes | None,
         *,
         yields: bool = False,
-        on_head: OnHead = ignored,
+        on_head: OnHead | None = None,
     ) -> "Relaying":
         """Send a client's request. `async with` gives the response with headers and first bytes.
 

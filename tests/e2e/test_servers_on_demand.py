@@ -435,7 +435,7 @@ async def test_equal_process_is_not_probed_another_model_is(
 
 @pytest.fixture
 def _early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.web.server.stream_start.PING_S", 0.05)
+    monkeypatch.setattr("router.web.server.sink.PING_S", 0.05)
 
 
 @pytest.mark.usefixtures("_early")

@@ -24,7 +24,7 @@ class Preparation:
         self._call, self._selection, self._suspects = call, selection, suspects
         self._known = accepted
         self._request = call.scheduled  # a later attempt has another
-        self._start = call.sink.start
+        self._sink = call.sink
         self._headers: dict[str, str] = {}
         self._slot: SlotId | None = None
         self._unproven: bytes | None = None  # a digest of fields that no server has accepted
@@ -43,8 +43,8 @@ class Preparation:
             namespace = self._selection.namespace_of(self._request.model) or ""
             digest = trial.digest_of(fields, parsed.shape, namespace)
             self._unproven = None if digest in self._known else digest
-        if self._start is not None and self._unproven is None:
-            self._start.head_due(None, self._headers)
+        if self._unproven is None:
+            self._sink.head_due(self._headers)
 
     async def judge(self, slot: SlotId) -> int | None:
         """Let the server judge the fields, if that is not done; return the cached tokens then.
@@ -58,8 +58,7 @@ class Preparation:
         asked = trial.request(parsed, self._call.http.path, self._call.raw, slot.index)
         self._cached = await monitor.client.trial(*asked)
         self.accepted()
-        if self._start is not None:
-            self._start.head_due(None, self._headers)
+        self._sink.head_due(self._headers)
         if self._cached is not None and self.on_progress is not None:
             self._show(PrefillProgress(self._cached, self._cached, 0.0))
         return self._cached
@@ -76,13 +75,11 @@ class Preparation:
     @property
     def on_progress(self) -> Callable[[PrefillProgress], None] | None:
         """Return the callback that shows progress to the client; None: it asks for none."""
-        start = self._start
-        if start is None or not start.events.wants_progress:
-            return None
-        return self._show
+        events = self._sink.events
+        return None if events is None or not events.wants_progress else self._show
 
     def _show(self, progress: PrefillProgress) -> None:
-        assert self._start is not None
+        assert self._sink.events is not None
         assert self._slot is not None
         monitor = self._selection.monitors.get(self._slot.backend)
         if monitor is None or monitor.attached is None:
@@ -95,5 +92,5 @@ class Preparation:
         if self._cached is None:
             self._cached = progress.n_cached
         told = PrefillProgress(progress.n_done, self._cached, self._before_s + progress.seconds)
-        events = self._start.events.progress(told, len(self._request.prompt), server)
-        self._start.send(events, self._headers)
+        events = self._sink.events.progress(told, len(self._request.prompt), server)
+        self._sink.send(events, self._headers)

@@ -87,7 +87,9 @@ class Sender:
             else:
                 self._throttle.call(report)
 
-    def _asked(self, call: Call, grant: Grant, monitor: Monitor, on_head: OnHead) -> Relaying:
+    def _asked(
+        self, call: Call, grant: Grant, monitor: Monitor, on_head: OnHead | None
+    ) -> Relaying:
         """Return the function that sends the call to its slot."""
         headers, target, method = call.forwarded_headers(), call.target, call.http.method
         if call.trace is not None:

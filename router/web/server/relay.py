@@ -182,7 +182,7 @@ async def relay(
     if passage.begun:
         sink.abort()
         return response, Outcome.BACKEND_ERROR
-    sink.give_back(response)
+    sink.resume(response)
     raise failed("the backend failed before it answered")
 
 
@@ -235,25 +235,25 @@ class _Passage:
 
     async def _as_it_comes(self) -> None:
         loop, response = asyncio.get_running_loop(), self.response
-        counts, start = self.counts, self.call.sink.start
+        counts, events = self.counts, self.call.sink.events
         async with _silence(self.call.http, self.settings, self.capture) as silence:
             async for chunk in self.upstream:
                 # A wait at the loop throttle or for a slow client is not the backend's silence.
                 silence.since = None
                 await self.throttle.pass_by()
                 if not self.begun:
-                    if start is None or chunk.replace(PING, b""):
+                    if events is None or chunk.replace(PING, b""):
                         await self._begin()
                     else:
                         await response.prepare(self.call.http)
                 self.capture.add(chunk)
                 right = chunk if counts is None else counts.part(chunk)
-                await response.write(right if start is None else start.events.part(right))
+                await response.write(right if events is None else events.part(right))
                 silence.since = loop.time()
             silence.since = None
             await self.throttle.pass_by()
             rest = b"" if counts is None else counts.rest()
-            await response.write_eof(rest if start is None else start.events.whole(rest))
+            await response.write_eof(rest if events is None else events.whole(rest))
             await self.call.http.writer.drain()
 
     async def _begin(self) -> None:
@@ -266,11 +266,10 @@ class _Passage:
 
     async def _as_event(self) -> None:
         """Send an error into a stream that has begun."""
-        assert self.call.sink.start is not None
         async with _silence(self.call.http, self.settings, self.capture) as silence:
             body = await self.upstream.read()
             silence.since = None
-            await self.call.sink.start.fail(error_of(body, self.upstream.status))
+            await self.call.sink.end_with(self.response, error_of(body, self.upstream.status))
 
 
 def _unsent_bytes(request: web.BaseRequest) -> int:

@@ -21,8 +21,8 @@ QUICK_S = 0.03
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.web.server.stream_start.PING_S", QUICK_S)
-    monkeypatch.setattr("router.web.server.stream_start.HEAD_S", QUICK_S / 10)
+    monkeypatch.setattr("router.web.server.sink.PING_S", QUICK_S)
+    monkeypatch.setattr("router.web.server.sink.HEAD_S", QUICK_S / 10)
 
 
 @asynccontextmanager
@@ -49,7 +49,7 @@ both = pytest.mark.parametrize("prompt", [PROMPT, LONG], ids=["sent on", "comput
 async def test_its_head_says_what_is_planned(
     two: Two, monkeypatch: pytest.MonkeyPatch, prompt: str
 ) -> None:
-    monkeypatch.setattr("router.web.server.stream_start.PING_S", 600.0)
+    monkeypatch.setattr("router.web.server.sink.PING_S", 600.0)
     async with running(two.backends, two.kv_dir) as kvferry:
         two.a.prefill_gate.clear()
         async with asked(kvferry, prompt) as response:

@@ -3,22 +3,13 @@
 from typing import cast
 
 import pytest
-from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
-from router.llama.http1 import Header
-from router.web.server.relayed_response import AnswerHead
-from router.web.server.sink import Sink
-from router.web.server.stream_start import OwnHead, StreamStart
-
-
-class Due:
-    """A start that notes which heads are due."""
-
-    def __init__(self) -> None:
-        self.heads: list[AnswerHead] = []
-
-    def head_due(self, head: AnswerHead, _own: object) -> None:
-        self.heads.append(head)
+from router.llama.http1 import Header, Response
+from router.llama.routes import Shape
+from router.llama.wire import parse_request
+from router.web.server.settings import Settings
+from router.web.server.sink import OwnHead, Sink
 
 
 @pytest.mark.parametrize(
@@ -30,14 +21,18 @@ class Due:
         (400, ((b"Content-Type", b"text/event-stream"),), False),
     ],
 )
-def test_only_the_head_of_a_stream(status: int, headers: tuple[Header, ...], is_due: bool) -> None:
+async def test_only_the_head_of_a_stream(
+    status: int, headers: tuple[Header, ...], is_due: bool
+) -> None:
     """Pings would end up in a body of a stated length."""
-    start, head = Due(), OwnHead(headers, status)
-    sink = Sink(cast(web.BaseRequest, None))
-    sink.start = cast(StreamStart, start)
-    sink.on_head({})(head)
-    assert start.heads == ([head] if is_due else [])
+    sink = Sink(make_mocked_request("POST", "/completion"))
+    sink.expect_stream(parse_request(Shape.COMPLETION, {"stream": True}), {}, Settings())
+    came = sink.on_head({})
+    assert came is not None
+    came(cast(Response, OwnHead(headers, status)))
+    assert (sink._head_timer is not None) is is_due
+    sink.end()
 
 
 def test_a_request_without_a_stream_has_no_start() -> None:
-    Sink(cast(web.BaseRequest, None)).on_head({})(OwnHead(()))
+    assert Sink(make_mocked_request("POST", "/completion")).on_head({}) is None
