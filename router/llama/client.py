@@ -68,11 +68,13 @@ class LlamaClient(ServerClient):
 
     async def detokenize(self, ids: list[int]) -> str:
         """Return the text of `ids`, special tokens included (`POST /detokenize`)."""
-        return reply.text_from(await self._ask("/detokenize", orjson.dumps({"tokens": ids})))
+        told = await self._ask("/detokenize", orjson.dumps({"tokens": ids}))
+        return reply.field_from(told, "POST /detokenize", "content", str)
 
     async def apply_template(self, body: bytes) -> str:
         """Return the text that a chat body is rendered to (`POST /apply-template`)."""
-        return reply.prompt_from(await self._ask("/apply-template", body))
+        told = await self._ask("/apply-template", body)
+        return reply.field_from(told, "POST /apply-template", "prompt", str)
 
     async def _ask(self, path: str, body: bytes) -> bytes:
         """Post a call about texts or ids, which any server of the model can answer."""
@@ -197,7 +199,8 @@ class LlamaClient(ServerClient):
 
     async def placed(self, tokens: Tokens) -> int:
         """Compute `tokens` in a slot of the server's choice; return its index."""
-        return reply.slot_from(await self._compute(-1, tokens, self._timeouts.action_s))
+        told = await self._compute(-1, tokens, self._timeouts.action_s)
+        return reply.field_from(told, "POST /completion", "id_slot", int)
 
     async def infill(self, slot: int, parts: InfillPrompt) -> reply.InfillAnswer:
         """Compute an infill prompt in a slot. Raises BackendRefusedError if the model has none."""

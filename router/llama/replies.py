@@ -73,26 +73,29 @@ def tokens_seen(chunks: list[bytes], size_bytes: int) -> int:
     return max(round(events * size_bytes / max(len(raw), 1)), 0)
 
 
-_COUNT = re.compile(
-    rb'"(prompt_n|cache_n|predicted_n|tokens_predicted|completion_tokens|output_tokens)":\s*(\d+)'
-)
+_GENERATED = (b"predicted_n", b"tokens_predicted", b"completion_tokens", b"output_tokens")
+_PROMPTS = (b"prompt_n", b"prompt_tokens", b"input_tokens")
+_COUNT = re.compile(rb'"(%b)":\s*(\d+)' % b"|".join((b"cache_n", *_PROMPTS, *_GENERATED)))
 
 
-def with_counts(reported: Reported, parts: Sequence[bytes]) -> Reported:
-    """Return a report with the counts that the ends of an answer show, if it has none.
+def with_counts(reported: Reported, parts: Sequence[bytes], *, several: bool = False) -> Reported:
+    """Return a report with the counts that an answer, or its ends, show, if it has none.
 
-    For answers that are not read whole. In a text, the quotes around a name are escaped.
+    For answers that are not read as an object. `several`: of several tasks, each with its counts.
+    In a text, the quotes around a name are escaped.
     """
-    found = {name.decode(): int(n) for name, n in _COUNT.findall(b"".join(parts))}
-    names = ("predicted_n", "tokens_predicted", "completion_tokens", "output_tokens")
-    generated = next((found[name] for name in names if name in found), None)
-    if reported.prompt_tokens is None and "prompt_n" in found:
-        cached = found.get("cache_n", 0)
-        reported = replace(reported, prompt_tokens=found["prompt_n"] + cached, cached_tokens=cached)
+    found = dict[bytes, int]()
+    for name, n in _COUNT.findall(b"".join(parts)):
+        found[name] = int(n) + (found.get(name, 0) if several else 0)
+    prompt = next((found[name] for name in _PROMPTS if name in found), None)
+    if reported.prompt_tokens is None and prompt is not None:
+        cached = found.get(b"cache_n", 0) if b"prompt_n" in found else 0
+        reported = replace(reported, prompt_tokens=prompt + cached, cached_tokens=cached)
+    generated = next((found[name] for name in _GENERATED if name in found), None)
     return reported if generated is None else replace(reported, generated_tokens=generated)
 
 
-_EMBEDDED = re.compile(rb'"usage":\s*\{[^{}]*"prompt_tokens":\s*(\d+)')
+_EMBEDDED = re.compile(rb'"usage":\s*\{[^{}]*"(?:prompt|input)_tokens":\s*(\d+)')
 _NO_TOKEN = (b'"prompt_progress":', b'"content":null', b'"type":"message_start"', b'"type":"ping"')
 
 
@@ -301,14 +304,9 @@ def ids_from(payload: object) -> list[int]:
     return ids
 
 
-def text_from(payload: object) -> str:
-    """Read the answer to POST /detokenize, as bytes or parsed. Raises BackendError."""
-    return _Answer(payload, "POST /detokenize").get("content", str)
-
-
-def prompt_from(payload: object) -> str:
-    """Read the answer to POST /apply-template, as bytes or parsed. Raises BackendError."""
-    return _Answer(payload, "POST /apply-template").get("prompt", str)
+def field_from(payload: object, call: str, name: str, kind: type[T]) -> T:
+    """Read one field of the answer to a call, as bytes or parsed. Raises BackendError."""
+    return _Answer(payload, call).get(name, kind)
 
 
 def knows_no_answer(payload: bytes) -> bool:
@@ -359,11 +357,6 @@ def top_logprobs_from(payload: bytes) -> list[tuple[int, float]]:
         return []
     top = answer.items("completion_probabilities/0/top_logprobs")
     return [(entry.get("id", int), entry.get("logprob", float)) for entry in top]
-
-
-def slot_from(payload: object) -> int:
-    """Return the slot of a native answer to POST /completion. Raises BackendError."""
-    return _Answer(payload, "POST /completion").get("id_slot", int)
 
 
 @dataclass(frozen=True, slots=True)

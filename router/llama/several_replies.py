@@ -15,6 +15,9 @@ from router.llama.wire import ParsedRequest, is_int
 Json = dict[str, Any]
 
 
+_COUNTS = (b'"usage":', b'"timings":', b'"tokens_predicted":')
+
+
 class Asked(NamedTuple):
     """What was asked: `n` answers to each prompt, of `limit` tokens; the size of each prompt."""
 
@@ -59,6 +62,19 @@ def read_totals(shape: Shape, events: Iterable[object], asked: Asked) -> Reporte
         generated_tokens=_sum(one.generated_tokens for one in told.values()),
         generated_s=max((one.generated_s or 0.0 for one in told.values()), default=0.0),
     )
+
+
+def telling(stream: bytes) -> bytes:
+    """Return the events of a stream that may tell counts, each with the one before it.
+
+    Usage names no task, and follows the last event of its own. Most events are a token each.
+    """
+    events = stream.split(b"\n\n")
+    tell = [any(word in event for word in _COUNTS) for event in events]
+    kept = (
+        event for event, *near in zip(events, tell, [*tell[1:], False], strict=True) if any(near)
+    )
+    return b"\n\n".join(kept) + b"\n\n"
 
 
 def _by_task(shape: Shape, events: Iterable[object]) -> Iterator[tuple[int, Json]]:

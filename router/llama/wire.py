@@ -142,7 +142,7 @@ class ParsedRequest(Struct, frozen=True):
             return None
         if not all(isinstance(field, str) for field in fields):
             return None  # the server ignores such a list: the answer is whole
-        if self.body.get("timings_per_token"):
+        if self.stream and self.body.get("timings_per_token"):
             return None  # the events of its stream have them
         return [*fields, "timings"]
 

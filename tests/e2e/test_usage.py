@@ -94,6 +94,95 @@ async def test_answers_that_clients_leave_are_counted(llama_server: StartServer,
     assert row["requests"] == 1
 
 
+LIMIT = "tokens_per_day: 1000000000"
+LONG: Json = {"n_predict": 300, "ignore_eos": True}
+HIDES: Json = {"response_fields": ["content"], "timings_per_token": True}
+SAID = [{"role": "user", "content": "a long answer, please"}]
+WORDS = " ".join(f"word{n}" for n in range(150))
+UNCOUNTED: list[tuple[str, Json]] = [
+    ("/completion", LONG | HIDES | {"prompt": "hello"}),
+    ("/completion", LONG | HIDES | {"prompt": "hello", "n": 2}),
+    ("/completion", LONG | HIDES | {"prompt": ["hello", WORDS]}),
+    ("/infill", LONG | HIDES | {"input_prefix": "def a():", "input_suffix": "return"}),
+    ("/completion", {"stream": True, "prompt": ["a b", "c d", "e f"], "stop": ["q"]} | LONG),
+    ("/v1/responses", {"stream": True, "n": 2, "input": "hello", "max_output_tokens": 900}),
+    (
+        "/v1/chat/completions",
+        {"messages": SAID, "n": 2, "logprobs": True, "top_logprobs": 20, "max_tokens": 2500}
+        | {"ignore_eos": True},
+    ),
+    ("/completion", {"prompt": [WORDS, " ".join([WORDS] * 12)], "n_predict": 5}),
+    ("/completion", {"prompt": [WORDS, " ".join([WORDS] * 12)], "n_predict": 5, "stream": True}),
+    ("/embeddings", {"content": [WORDS, "short"]}),
+    ("/embedding", {"content": WORDS}),
+    ("form /completion", {"prompt": [WORDS], "response_fields": ["content", "model"]}),
+    ("form /completion", {"prompt": [WORDS, "another"]}),
+    ("form /v1/responses", {"input": [WORDS]}),
+]
+
+
+@pytest.mark.real
+async def test_a_limited_tenant_pays_for_what_its_answers_do_not_tell(
+    llama_server: StartServer,
+) -> None:
+    """Else a client that leaves counts out has as many tokens as it likes."""
+    flags = ["--metrics", "--embeddings", "--pooling", "mean"]
+    server = await llama_server("llama", slots=4, ctx=16384, extra_args=flags)
+    too_few = list[object]()
+    async with running([("a", server.url)], None, yaml=auth(LIMIT)) as kvferry:
+        for name, body in UNCOUNTED:
+            path = name.removeprefix("form ")
+            server_before, before = sum(await counted(server)), await charged(kvferry)
+            sent: Json = {"json": body}
+            if path != name:
+                form = aiohttp.FormData(
+                    [(key, value) for key in body for value in body[key]], default_to_multipart=True
+                )
+                sent = {"data": form}
+            async with kvferry.session.post(
+                kvferry.url + path, headers=of("alice"), **sent
+            ) as answer:
+                await answer.read()
+            await kvferry.until_quiet()
+            computed = sum(await counted(server)) - server_before
+            ours = await charged(kvferry) - before
+            if ours < computed:
+                too_few.append((name, body, answer.status, computed, ours))
+    assert not too_few, "\n".join(map(str, too_few))
+
+
+@pytest.mark.real
+async def test_a_question_left_twice_is_paid_twice(llama_server: StartServer) -> None:
+    """Its slot is as long after the second one as after the first."""
+    server = await llama_server("llama", slots=2, ctx=16384, extra_args=["--metrics"])
+    body = {"messages": SAID, "max_tokens": 600, "ignore_eos": True}
+    async with running([("a", server.url)], None, yaml=auth(LIMIT)) as kvferry:
+        told = []
+        for _ in range(3):
+            before = await charged(kvferry), sum(await counted(server))
+            async with asyncio.TaskGroup() as group:
+                post = kvferry.post("/v1/chat/completions", body, headers=of("alice"))
+                asked = group.create_task(post)
+                await kvferry.until(runs_somewhere)
+                asked.cancel()
+            await kvferry.until_quiet()
+            told.append(
+                (await charged(kvferry) - before[0], sum(await counted(server)) - before[1])
+            )
+    assert all(ours >= computed - 2 > 100 for ours, computed in told), told
+
+
+def runs_somewhere(state: Json) -> bool:
+    return any(slot["phase"] == "running" for slot in state["slots"])
+
+
+async def charged(kvferry: RunningRouter) -> int:
+    """Return the tokens that alice has paid for."""
+    rows = (await kvferry.get("/kvferry/usage")).json["usage"]
+    mine = [row for row in rows if row["tenant"] == "alice"]
+    return sum(row["computed_tokens"] + row["generated_tokens"] for row in mine)
+
+
 @pytest.mark.thorough
 @pytest.mark.real
 async def test_sums_are_those_of_the_servers(llama_server: StartServer, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def answer(raw: bytes) -> None:
     list(replies.progress_in(raw))
     for read in (
         *(replies.props_from, replies.models_from, replies.slots_from, replies.ids_from),
-        *(replies.ids_from, replies.text_from, replies.prompt_from, replies.slot_from),
+        lambda payload: replies.field_from(payload, "", "content", str),
         *(replies.top_logprobs_from, replies.infill_from),
         lambda payload: replies.transfer_from(payload, "save"),
     ):

@@ -17,9 +17,9 @@ from router.base.types import Reported, Transfer
 from router.llama.listings import merge_models
 from router.llama.replies import (
     error_message_from,
+    field_from,
     ids_from,
     models_from,
-    prompt_from,
     props_from,
     read_reply,
     slots_from,
@@ -259,7 +259,7 @@ def test_never_raises(shape: Shape, stream: bool, events: list[Any], noise: byte
         (slots_from, [3], "id is not an integer"),
         (ids_from, {"tokens": ["a"]}, "no token id"),
         (ids_from, {"tokens": [2**31]}, "no token id"),
-        (prompt_from, {"prompt": 3}, "prompt is not a string"),
+        (lambda told: field_from(told, "", "prompt", str), {"prompt": 3}, "prompt is not a string"),
     ],
 )  # fmt: skip
 def test_malformed_control_answer(
@@ -302,7 +302,7 @@ def test_tokens_of_a_stream_that_broke_off_are_counted() -> None:
     ("ends", "told"),
     [
         (b'..."timings":{"cache_n":40,"prompt_n":60,"predicted_n":900}}', (100, 40, 900)),
-        (b'..."usage":{"completion_tokens":7,"prompt_tokens":9}}', (None, None, 7)),
+        (b'..."usage":{"completion_tokens":7,"prompt_tokens":9}}', (9, 0, 7)),
         (b'"tokens_predicted":12,"tokens_evaluated":5', (None, None, 12)),
         (rb'"content":"\"predicted_n\":5"', (None, None, None)),  # in a text
     ],

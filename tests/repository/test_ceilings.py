@@ -9,21 +9,21 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 50_764,
-    "router/assembly": 2_289,
+    "router": 50_685,
+    "router/assembly": 2_209,
     "router/base": 1_651,
     "router/config": 1_959,
-    "router/core": 9_496,
+    "router/core": 9_509,
     "router/engine": 1_744,
     "router/hosts": 1_336,
-    "router/llama": 5_646,
+    "router/llama": 5_651,
     "router/prompts": 2_292,
     "router/servers": 1_166,
     "router/store": 6_516,
     "router/telemetry": 1_782,
     "router/tools": 7_472,
-    "router/web": 7_399,
-    "tests": 66_304,
+    "router/web": 7_382,
+    "tests": 66_392,
     "bench": 8_932,
 }
 # A part may shrink so far before its ceiling has to follow.

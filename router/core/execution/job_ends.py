@@ -197,7 +197,7 @@ def finished(state: State, request: RequestId, end_: AnswerEnd, index: int | Non
     if index is not None:
         launched(state, request, index, ())
     job.own.backend.gate.leave(job)
-    cost = cost_of(job, end_)
+    cost = cost_of(state, job, end_)
     charge(state, job.request, cost)
     state.out.append(
         Account(

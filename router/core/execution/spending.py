@@ -61,15 +61,20 @@ def _most(state: State, job: RequestJob | SlotWatch, limits: Limits) -> float:
     backend = state.inventory.up.get(job.slot.backend)
     if request is None or plan is None or backend is None:
         return 0.0  # it is lost, and has been counted
-    prompt, room = _unread(request, backend.info.n_ctx), backend.info.n_ctx
+    prompt = _unread(request, backend.info.n_ctx)
     reused = min(plan.chosen.reused_tokens, prompt)
     if isinstance(job, SlotWatch):
         return 0.0 if job.counted is None else max(prompt - reused - job.counted.computed, 0)
     if job.cancelled:
         return prompt - reused
-    left = max(room - prompt, 0) if not request.prompt.unknown else room
-    answer = left if request.max_new_tokens is None else min(request.max_new_tokens, left)
-    return prompt - reused + limits.reused * reused + answer * request.tasks
+    return prompt - reused + limits.reused * reused + _answers(request, backend.info.n_ctx)
+
+
+def _answers(request: Request, n_ctx: int) -> int:
+    """Return the most tokens that the answers to a request have."""
+    left = n_ctx if request.prompt.unknown else max(n_ctx - request.prompt.n_tokens, 0)
+    limit = request.max_new_tokens
+    return (left if limit is None else min(limit, left)) * request.tasks
 
 
 def _unread(request: Request, n_ctx: int) -> int:
@@ -96,20 +101,26 @@ def charge(state: State, request: Request, cost: Cost) -> None:
             state.reject(waiting.request.id, error)
 
 
-def cost_of(job: RequestJob, end: AnswerEnd) -> Cost:
+def cost_of(state: State, job: RequestJob, end: AnswerEnd) -> Cost:
     """Return the cost of a request, as reported, or else as far as it is sure.
 
-    Once its answer has begun, its prompt was computed.
+    Once its answer has begun, its prompt was computed. What the answer does not tell costs a tenant
+    with a limit the most that it can be: a client may leave the counts out.
     """
+    request, n_ctx = job.request, job.own.backend.info.n_ctx
+    limited = request.caller is not None and request.caller.tenant in state.budget.limits
     reported = end.reported.with_prefill(job.prefilled)
     own = 0 if job.prefilled is None else job.prefilled.tokens
     reused, computed = job.plan.chosen.reused_tokens, reported.computed_tokens
     if computed is None:
         refused = end.outcome is Outcome.REFUSED
-        begun = not refused and (end.begun or end.outcome is Outcome.OK)
-        computed = max(own, job.request.prompt.n_tokens - reused) if begun else own
-    prompt = reported.prompt_tokens or 0
-    return Cost(max(prompt - computed, 0), computed, reported.generated_tokens or 0)
+        begun = end.partly or (not refused and (end.begun or end.outcome is Outcome.OK))
+        whole = _unread(request, n_ctx) if limited else request.prompt.n_tokens
+        computed = max(own, whole - reused) if begun else own
+    generated = reported.generated_tokens
+    if generated is None:
+        generated = _answers(request, n_ctx) if limited and end.outcome is Outcome.OK else 0
+    return Cost(max((reported.prompt_tokens or 0) - computed, 0), computed, generated)
 
 
 def charge_rest(state: State, watch: SlotWatch, seen: Quiet) -> None:
@@ -130,13 +141,13 @@ def charge_rest(state: State, watch: SlotWatch, seen: Quiet) -> None:
     n_ctx = watch.own.backend.info.n_ctx
     rest, generated = max(_unread(request, n_ctx) - reused, 0), 0
     if seen.n_tokens is not None and not watch.is_doubtful and prompt.unknown:
-        rest = seen.n_tokens if seen.ran else 0
+        rest = max(seen.n_tokens - watch.counted.generated, 0) if seen.ran else 0
     elif seen.n_tokens is not None and not watch.is_doubtful:
         held = min(common_prefix(watch.before.tokens, prompt.tokens), reused + watch.prefilled)
         here = computed_since(watch.before, prompt, seen, held, begun=watch.has_begun)
         rest = min(here, prompt.n_tokens - held)
-        # In a slot that is as long as before, nothing but the prompt is sure.
-        generated = here - rest if seen.n_tokens != len(watch.before) else 0
+        # In a slot that is as long as before and had no task, nothing but the prompt is sure.
+        generated = here - rest if seen.ran or seen.n_tokens != len(watch.before) else 0
         rest += watch.prefilled
     elif request.takes_several:
         generated = _answers_in(state, watch, request, seen)
@@ -149,7 +160,7 @@ def _answers_in(state: State, watch: SlotWatch, request: Request, seen: Quiet) -
     The server empties the slots of all answers to a prompt but the first, which they equal in
     length, unless one ended by itself.
     """
-    if seen.n_tokens is None or not seen.ran or seen.n_tokens == len(watch.before):
+    if seen.n_tokens is None or not seen.ran:
         return 0
     prompts = _unread(request, watch.own.backend.info.n_ctx)
     return max(seen.n_tokens - prompts * request.answers // request.tasks, 0) * request.answers

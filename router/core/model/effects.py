@@ -43,13 +43,15 @@ class SaveReason(StrEnum):
 class AnswerEnd(Struct, frozen=True):
     """The end of a response, good or bad; its times, in seconds, are the web layer's.
 
-    `ttft_s` None: no part of the answer had arrived.
+    `ttft_s` None: no part of the answer had arrived. `partly`: it was refused after some of its
+    tasks had begun.
     """
 
     outcome: Outcome
     reported: Reported = Reported()
     ttft_s: float | None = None
     total_s: float = 0.0
+    partly: bool = False
 
     @property
     def begun(self) -> bool:

@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+
+from msgspec.structs import replace
 
 from router.base.errors import BackendError
 from router.base.ports import Attempt, Spawn
@@ -20,14 +23,16 @@ from router.llama.replies import (
     tokens_seen,
     with_counts,
 )
-from router.llama.several_replies import asked_in, read_totals
+from router.llama.several_replies import asked_in, read_totals, telling
 from router.llama.wire import ParsedRequest
 from router.prompts.reader import PromptReader
 from router.web.server.call import Call
 from router.web.server.relay import INLINE_BYTES, Capture
 
 _BROKEN = (Outcome.CLIENT_GONE, Outcome.BACKEND_ERROR)
-_USAGE_WITHIN = 4096  # bytes of either end of an answer of embeddings
+_USAGE_WITHIN = 4096  # bytes of either end of an answer of embeddings, or of an error
+# Of one task, while others are computed; what is wrong with a body is found before any begins.
+_OF_ONE_TASK = re.compile(rb'"exceed_context_size_error"|"code":\s*500')
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +61,28 @@ class Reports:
 
     def finish(self, call: Call, end: End) -> None:
         """Report an end. Awaits nothing, so that a cancellation cannot skip it."""
-        reported, whole, parsed = Reported(), True, call.parsed
-        if end.ok and parsed is not None:
-            one_object = end.capture.complete and not parsed.stream
-            whole = one_object or end.capture.size_bytes <= INLINE_BYTES
-            chunks = end.capture.chunks if whole else end.capture.ends(INLINE_BYTES // 2)
-            if parsed.tasks > 1 and end.encoding in IDENTITY:
-                events = events_in(b"".join(chunks), parsed.stream)
-                reported = read_totals(parsed.shape, events, asked_in(parsed))
-            else:
-                reported = read_reply(
-                    parsed.shape, parsed.stream, chunks, end.encoding, complete=whole
-                )
+        capture, parsed, whole = end.capture, call.parsed, True
+        several = (call.tasks if parsed is None else parsed.tasks) > 1
+        partly = False
+        if parsed is not None and end.ok:
+            one_object = capture.complete and not parsed.stream
+            whole = one_object or capture.size_bytes <= INLINE_BYTES
+            reported = _read(parsed, end, whole=whole)
         elif end.ok and end.encoding in IDENTITY:
-            reported = read_usage(b"".join(end.capture.ends(_USAGE_WITHIN)))
-        elif end.outcome in _BROKEN and parsed is not None and parsed.stream:
-            # The server's totals come last, and its client or the server has gone.
-            seen = tokens_seen(end.capture.chunks, end.capture.size_bytes)
-            reported = Reported(generated_tokens=seen)
-        uncounted = reported.generated_tokens is None and not call.route.stateless
-        if end.ok and uncounted and end.encoding in IDENTITY:
-            reported = with_counts(reported, end.capture.ends(INLINE_BYTES // 2))
+            reported = read_usage(b"".join(capture.ends(_USAGE_WITHIN)))
+        else:
+            reported = Reported()
+            seen = b"".join(capture.ends(_USAGE_WITHIN))
+            partly = several and _OF_ONE_TASK.search(seen) is not None
+        if reported.generated_tokens is not None or call.route.stateless:
+            pass
+        elif parsed is not None and parsed.stream and (end.ok or end.outcome in _BROKEN):
+            # The server's totals come last: it has failed, or its client has gone.
+            n = tokens_seen(capture.chunks, capture.size_bytes)
+            reported = replace(reported, generated_tokens=n)
+        elif end.ok and end.encoding in IDENTITY and not (several and not capture.complete):
+            parts = capture.chunks if several else capture.ends(INLINE_BYTES // 2)
+            reported = with_counts(reported, parts, several=several)
         ttft_s = None
         if call.first_byte is not None:
             ttft_s = call.first_byte - call.arrived
@@ -84,7 +90,7 @@ class Reports:
                 ttft_s = reported.first_token_s(ttft_s)
         if call.trace is not None:
             call.trace.attempt(_attempt(call, end, reported))
-        ended = AnswerEnd(end.outcome, reported, ttft_s, end.ended - call.arrived)
+        ended = AnswerEnd(end.outcome, reported, ttft_s, end.ended - call.arrived, partly)
         then = partial(self._over, call, end, reported, None if whole else end.capture)
         self._engine.finish(end.request.id, ended, then)
 
@@ -135,6 +141,23 @@ class Reports:
                 answer = await reader.answer(reported.text)
         if answer:
             self._engine.answer_read(grant.lease, prompt.tokens, answer)
+
+
+def _read(parsed: ParsedRequest, end: End, *, whole: bool) -> Reported:
+    """Return what an answer says. `whole`: all of it is short enough to be read here."""
+    capture = end.capture
+    if parsed.tasks == 1 or end.encoding not in IDENTITY:
+        chunks = capture.chunks if whole else capture.ends(INLINE_BYTES // 2)
+        return read_reply(parsed.shape, parsed.stream, chunks, end.encoding, complete=whole)
+    if not (parsed.stream or capture.complete):
+        return Reported()  # its two ends may read as an object of one task
+    raw = b"".join(capture.chunks)
+    events = events_in(telling(raw) if parsed.stream else raw, parsed.stream)
+    reported = read_totals(parsed.shape, events, asked_in(parsed))
+    if parsed.stream and not capture.complete:  # a task may have ended in what was not kept
+        seen = tokens_seen(capture.chunks, capture.size_bytes)
+        return replace(reported, generated_tokens=max(reported.generated_tokens or 0, seen))
+    return reported
 
 
 def _attempt(call: Call, end: End, reported: Reported) -> Attempt:

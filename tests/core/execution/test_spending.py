@@ -113,7 +113,7 @@ def test_what_is_computed_for_nobody_counts(
     assert costs(quiet(s, "a", held)) == cost
 
 
-@pytest.mark.parametrize(("ran", "cost"), [(False, []), (True, [Cost(computed=100)])])
+@pytest.mark.parametrize(("ran", "cost"), [(False, []), (True, [Cost(computed=100, generated=1)])])
 def test_a_slot_as_long_as_before_is_asked_whether_it_ran(ran: bool, cost: list[Cost]) -> None:
     s = limited(n_slots=1, most=10_000, kv_dir=None)
     ask(s, "a", n=101)

@@ -19,7 +19,7 @@ from router.llama.bodies.anthropic import (
     dump_like_server,
     normalize_billing_header,
 )
-from router.llama.replies import ids_from, prompt_from
+from router.llama.replies import field_from, ids_from
 from router.llama.routes import Shape
 from router.llama.wire import ChatPrompt, parse_completion, parse_request
 from tests.support.models.tiny_models import CHAT_TEMPLATE, tiny_model
@@ -253,7 +253,8 @@ async def ask(server: LlamaServer, path: str, raw: bytes) -> bytes:
 async def predicted_tokens(server: LlamaServer, shape: Shape, body: Json) -> Tokens:
     source = parse_request(shape, body).prompt_source
     assert isinstance(source, ChatPrompt), source
-    rendered = prompt_from(await ask(server, "/apply-template", orjson.dumps(source.body)))
+    told = await ask(server, "/apply-template", orjson.dumps(source.body))
+    rendered = field_from(told, "", "prompt", str)
     asked = {"content": rendered, "add_special": True, "parse_special": True}
     return pack(ids_from(await ask(server, "/tokenize", orjson.dumps(asked))))
 
