@@ -141,6 +141,7 @@ async def disturb(hosts: list[NetHost], redis: NetHost, s3: S3Server, chance: ra
             await asyncio.sleep(2 * pause_s)
             host.heal()
         case "drain":  # its conversations go on at other hosts, which fetch them
+            await listens(host)  # a moment after its start
             await host.operate("fleet", "drain")
             await asyncio.sleep(2 * pause_s)
             await host.operate("fleet", "undrain")
@@ -164,6 +165,17 @@ async def disturb(hosts: list[NetHost], redis: NetHost, s3: S3Server, chance: ra
             redis.go_on("redis")
     await asyncio.sleep(chance.uniform(1.0, 5.0))
     return what
+
+
+async def listens(host: NetHost) -> None:
+    """Wait until the kvferry of a host answers."""
+    async with asyncio.timeout(60), aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(f"{host.url}/kvferry/health"):
+                    return
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.1)
 
 
 @pytest.fixture
