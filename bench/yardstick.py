@@ -17,8 +17,7 @@ from bench.report import Report, arguments_of, percentile, run_bench
 from router.base.types import RequestRecord
 from router.core.model.plan import Plan
 from router.core.model.policy import Policy
-from router.tools.simulate.machines.hardware import PRESETS
-from router.tools.simulate.machines.on_demand import OnDemand
+from router.tools.simulate.machines.hardware import PRESETS, OnDemand
 from router.tools.simulate.requests import RequestSource
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.simulator import Simulator

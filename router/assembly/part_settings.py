@@ -108,7 +108,7 @@ def take_settings(settings: Settings, config: Config, memory_bytes: int) -> None
     share = max(memory_bytes // _BODIES_SHARE, 2 * limits.max_body_bytes)
     settings.body_memory_bytes = limits.body_memory_bytes or share
     settings.needs_key = bool(config.auth.keys)
-    settings.browser_hosts = frozenset(name.lower() for name in config.browsers.hosts)
+    settings.browser_hosts = frozenset(config.browsers.hosts)
     settings.browser_origins = frozenset(config.browsers.origins)
     settings.shows_page = config.admin.listen is None
     settings.passthrough = config.policy.name is PolicyName.PASSTHROUGH

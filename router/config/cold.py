@@ -1,6 +1,6 @@
 """The `cold` section: the object store, or directory, that has copies of snapshots."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, model_validator
 
 from router.config import values
-from router.config.loader import ConfigSection, KeyPath, MisfitError
+from router.config.loader import ConfigSection, Misfit
 
 
 class ColdConfig(ConfigSection):
@@ -21,7 +21,7 @@ class ColdConfig(ConfigSection):
     after_s: values.Seconds = Field(default=3600.0, alias="after")
     keep_s: values.PositiveSeconds = Field(default=15 * 24 * 3600.0, alias="keep")
 
-    def overlaps(self, others: Iterable[Path | None]) -> list[tuple[KeyPath, str]]:
+    def overlaps(self, others: Iterable[Path | None]) -> list[Misfit]:
         """Return the contradiction if the tier's directory is one of others, or in one, or has one.
 
         In it what is old is removed.
@@ -40,14 +40,12 @@ class ColdConfig(ConfigSection):
     def _just_a_url(cls, value: object) -> object:
         return {"url": value} if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _fits(self) -> "ColdConfig":
+    def misfits(self) -> Iterator[Misfit]:
         if self.url is None:
-            return self
+            return
         if self.endpoint is not None and not self.url.startswith("s3:"):
-            message = "is for `url: s3://...` only"
-            raise MisfitError([(("endpoint",), message)])
-        if (
+            yield ("endpoint",), "is for `url: s3://...` only"
+        elif (
             self.endpoint is not None
             and self.key_file is None
             and can_be_read_on_the_way(self.endpoint)
@@ -55,8 +53,7 @@ class ColdConfig(ConfigSection):
             message = (
                 "is http, which can be read on the way: use https, or encrypt with a `key_file`"
             )
-            raise MisfitError([(("endpoint",), message)])
-        return self
+            yield ("endpoint",), message
 
 
 def can_be_read_on_the_way(endpoint: str) -> bool:

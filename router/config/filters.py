@@ -1,11 +1,11 @@
 """The `filters` section: fields of requests that are set, stripped or given, by model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue
 
 from router.config import values
-from router.config.loader import ConfigSection, KeyPath, MisfitError
+from router.config.loader import ConfigSection, Misfit
 
 # Without them it would be another request, or another slot.
 KEPT = frozenset({"model", "stream", "id_slot", "messages", "prompt", "input", "system"})
@@ -20,15 +20,10 @@ class FilterConfig(ConfigSection):
     default: Mapping[str, JsonValue] = Field(default_factory=dict)
     set: Mapping[str, JsonValue] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _fits(self) -> "FilterConfig":
-        misfits: list[tuple[KeyPath, str]] = []
+    def misfits(self) -> Iterator[Misfit]:
         for key, names in (("strip", self.strip), ("default", self.default), ("set", self.set)):
             for name in names:
                 if name in KEPT:
                     told = f"{name} is a field that no filter changes"
                     remedy = "; `model` of the filter does" if name == "model" else ""
-                    misfits.append(((key,), told + remedy))
-        if misfits:
-            raise MisfitError(misfits)
-        return self
+                    yield (key,), told + remedy

@@ -1,11 +1,12 @@
 """The `fleet` section: the other hosts, and how they reach this one."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from router.config import values
-from router.config.loader import ConfigSection, KeyPath, MisfitError
+from router.config.loader import ConfigSection, Misfit
 
 
 class FleetConfig(ConfigSection):
@@ -31,12 +32,10 @@ class FleetConfig(ConfigSection):
         """Return whether this host asks others, or answers them."""
         return self.has_peers or self.listen is not None
 
-    @model_validator(mode="after")
-    def _fits(self) -> "FleetConfig":
-        misfits: list[tuple[KeyPath, str]] = []
+    def misfits(self) -> Iterator[Misfit]:
         for at, peer in enumerate(self.peers):
             if problem := self._peer_problem(peer):
-                misfits.append((("peers", at), problem))
+                yield ("peers", at), problem
         listens_openly = self.listen is not None and not values.is_local(self.listen.host)
         if listens_openly and self.credentials is None and not self.insecure:
             message = (
@@ -44,17 +43,14 @@ class FleetConfig(ConfigSection):
                 " `kvferry fleet certificate` makes them (or `insecure: true`, which means that"
                 " every program that reaches this address may then do what a host may)"
             )
-            misfits.append((("listen",), message))
+            yield ("listen",), message
         if self.listen is not None and self.listen.is_socket:
-            misfits.append((("listen",), "must be host:port: peers cannot reach a Unix socket"))
+            yield ("listen",), "must be host:port: peers cannot reach a Unix socket"
         if self.redis is not None and self.listen is None:
             message = "is required with `redis`: the address under which others reach this host"
-            misfits.append((("listen",), message))
+            yield ("listen",), message
         if self.url is not None and self.listen is None:
-            misfits.append((("url",), "has no effect without `listen`"))
-        if misfits:
-            raise MisfitError(misfits)
-        return self
+            yield ("url",), "has no effect without `listen`"
 
     def _peer_problem(self, peer: str) -> str | None:
         if peer.startswith("https:"):

@@ -4,10 +4,10 @@ Knows no key of the configuration: `schema.py` passes its models in.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from router.config.values import nearest, shown
 
 KeyPath = tuple[str | int, ...]
+Misfit = tuple[KeyPath, str]  # a contradiction, at the key that is to be changed
 _KEY_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"}
 # Pydantic's own words for these are of Python, not of YAML.
 _WANTED = {
@@ -57,7 +58,7 @@ class ConfigError(Exception):
 class MisfitError(ValueError):
     """Values that are valid one by one and contradict each other, each with its key path."""
 
-    def __init__(self, misfits: list[tuple[KeyPath, str]]) -> None:
+    def __init__(self, misfits: list[Misfit]) -> None:
         super().__init__("; ".join(message for _, message in misfits))
         self.misfits = misfits
 
@@ -71,6 +72,16 @@ class ConfigSection(BaseModel):
     @classmethod
     def _of_nothing(cls, value: object) -> object:
         return {} if value is None else value
+
+    def misfits(self) -> Iterable[Misfit]:
+        """Yield what contradicts itself, though each value is valid."""
+        return ()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if found := [*self.misfits()]:
+            raise MisfitError(found)
+        return self
 
 
 @dataclass(slots=True)

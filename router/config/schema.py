@@ -5,7 +5,7 @@ no environment variable and no directory: start-up does, on the machine that ser
 `config/kvferry.reference.yaml` explains each key; a test keeps the two equal.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -20,14 +20,7 @@ from router.config.cold import ColdConfig
 from router.config.filters import FilterConfig
 from router.config.fleet import FleetConfig
 from router.config.loader import ConfigError as ConfigError
-from router.config.loader import (
-    ConfigSection,
-    KeyPath,
-    MisfitError,
-    problems_of,
-    read_text,
-    read_yaml,
-)
+from router.config.loader import ConfigSection, KeyPath, Misfit, problems_of, read_text, read_yaml
 from router.config.loader import Problem as Problem
 from router.config.loader import path_text as path_text
 from router.config.servers import ServersConfig
@@ -113,15 +106,13 @@ class StoreConfig(ConfigSection):
         """Return whether snapshots may be kept at all."""
         return self.max_bytes != 0 and self.max_tokens != 0
 
-    @model_validator(mode="after")
-    def _fits(self) -> "StoreConfig":
+    def misfits(self) -> Iterator[Misfit]:
         if 0 < self.max_tokens < self.min_tokens:
             message = (
                 f"must be at most max_tokens ({self.max_tokens}), not {self.min_tokens}:"
                 " nothing would ever be saved; to turn the store off set max_bytes: 0"
             )
-            raise MisfitError([(("min_tokens",), message)])
-        return self
+            yield ("min_tokens",), message
 
 
 class PolicyConfig(ConfigSection):
@@ -196,15 +187,13 @@ class TokenizerConfig(ConfigSection):
     def _off_is_a_word(cls, value: object) -> object:
         return "off" if value is False else value  # as YAML 1.1 reads it
 
-    @model_validator(mode="after")
-    def _fits(self) -> "TokenizerConfig":
+    def misfits(self) -> Iterator[Misfit]:
         if self.mode is TokenizerMode.LOCAL and self.path is None:
             message = "is required with mode: local: a Hugging Face folder or a .gguf file"
-            raise MisfitError([(("path",), message)])
+            yield ("path",), message
         if self.mode is not TokenizerMode.LOCAL and self.path is not None:
             message = f"is used with mode: local only, and mode is {self.mode}"
-            raise MisfitError([(("path",), message)])
-        return self
+            yield ("path",), message
 
 
 class ProbeConfig(ConfigSection):
@@ -227,19 +216,21 @@ class AdminConfig(ConfigSection):
         """
         return has_keys if self.protect_reads is None else self.protect_reads
 
-    @model_validator(mode="after")
-    def _fits(self) -> "AdminConfig":
+    def misfits(self) -> Iterator[Misfit]:
         if self.protect_reads and self.token_env is None:
             message = "needs admin.token_env: the token that reading then takes"
-            raise MisfitError([(("protect_reads",), message)])
-        return self
+            yield ("protect_reads",), message
 
 
 class BrowsersConfig(ConfigSection):
     """Pages in browsers that may reach kvferry where clients need no key."""
 
-    hosts: tuple[str, ...] = Field(default=(), strict=False)
-    origins: tuple[str, ...] = Field(default=(), strict=False)
+    hosts: tuple[Annotated[str, BeforeValidator(values.browser_host)], ...] = Field(
+        default=(), strict=False
+    )
+    origins: tuple[Annotated[str, BeforeValidator(values.browser_origin)], ...] = Field(
+        default=(), strict=False
+    )
 
 
 class KeyConfig(ConfigSection):
@@ -261,7 +252,7 @@ class TenantConfig(ConfigSection):
     background: bool = False  # served after all other tenants
 
 
-def _repeats(section: KeyPath, field: str, found: Sequence[object]) -> list[tuple[KeyPath, str]]:
+def _repeats(section: KeyPath, field: str, found: Sequence[object]) -> list[Misfit]:
     """Return the entries with the value of an earlier entry. A value may be secret: not shown."""
     return [
         ((*section, at, field), f"is also that of entry number {found.index(value) + 1}")
@@ -282,21 +273,15 @@ class AuthConfig(ConfigSection):
         """Return whether no KV of one tenant is used for another."""
         return bool(self.keys) and self.share_cache is Sharing.NONE
 
-    @model_validator(mode="after")
-    def _fits(self) -> "AuthConfig":
-        misfits = [
-            *_repeats(("keys",), "name", [key.name for key in self.keys]),
-            *_repeats(("keys",), "hash", [key.hash for key in self.keys]),
-            *_repeats(("tenants",), "name", [tenant.name for tenant in self.tenants]),
-        ]
+    def misfits(self) -> Iterator[Misfit]:
+        yield from _repeats(("keys",), "name", [key.name for key in self.keys])
+        yield from _repeats(("keys",), "hash", [key.hash for key in self.keys])
+        yield from _repeats(("tenants",), "name", [tenant.name for tenant in self.tenants])
         known = {key.tenant for key in self.keys}
         for at, tenant in enumerate(self.tenants):
             if tenant.name not in known:
                 message = f"{shown(tenant.name)} is the tenant of no key"
-                misfits.append((("tenants", at, "name"), message))
-        if misfits:
-            raise MisfitError(misfits)
-        return self
+                yield ("tenants", at, "name"), message
 
 
 class TlsConfig(ConfigSection):
@@ -305,12 +290,10 @@ class TlsConfig(ConfigSection):
     certificate: values.AbsolutePath | None = None
     key: values.AbsolutePath | None = None
 
-    @model_validator(mode="after")
-    def _fits(self) -> "TlsConfig":
+    def misfits(self) -> Iterator[Misfit]:
         for name, other in (("certificate", "key"), ("key", "certificate")):
             if getattr(self, name) is None and getattr(self, other) is not None:
-                raise MisfitError([((name,), f"is required with {other}: a file in PEM form")])
-        return self
+                yield (name,), f"is required with {other}: a file in PEM form"
 
 
 class LoggingConfig(ConfigSection):
@@ -371,13 +354,7 @@ class Config(ConfigSection):
         """Return whether state files are written and read at all."""
         return self.store.enabled and self.policy.name.moves_kv
 
-    @model_validator(mode="after")
-    def _fits(self) -> "Config":
-        if misfits := self.misfits():
-            raise MisfitError(misfits)
-        return self
-
-    def _beyond_passthrough(self) -> list[tuple[KeyPath, str]]:
+    def _beyond_passthrough(self) -> list[Misfit]:
         """Return what asks for more than passing requests through."""
         whole = {
             "cannot keep tenants apart: set auth.share_cache: all": self.auth.keeps_apart,
@@ -395,7 +372,7 @@ class Config(ConfigSection):
         ]
         return [*found, *limited]
 
-    def misfits(self) -> list[tuple[KeyPath, str]]:
+    def misfits(self) -> list[Misfit]:
         """Return the contradictions between sections, each with its key path."""
         if not self.backends and not self.servers.models and not self.fleet.has_peers:
             what = "empty" if "backends" in self.model_fields_set else "required"
@@ -546,16 +523,16 @@ def from_flags(
     return config
 
 
-def _validate(value: object) -> tuple[Config | None, list[tuple[KeyPath, str]]]:
+def _validate(value: object) -> tuple[Config | None, list[Misfit]]:
     try:
         return Config.model_validate(value), []
     except ValidationError as error:
         return None, problems_of(error, Config, _REQUIRED)
 
 
-def _loops(listen: Address, backends: Sequence[BackendConfig]) -> list[tuple[KeyPath, str]]:
+def _loops(listen: Address, backends: Sequence[BackendConfig]) -> list[Misfit]:
     """Return backends that are the router itself: llama-server's default port is 8080 too."""
-    misfits: list[tuple[KeyPath, str]] = []
+    misfits: list[Misfit] = []
     for i, backend in enumerate(backends):
         if values.reaches(listen, values.url_address(backend.url)):
             message = (

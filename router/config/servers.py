@@ -1,14 +1,15 @@
 """The `servers` section: models, and the llama-servers that kvferry starts and stops for them."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from router.base.types import BackendId
 from router.config import values
 from router.config.llama_flags import USUAL
-from router.config.loader import ConfigSection, KeyPath, MisfitError
+from router.config.loader import ConfigSection, KeyPath, Misfit
 from router.config.values import shown
 
 PORT = "${port}"  # in a start command: the port that the server is to listen on
@@ -89,37 +90,32 @@ class ModelConfig(ConfigSection):
             return (BackendId(self.name),)
         return tuple(BackendId(f"{self.name}-{number + 1}") for number in range(self.replicas))
 
-    @model_validator(mode="after")
-    def _fits(self) -> "ModelConfig":
-        misfits: list[tuple[KeyPath, str]] = []
+    def misfits(self) -> Iterator[Misfit]:
         if self.command:
-            misfits += [
+            yield from [
                 ((key,), "has no effect with `command`: leave it out, and write it there")
                 for key in _FOR_LLAMA_SERVER
                 if key in self.model_fields_set and getattr(self, key) not in (None, ())
             ]
             if not any(PORT in word for word in self.command):
-                misfits.append((("command",), f"must pass the port on: write {PORT}"))
+                yield ("command",), f"must pass the port on: write {PORT}"
         elif self.model is not None and self.hf is not None:
-            misfits.append((("hf",), "is not together with `model`: the file or the reference"))
+            yield ("hf",), "is not together with `model`: the file or the reference"
         elif self.model is None and self.hf is None:
             message = "is required: a .gguf file; or `hf`: user/repository:quant; or `command`"
-            misfits.append((("model",), message))
-        misfits += self._set_by_kvferry()
+            yield ("model",), message
+        yield from self._set_by_kvferry()
         for variable, value in self.env.items():
             if isinstance(value, tuple) and len(value) != self.replicas:
                 told = f"has {len(value)} values for {self.replicas} replicas: give one for each"
-                misfits.append((("env", variable), told))
+                yield ("env", variable), told
         if self.ctx == 0 and self.slots > 1 and not self.kv_unified:
             told = "is 0, as the model was trained, with `slots: 1` or `kv_unified: true` only"
-            misfits.append((("ctx",), told))
+            yield ("ctx",), told
         if self.keep and self.ttl_s is not None:
-            misfits.append((("ttl",), "has no effect with `keep: true`, which is never stopped"))
-        if misfits:
-            raise MisfitError(misfits)
-        return self
+            yield ("ttl",), "has no effect with `keep: true`, which is never stopped"
 
-    def _set_by_kvferry(self) -> Iterator[tuple[KeyPath, str]]:
+    def _set_by_kvferry(self) -> Iterator[Misfit]:
         """Yield the arguments and variables that would change what kvferry sets."""
         given: list[tuple[KeyPath, str, str]] = [
             (("args", at), word, USUAL.name_of(word)) for at, word in enumerate(self.args)
@@ -129,7 +125,10 @@ class ModelConfig(ConfigSection):
             if flag is not None and flag.variable:
                 given.append((("env", variable), variable, flag.name))
         for path, word, name in given:
-            if name in OWN_FLAGS:
+            joined = re.match(r"(--?[a-z][\w-]*)[ =](.+)", word)
+            if joined and path[0] == "args" and USUAL.of(joined[1]) is not None:
+                yield path, f'is two arguments to llama-server: write "{joined[1]}", "{joined[2]}"'
+            elif name in OWN_FLAGS:
                 key = OWN_FLAGS[name]
                 told = f"{word.partition('=')[0]} is set by kvferry"
                 yield path, told + (f": use `{key}`" if key else "")
@@ -146,9 +145,7 @@ class ServersConfig(ConfigSection):
     llama_server: values.AbsolutePath | None = None  # None: searched for
     max_log_bytes: values.PositiveSize = Field(default=1024 * 1024, alias="max_log")
 
-    @model_validator(mode="after")
-    def _fits(self) -> "ServersConfig":
-        misfits: list[tuple[KeyPath, str]] = []
+    def misfits(self) -> Iterator[Misfit]:
         known = [group.name for group in self.groups]
         own = {
             name: at
@@ -159,32 +156,29 @@ class ServersConfig(ConfigSection):
         for at, model in enumerate(self.models):
             if model.group is not None and model.group not in known:
                 message = f"{shown(model.group)} is no group: add it to `groups`"
-                misfits.append((("models", at, "group"), message))
+                yield ("models", at, "group"), message
             # An alias may be that of several models: a request for it goes to any of them.
             for name in sorted({model.name, *model.servers}):
                 if (other := taken.setdefault(name, at)) != at:
                     message = f"{shown(name)} is also a name of entry number {other + 1}"
-                    misfits.append((("models", at, "name"), message))
+                    yield ("models", at, "name"), message
             for name in sorted({*model.aliases}):
                 if (other := own.get(name, at)) != at:
                     message = f"{shown(name)} is also a name of entry number {other + 1}"
-                    misfits.append((("models", at, "name"), message))
+                    yield ("models", at, "name"), message
         if self.loaded is not None:
-            misfits += self._room(("loaded",), self.loaded, self.models)
+            yield from self._room(("loaded",), self.loaded, self.models)
         for at, group in enumerate(self.groups):
             members = [model for model in self.models if model.group == group.name]
-            misfits += self._room(("groups", at, "loaded"), group.loaded, members)
-        misfits += [
+            yield from self._room(("groups", at, "loaded"), group.loaded, members)
+        yield from [
             (("groups", at, "name"), f"is also that of entry number {known.index(name) + 1}")
             for at, name in enumerate(known)
             if name in known[:at]
         ]
-        if misfits:
-            raise MisfitError(misfits)
-        return self
 
     @staticmethod
-    def _room(path: KeyPath, most: int, models: Sequence[ModelConfig]) -> list[tuple[KeyPath, str]]:
+    def _room(path: KeyPath, most: int, models: Sequence[ModelConfig]) -> list[Misfit]:
         """Return the problem of a limit whose room models take that are never stopped."""
         kept = sum(model.keep for model in models)
         if kept > most or (kept == most and kept < len(models)):

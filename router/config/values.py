@@ -371,8 +371,26 @@ def variable_name(value: object) -> str:
     return value
 
 
+def browser_host(value: object) -> str:
+    """Return a name as the header `Host` has it: without a scheme, a port and a path."""
+    told = value.lower().rpartition("://")[2].partition("/")[0] if isinstance(value, str) else ""
+    if not (name := re.sub(r":\d*$", "", told).rstrip(".")):
+        raise ValueError(f"must be a name such as ai.example.com, not {shown(value)}")
+    return name
+
+
+def browser_origin(value: object) -> str:
+    """Return an origin as browsers write it: without a path and the usual port."""
+    told = value.rstrip("/").lower() if isinstance(value, str) else ""
+    if "://" not in told and told not in ("*", "null"):
+        raise ValueError(f"must be an origin such as https://chat.example.com, not {shown(value)}")
+    return re.sub(r"^(https://.*):443$|^(http://.*):80$", r"\1\2", told)
+
+
 def hf_reference(value: object) -> str:
     """Return a reference to a model on Hugging Face, as llama-server's `-hf` takes it."""
+    if isinstance(value, str):  # as `--model` and others write it
+        value = re.sub(r"^(hf:|(https://)?(hf\.co|huggingface\.co)/)", "", value)
     if not isinstance(value, str) or not _HF.fullmatch(value):
         raise ValueError(f"must be user/repository or user/repository:quant, not {shown(value)}")
     return value

@@ -319,7 +319,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from router.tools.serving.imports import ImportProblemError, imported, summary
+    from router.tools.serving.entries import ImportProblemError
+    from router.tools.serving.imports import imported, summary
 
     try:
         made = imported(options.file)

@@ -3,7 +3,6 @@
 Asks a running router (`GET /kvferry/requests/ID`) and prints its answer for a person.
 """
 
-from typing import Any
 from urllib.parse import quote
 
 from rich.console import Console
@@ -11,10 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from router.base.types import Miss
-from router.tools.console.client import ask
+from router.tools.console.client import Json, ask
 from router.tools.terminal import output
-
-Json = dict[str, Any]
 
 # Each reason, for an operator; docs/metrics.md says more.
 _MEANING = {

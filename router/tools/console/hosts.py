@@ -1,16 +1,12 @@
 """`kvferry fleet status | drain | undrain`: the hosts as one of them sees them."""
 
-from typing import Any
-
 from rich.table import Table
 from rich.text import Text
 
-from router.tools.console.client import CallError, connected
+from router.tools.console.client import CallError, Json, connected
 from router.tools.console.format import print_json, table
 from router.tools.console.operations import drain, undrain
 from router.tools.terminal import output
-
-Json = dict[str, Any]
 
 
 async def status(url: str, *, as_json: bool) -> int:

@@ -2,12 +2,9 @@
 
 import asyncio
 from math import inf
-from typing import Any
 
-from router.tools.console.client import CallError, connected
+from router.tools.console.client import CallError, Json, connected
 from router.tools.terminal import output
-
-Json = dict[str, Any]
 
 _POLL_S = 0.5
 # Time for the probe of a healthy backend; with a large model it takes seconds.

@@ -3,15 +3,12 @@
 import argparse
 import asyncio
 import sys
-from typing import Any
 
 from rich.text import Text
 
-from router.tools.console.client import RouterClient, add_url, connected
+from router.tools.console.client import Json, RouterClient, add_url, connected
 from router.tools.console.format import print_json, span, table
 from router.tools.terminal import output
-
-Json = dict[str, Any]
 
 PATH = "/kvferry/servers"
 _POSITION = "x-kvferry-log-position"

@@ -5,16 +5,13 @@ The router checks and applies filters: their values are sent as they were typed.
 
 import argparse
 import sys
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from router.tools.console.client import add_url, ask
+from router.tools.console.client import Json, add_url, ask
 from router.tools.console.format import number_of, print_json, size, span, table
 from router.tools.terminal import output
-
-Json = dict[str, Any]
 
 PATH = "/kvferry/snapshots"
 _WIDE = 110  # columns from which the table shows the file

@@ -3,18 +3,16 @@
 import asyncio
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.tools.console.client import CallError, RouterClient, connected
+from router.tools.console.client import CallError, Json, RouterClient, connected
 from router.tools.console.format import bar, number_of, size, span, table
 from router.tools.terminal import output
 
-Json = dict[str, Any]
 INTERVAL_S = 1.0
 _DECISIONS = 20
 _GOOD = {"up", "running", "idle", "resident", "snapshot", "copy"}

@@ -4,13 +4,10 @@ import argparse
 import csv
 import sys
 from collections.abc import Iterator
-from typing import Any
 
-from router.tools.console.client import add_url, ask
+from router.tools.console.client import Json, add_url, ask
 from router.tools.console.format import print_json, table
 from router.tools.terminal import output
-
-Json = dict[str, Any]
 
 _KEYS = ("day", "tenant", "model")
 _COLUMNS = (

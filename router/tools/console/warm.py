@@ -4,14 +4,11 @@ import argparse
 import sys
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from router.base.decoding import UndecodableError, json_of
-from router.tools.console.client import CallError, add_url, ask
+from router.tools.console.client import CallError, Json, add_url, ask
 from router.tools.console.format import print_json, size, table
 from router.tools.terminal import output
-
-Json = dict[str, Any]
 
 _PATH = "/kvferry/warm"
 _TEXT, _CHAT, _MESSAGES = "/completion", "/v1/chat/completions", "/v1/messages"

@@ -15,13 +15,14 @@ from typing import Any
 
 from router.config.llama_flags import USUAL, Flags, flags_of
 from router.config.servers import OWN_FLAGS
+from router.servers.launch import SECRET
 from router.servers.program import ServerNotFoundError, find_server
 
 Json = dict[str, Any]
 
 _PORT, _KV_DIR, _LOCAL = "${port}", "${kv_dir}", "127.0.0.1"
 _NAME = r"llama[-_]server[\w.-]*"  # also llama-server-cuda, llama-server.exe
-SERVER = re.compile(rf"(?:[^\s]*[/\\])?{_NAME}", re.IGNORECASE)
+SERVER = re.compile(rf"(?:[^;&|]*[/\\])?{_NAME}", re.IGNORECASE)
 _IN_TEXT = re.compile(rf"(?<![^\s;&(])[^\s;&('\"]*{_NAME}")
 IMAGE = re.compile(r"llama[-_.]?(?:cpp|server)", re.IGNORECASE)
 # Options of `docker run` without a value; all others take one. A server has no terminal.
@@ -119,11 +120,14 @@ class Commands:
             )
         found = self._program(program)
         server = self.flags(rest, env, self._flags_of(found))
-        own = [*before, found or "llama-server"]
-        keys: Json = {"llama_server": own} if found or before else {}
         name, value = server.source or ("", "")
-        if name not in ("--model", "--hf-repo") or "--hf-file" in server.args:
-            return {"command": [*own, *server.words(_LOCAL, _PORT)]}, server
+        is_own = name not in ("--model", "--hf-repo") or "--hf-file" in server.args
+        keys: Json = {}
+        if found or before or is_own:  # kvferry starts these words as they are
+            own = [*before, *([found] if found else _found_here())]
+            if is_own:
+                return {"command": [*own, *server.words(_LOCAL, _PORT)]}, server
+            keys = {"llama_server": own}
         keys |= {"model": self._path(value)} if name == "--model" else {"hf": value}
         return keys | server.sizes | ({"args": server.args} if server.args else {}), server
 
@@ -159,6 +163,9 @@ class Commands:
                 key = value.partition("=")[2]
             elif name in ("-p", "--publish"):
                 ports.append(value)
+            elif name in ("-e", "--env") and SECRET.search(value.partition("=")[0].upper()):
+                options += [name, value.partition("=")[0]]  # of kvferry's own environment
+                self.note(f"the value of {options[-1]} is left out: set it for kvferry itself")
             elif not _TERMINAL.fullmatch(name):
                 options += given
         image, rest = words[at : at + 1], words[at + 1 :]
@@ -257,6 +264,8 @@ class Commands:
             server.listens[name] = value or ""
             if name not in _SAME:
                 self.note(f"{word} is left out: {_WHY.get(name, 'kvferry sets it itself')}")
+        elif name == "--hf-token":
+            self.note(f"{word} is left out, which is a secret: name HF_TOKEN in `env`")
         elif name not in ("--slots", "--metrics"):
             value = value and self._path(value, exists=True)
             server.args += [word, *([] if value is None else [value]), *two]
@@ -285,6 +294,14 @@ class Commands:
         path = self.folder / Path(text).expanduser() if text else self.folder
         is_name = "/" in text or "." in text
         return text if exists and not (is_name and path.is_file()) else str(path)
+
+
+def _found_here() -> list[str]:
+    """Return the command of the llama-server that kvferry finds, or its usual name."""
+    try:
+        return find_server()
+    except ServerNotFoundError:
+        return ["llama-server"]
 
 
 def _is_binary(program: str) -> bool:

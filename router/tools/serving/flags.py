@@ -100,9 +100,22 @@ def _model(text: str) -> dict[str, object]:
         usual = Path(what).name.removesuffix(".gguf")
     if not what or text.startswith("="):
         raise StartError(f"--model {text}: must be FILE, NAME=FILE or hf:USER/REPOSITORY:QUANT")
+    if source == "model":
+        _check_file(text, what)
     label = _NO_NAME.sub("-", name or usual).strip("-")
     aliases = {"aliases": [name]} if name and name != label else {}
     return {"name": label, source: what, **aliases}
+
+
+def _check_file(text: str, path: str) -> None:
+    """Refuse what is surely no model file. Raises StartError. A file may come later."""
+    if Path(path).is_dir():
+        raise StartError(f"--model {text}: is a directory: `kvferry import {path}` reads all of it")
+    if not path.endswith(".gguf") and not Path(path).exists():
+        name = re.sub(r"^(https?://)?(hf\.co|huggingface\.co)/", "", text)
+        known = name if re.fullmatch(r"[\w.-]+/[\w.-]+(:\w+)?", name) else "USER/REPOSITORY:QUANT"
+        told = f"no such file; a model of Hugging Face is written hf:{known}"
+        raise StartError(f"--model {text}: {told}")
 
 
 def add_fleet_options(command: argparse.ArgumentParser) -> None:

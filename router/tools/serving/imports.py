@@ -10,24 +10,16 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
-from router.base.api_keys import hash_text
 from router.config.filters import KEPT
 from router.config.llama_flags import USUAL
-from router.config.loader import ConfigError
-from router.config.schema import parse
-from router.config.servers import ModelConfig
-from router.servers.launch import SECRET
 from router.tools.serving.commands import (
     IMAGE,
     SERVER,
-    Commands,
     Json,
     ServerFlags,
     UntranslatableError,
@@ -37,14 +29,28 @@ from router.tools.serving.commands import (
     without_comments,
 )
 from router.tools.serving.containers import folders, mounted, published, short_port
-from router.tools.serving.variables import VARIABLE, calculated, expanded, filled, pairs, read_file
+from router.tools.serving.entries import Entries, Imported, ImportProblemError, free, label_of
+from router.tools.serving.variables import (
+    Untold,
+    calculated,
+    chosen_in_cases,
+    expanded,
+    filled,
+    pairs,
+    read_file,
+    with_folders,
+    words_of,
+)
 
 _ASSIGNMENT = re.compile(
     r"(?:(?:then|else|do|export|local|readonly|declare)\s+(?:-\w+\s+)*)*"
     r"'?([A-Za-z_]\w*)(\+?)=(\(.*\)|.*)",
     re.DOTALL,
 )
+_DRAFT = re.compile("(?:mtp|dspark|dflash)-")  # a draft beside its model (preset.cpp)
 _OF_A_UNIT = re.compile(r"^[ \t]*(\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", re.MULTILINE)
+# Words before the program of a command.
+_BEFORE = ("exec", "eval", "command", "nohup", "time", "sudo", "do", "then", "else", "{")
 # Of a service's file of variables: what its server reads. Others may be secrets.
 _OF_A_SERVER = re.compile(r"LLAMA_|GGML_|CUDA_|HIP_|ROCR_|HSA_|VK_|OMP_|HF_(?!TOKEN)|NVIDIA_")
 # Keys of a llama-swap model that change nothing here, or are read below.
@@ -53,10 +59,6 @@ _READ = {
     *("aliases", "env", "ttl", "filters", "metadata", "capabilities", "timeouts"),
     *("unlisted", "concurrencyLimit"),
 }
-
-
-class ImportProblemError(ValueError):
-    """The file is none of these, or has no model that can be taken over."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -69,15 +71,6 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
-@dataclass(slots=True)
-class Imported:
-    """What was made of a file: the text of a configuration, and notes by model."""
-
-    text: str
-    names: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
 def imported(path: Path) -> Imported:
     """Return the configuration for a file, or for a directory of .gguf files. Blocking.
 
@@ -85,11 +78,11 @@ def imported(path: Path) -> Imported:
     """
     made = _Import(path.resolve())
     if path.is_dir():
-        made.files(path.resolve(), [])
+        made.files(path.resolve(), [], {})
         return made.result()
     text = path.read_text("utf-8-sig")
     document: Any = None
-    if not re.search(r"^\s*\[[^\]]+\]\s*$|^#!", text, re.MULTILINE):
+    if not text.startswith("#!"):
         try:
             document = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
         except yaml.YAMLError as error:
@@ -104,8 +97,8 @@ def imported(path: Path) -> Imported:
             made.quadlet(text)
         elif re.search(r"^\s*ExecStart\s*=", text, re.MULTILINE):
             made.unit(text)
-        elif re.search(r"^\[[^\]]+\]\s*$", text, re.MULTILINE) and "\nif [" not in text:
-            made.presets(text, [])
+        elif re.search(r"^\[[^\]\n]+\][ \t]*$", text, re.MULTILINE) and "\nif [" not in text:
+            made.presets(text, [], {})
         else:
             made.script(text)
     except ImportProblemError:
@@ -115,120 +108,8 @@ def imported(path: Path) -> Imported:
     return made.result()
 
 
-class _Import:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._name = ""  # of the model that notes are about
-        self._commands = Commands(path if path.is_dir() else path.parent, self.note)
-        self.models: dict[str, Json] = {}
-        self.servers: Json = {}
-        self.more: Json = {}
-        self.notes: list[str] = []
-        self._misses_keys = False  # those of a server that let in nobody without
-
-    def note(self, told: str) -> None:
-        """Note what is changed or left out, and why."""
-        self.notes.append(f"{self._name}: {told}" if self._name else told)
-
-    def result(self) -> Imported:
-        """Return the configuration. Raises ImportProblemError without a model."""
-        if not self.models:
-            told = "; ".join(self.notes) or "it starts no llama-server"
-            raise ImportProblemError(f"nothing can be taken over: {told}")
-        self._fit()
-        if self._misses_keys and "auth" not in self.more:
-            self._name, listen = "", self.more.get("listen", "127.0.0.1:8080")
-            if not listen.startswith("unix:"):
-                self.more["listen"] = f"127.0.0.1:{listen.rpartition(':')[2]}"
-                self.note("it listens for this machine alone, until `auth` has keys")
-        names = [n for one in self.models.values() for n in (one["name"], *one.get("aliases", ()))]
-        names += [one["name"] for one in self.more.get("filters", ()) if "model" in one]
-        models = [*self.models.values()]
-        document = self.more | {"servers": self.servers | {"models": models}}
-        made = Imported("", list(dict.fromkeys(names)), self.notes)
-        body = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)
-        head = [f"# Made from {self._path.name} by `kvferry import`."]
-        head += [f"# - {line}" for note in made.notes for line in note.splitlines()]
-        made.text = "\n".join(head) + "\n" + body
-        try:
-            parse(made.text, "what was made of it")
-        except ConfigError as error:
-            raise ImportProblemError(str(error)) from error
-        return made
-
-    def _fit(self) -> None:
-        """Take out what two models cannot both have, and more preloads than are loaded."""
-        own = {one["name"] for one in self.models.values()}
-        preloads: dict[str | None, int] = {}
-        groups = self.servers.get("groups", ())
-        limits: dict[str | None, int] = {one["name"]: one["loaded"] for one in groups}
-        for name, one in self.models.items():
-            self._name = name
-            for alias in [a for a in one.get("aliases", ()) if a in own and a != one["name"]]:
-                one["aliases"].remove(alias)
-                self.note(f"the alias {alias} is left out: it is the name of another model")
-            group: str | None = one.get("group")
-            most = limits.get(group, int(self.servers.get("loaded", len(self.models))))
-            preloads[group] = preloads.get(group, 0) + bool(one.get("preload") or one.get("keep"))
-            if preloads[group] > most and one.pop("preload", None):
-                self.note(f"it is not loaded at the start: at most {most} are loaded at a time")
-
-    def add(
-        self, name: str, words: list[str], env: dict[str, str], more: Json
-    ) -> ServerFlags | None:
-        """Add a model; None: it cannot be taken over, and a note says why."""
-        self._name = name
-        try:
-            keys, server = self._commands.translated(words, env)
-            if server.router:
-                self.router(server)
-                return server
-        except (UntranslatableError, ValueError, RuntimeError) as error:
-            self.note(f"is left out: {error}")
-            return None
-        file = Path(server.source[1]).name if server.source else self._path.name
-        name = name or next(iter(server.names), file.partition(".gguf")[0])
-        self._name = name
-        label = _label(name)[:60].strip("-") or "model"
-        taken = {one["name"] for one in self.models.values()}
-        label = next(one for one in (label, *(f"{label}-{n}" for n in range(2, 999)))
-                     if one not in taken)  # fmt: skip
-        aliases = [name, *more.pop("aliases", ()), *server.names]
-        aliases = [one for one in dict.fromkeys(aliases) if one and one != label]
-        shared = "" if "kv_unified" not in keys else " that all slots share, as before"
-        if sizes := {key: keys[key] for key in ("slots", "ctx") if key in keys}:
-            self.note(f"{sizes['slots']} slots, {sizes['ctx'] or 'the trained number of'} tokens"
-                      + (shared or " each"))  # fmt: skip
-        own = {"name": label} | ({"aliases": aliases} if aliases else {}) | keys
-        client_keys = self._commands.keys(server, env)
-        if server.idle_s:
-            more.setdefault("ttl", f"{server.idle_s}s")
-            self.note(f"idle for {server.idle_s} s, it is stopped instead of put to sleep")
-        for variable in [one for one in env if SECRET.search(one.upper())]:
-            del env[variable]
-            self.note(f"{variable} is left out, which looks like a secret: name it in `env`")
-        entry = own | ({"env": env} if env else {}) | more
-        try:
-            ModelConfig.model_validate(entry)
-        except ValidationError as error:
-            self.note(f"is left out: {error.errors()[0]['msg'].removeprefix('Value error, ')}")
-            return None
-        if client_keys is None:
-            self._misses_keys = True
-            self.note("its --api-key-file cannot be read here: put its keys into `auth`")
-        for key in client_keys or ():
-            self._key(key)
-        if files := self._commands.tls(server):
-            self.more.setdefault("tls", files)
-        self.models[name] = entry
-        return server
-
-    def _key(self, key: str) -> None:
-        """Let clients in by the keys that they have."""
-        keys = self.more.setdefault("auth", {"keys": []})["keys"]
-        told = hash_text(key)
-        if told not in [one["hash"] for one in keys]:
-            keys.append({"name": f"key-{len(keys) + 1}", "tenant": "all", "hash": told})
+class _Import(Entries):
+    """Reads the formats of files; each method takes over one."""
 
     def llama_swap(self, document: Json) -> None:
         """Take over a configuration of llama-swap."""
@@ -236,6 +117,7 @@ class _Import:
         ttl = document.get("globalTTL") or 0
         within = document.get("healthCheckTimeout")
         more: Json = {"start_timeout": f"{max(int(within), 15)}s"} if within else {}
+        self._meant = {str(name) for name in document["models"] if str(name) == label_of(str(name))}
         for name, given in document["models"].items():
             self._name, entry = str(name), given if isinstance(given, dict) else {}
             try:
@@ -259,7 +141,11 @@ class _Import:
             if names & {str(one) for one in wanted}:
                 model["preload"] = True
         for key in document.get("apiKeys") or ():
-            self._key(filled(str(key), macros))
+            try:
+                self.let_in(filled(str(key), macros))
+            except UntranslatableError as error:
+                self._misses_keys = True
+                self.note(f"a key of apiKeys is left out: {error}; put it into `auth`")
 
     def _llama_swap_model(self, name: str, entry: Json, more: Json, ttl: float) -> None:
         if not entry.get("cmd"):
@@ -282,6 +168,8 @@ class _Import:
                 self.note("cmdStop is left out: a process gets SIGTERM")
             else:
                 more["stop_command"] = shlex.split(stop)
+        if re.search(r"\b[A-Za-z]:\\", entry["cmd"]):
+            raise UntranslatableError("its paths are those of Windows, where no kvferry runs")
         env = pairs(entry.get("env") or ())
         if self.add(name, shlex.split(entry["cmd"]), env, more):
             self._filters(name, entry.get("filters") or {})
@@ -310,10 +198,11 @@ class _Import:
         if not groups:
             self.servers["loaded"] = 1  # without groups, llama-swap loads one model at a time
             return
-        rest, found = dict(self.models), []
+        rest, found = dict(self.models), list[Json]()
         for name, group in groups.items():
-            members = [rest.pop(one) for one in group.get("members") or () if one in rest]
-            label = _label(str(name))
+            names = map(str, group.get("members") or ())
+            members = [rest.pop(one) for one in names if one in rest]
+            label = free(label_of(str(name)), [one["name"] for one in found])
             swap, persistent = group.get("swap", True), group.get("persistent", False)
             if not members:
                 continue
@@ -325,12 +214,13 @@ class _Import:
                 self.note(f"group {name}: to unload other groups for it, set `loaded` for all")
             found.append({"name": label, "loaded": 1 if swap else len(members)})
         if rest:
-            found.append({"name": "others", "loaded": 1})
+            others = free("others", [one["name"] for one in found])
+            found.append({"name": others, "loaded": 1})
             for model in rest.values():
-                model["group"] = "others"
+                model["group"] = others
         self.servers["groups"] = found
 
-    def router(self, server: ServerFlags) -> None:
+    def router(self, server: ServerFlags, env: dict[str, str]) -> None:
         """Take over the models of llama-server's router mode, whose other flags all of them get."""
         base = list(server.args)
         base += ["-c", str(server.n_ctx)] if server.n_ctx else []
@@ -338,9 +228,9 @@ class _Import:
         folder = self._commands.folder
         self._loaded(server)
         if named := server.router.get("--models-preset"):
-            self.presets((folder / named).read_text("utf-8-sig"), base)
+            self.presets((folder / named).read_text("utf-8-sig"), base, env)
         if named := server.router.get("--models-dir"):
-            self.files(folder / named, base)
+            self.files(folder / named, base, env)
 
     def _loaded(self, server: ServerFlags) -> None:
         """Take over how many models a router loads at a time."""
@@ -348,19 +238,23 @@ class _Import:
         if (most := server.router.get("--models-max", "4")) != "0":
             self.servers["loaded"] = int(most)
 
-    def files(self, folder: Path, base: list[str]) -> None:
-        """Take over a directory of models, as `--models-dir` does."""
+    def files(self, folder: Path, base: list[str], env: dict[str, str]) -> None:
+        """Take over a directory of models, as `--models-dir` does; also one of LM Studio."""
         for path in sorted(folder.iterdir()):
             found = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
-            projectors = [one for one in found if "mmproj" in one.name]
-            models = [one for one in found if one.suffix == ".gguf" and one not in projectors]
+            beside = [one for one in found if "mmproj" in one.name or _DRAFT.match(one.name)]
+            models = [one for one in found if one.suffix == ".gguf" and one not in beside]
             models = [one for one in models if not re.search(r"-0000[2-9]-of-|-000[1-9]", one.name)]
-            if models and (path.is_dir() or not projectors):
-                more = ["--mmproj", str(projectors[0])] if projectors else []
+            if models and (path.is_dir() or not beside):
+                flags = {"--mmproj" if "mmproj" in one.name else "--spec-draft-model": str(one)
+                         for one in reversed(beside)}  # fmt: skip
+                more = [word for pair in flags.items() for word in pair]
                 words = ["llama-server", "-m", str(models[0]), *base, *more]
-                self.add(path.name.removesuffix(".gguf"), words, {}, {})
+                self.add(path.name.removesuffix(".gguf"), words, dict(env), {})
+            elif path.is_dir() and not found:
+                self.files(path, base, env)
 
-    def presets(self, text: str, base: list[str]) -> None:
+    def presets(self, text: str, base: list[str], env: dict[str, str]) -> None:
         """Take over presets of router mode: a section for each model, `[*]` for all."""
         parser = configparser.ConfigParser(
             default_section="*", interpolation=None, strict=False, allow_no_value=True,
@@ -378,6 +272,7 @@ class _Import:
                 parser.remove_option("*", key)
         if server.router or "loaded" not in self.servers:
             self._loaded(server)
+        self._meant = {name for name in parser.sections() if name == label_of(name)}
         for name in parser.sections():
             given = {key: value or "" for key, value in parser[name].items() if key != "version"}
             own = {key for key, value in given.items() if (common.get(key) or "") != value}
@@ -401,7 +296,9 @@ class _Import:
                 if (flagged := USUAL.words_of(key, value)) is None:
                     self.note(f"{key} is left out: it is no flag of llama-server")
                 words += flagged or []
-            self.add(name, words, {}, more)
+            # llama-server answers to the tag of a repository in capitals.
+            more["aliases"] = [re.sub(":.*", lambda tag: tag[0].upper(), name)]
+            self.add(name, words, dict(env), more)
 
     def compose(self, services: Json) -> None:
         """Take over the services of a compose file that start llama-servers, without containers."""
@@ -429,6 +326,10 @@ class _Import:
                 self.note(f"of {file} are left out: {', '.join(others)}")
         words = [*_listed(service.get("entrypoint")), *_listed(service.get("command"))]
         image = expanded(str(service.get("image") or ""), known)
+        if runs_another(words):  # /bin/sh -c "llama-server ..."
+            texts = (split(one) for word in words for one in statements(word))
+            words = next((one for one in texts if any(map(SERVER.fullmatch, one))), words)
+            words = words[words[:1] == ["exec"] :]
         if not any(map(SERVER.fullmatch, words)):
             if not IMAGE.search(image):
                 return
@@ -462,7 +363,7 @@ class _Import:
             "command": "".join(found.get("Exec", ())[-1:]),
             "environment": shlex.split(" ".join(found.get("Environment", ()))),
             "env_file": found.get("EnvironmentFile", ()),
-            "volumes": found.get("Volume", ()),
+            "volumes": [*found.get("Volume", ()), *map(_mount, found.get("Mount", ()))],
             "ports": found.get("PublishPort", ()),
             "network_mode": "".join(found.get("Network", ())[-1:]),
         }
@@ -490,7 +391,8 @@ class _Import:
             elif key == "ExecStart" and not value:  # a drop-in begins anew
                 lines = [line for line in lines if line.startswith(("export ", "cd "))]
             elif key == "ExecStart":
-                lines.append(value.lstrip("-@:+!"))
+                # ${X} is one word, whatever is in it.
+                lines.append(re.sub(r"(?<!\S)(\$\{\w+\})(?!\S)", r'"\1"', value.lstrip("-@:+!")))
         lines.sort(key=lambda line: not line.startswith(("export ", "cd ")))
         self.script("\n".join(lines))
 
@@ -499,11 +401,16 @@ class _Import:
         known, exported = dict(os.environ), dict[str, str]()
         text = re.sub(r"<<-?\s*['\"]?(\w+).*?\n\s*\1\b", "", text, flags=re.DOTALL)
         text = without_comments(re.sub(r"`#[^`]*`", "", text.replace("\\\n", " ")))
-        for statement in statements(text):
+        text = with_folders(text, self._commands.folder)
+        for name in chosen_in_cases(text):
+            known[name] = Untold(f"{name} depends on a `case`")
+        for statement in statements(re.sub(r"\bcase\b.*?\besac\b", "", text, flags=re.DOTALL)):
             try:
                 self._statement(statement, known, exported)
             except (UntranslatableError, RuntimeError) as error:
-                if SERVER.search(statement):
+                if assigned := _ASSIGNMENT.fullmatch(statement):
+                    known[assigned[1]] = Untold(str(error))
+                elif SERVER.search(statement) or IMAGE.search(statement):
                     self._name = ""
                     self.note(f"a llama-server is left out: {error}")
 
@@ -518,13 +425,12 @@ class _Import:
             if text.startswith("export"):
                 exported[name] = known[name]
             return
-        words = []
-        for word in split(text):
-            value = expanded(os.path.expanduser(word), known)
-            words += split(value) if VARIABLE.fullmatch(word) else [value]
-        while words and words[0] in ("exec", "nohup", "time", "sudo", "do", "then", "else", "{"):
+        words = words_of(text, known)
+        while words and words[0] in _BEFORE:
             words.pop(0)
-        if words[:1] == ["cd"] and len(words) > 1:
+        if words[:1] in (["source"], ["."]) and len(words) > 1:
+            known |= read_file(self._commands.folder / Path(words[1]).expanduser(), known)
+        elif words[:1] == ["cd"] and len(words) > 1:
             self._commands.folder = self._commands.folder / Path(words[1]).expanduser()
         elif any(map(SERVER.fullmatch, words)) or runs_another(words):
             self.alone(words, dict(exported))
@@ -557,13 +463,16 @@ class _Import:
 
 def _settings(text: str) -> list[tuple[str, str]]:
     """Return the keys and values of a unit of systemd, of all its sections."""
+    text = re.sub(r"^[ \t]*[#;].*\n?", "", text, flags=re.MULTILINE)  # also inside of a value
     joined = re.sub(r"\\\n\s*", " ", text).replace("%h", str(Path.home()))
     return _OF_A_UNIT.findall(joined)
 
 
-def _label(name: str) -> str:
-    """Return a name of what kvferry allows in one, as near as possible."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+def _mount(told: str) -> Json:
+    """Return a `Mount=` of podman as a volume of compose."""
+    given = pairs(told.split(","))
+    names = {"source": ("source", "src"), "target": ("destination", "dst", "target")}
+    return {key: next((given[n] for n in ns if n in given), "") for key, ns in names.items()}
 
 
 def _listed(value: Any) -> list[str]:

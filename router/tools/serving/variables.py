@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from router.tools.serving.commands import UntranslatableError
+from router.tools.serving.commands import UntranslatableError, split, unquoted
 
 _LINE = re.compile(
     r"""^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)[ \t]*=[ \t]*("(?:[^"\\]|\\.)*"|'[^']*')?(.*)$""",
@@ -72,6 +72,46 @@ def read_file(path: Path, known: dict[str, str]) -> dict[str, str]:
     return found
 
 
+class Untold(str):
+    """Stands for the value of a variable that is not known; says why."""
+
+
+_HERE = r"""\$(?:0|\{0\}|\{?BASH_SOURCE(?:\[0\]\})?)"""
+_FOLDER = re.compile(
+    rf"""\$\(\s*cd\s[^()]*\$\(dirname\s[^()]*{_HERE}[^()]*\)[^()]*&&\s*pwd[^()]*\)"""
+    rf"""|\$\(dirname\s[^()]*{_HERE}[^()]*\)|\$\(\s*pwd\s*(?:-P)?\)"""
+)
+
+
+def with_folders(text: str, folder: Path) -> str:
+    """Return a script with its own folder for what asks for that, or for where it runs."""
+    return _FOLDER.sub(lambda _: str(folder), text)
+
+
+def chosen_in_cases(text: str) -> set[str]:
+    """Return the variables that a script sets in a `case`."""
+    cases = re.findall(r"\bcase\b.*?\besac\b", text, re.DOTALL)
+    return {name for case in cases for name in re.findall(r"\b([A-Za-z_]\w*)=", case)}
+
+
+def words_of(text: str, known: Mapping[str, str]) -> list[str]:
+    """Return the words of a simple command; a value with spaces is one word within quotes.
+
+    Raises UntranslatableError.
+    """
+    bare = {at for at, char in unquoted(text) if char == "$"}
+    marked = "".join("\0$" if at in bare else char for at, char in enumerate(text))
+    found: list[str] = []
+    for word in split(marked):
+        alone = VARIABLE.fullmatch(word.lstrip("\0"))
+        value = expanded(os.path.expanduser(word.replace("\0", "")), known)
+        if alone and (word[0] == "\0" or "[@" in word):
+            found += split(value)
+        elif value not in ("$@", "$*"):  # what the script is given
+            found.append(value)
+    return found
+
+
 def expanded(text: str, known: Mapping[str, str]) -> str:
     """Return a word of a shell with its variables. Raises UntranslatableError."""
     if "$(" in text:
@@ -87,6 +127,8 @@ def _value(found: re.Match[str], known: Mapping[str, str]) -> str:
     """Return what stands for `$NAME`, `${NAME:-default}`, `${NAME##*/}`."""
     name, how, word = found[1] or found[2], found[3] or "", expanded(found[4] or "", known)
     value = known.get(name, "")
+    if isinstance(value, Untold):
+        raise UntranslatableError(value)
     is_set = bool(value) if how[:1] == ":" else name in known
     if how[-1:] == "?" and not is_set:
         raise UntranslatableError(f"{name} is not set")

@@ -19,8 +19,7 @@ from router.core.model.request_queue import QueueLimits
 from router.tools.simulate import report
 from router.tools.simulate.accounting import Result
 from router.tools.simulate.experiment import Experiment
-from router.tools.simulate.machines.hardware import PRESETS, Hardware
-from router.tools.simulate.machines.on_demand import OnDemand
+from router.tools.simulate.machines.hardware import PRESETS, Hardware, OnDemand
 from router.tools.simulate.requests import RequestSource
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.trace import BLOCK_TOKENS, TraceError, TraceWorkload, read_trace

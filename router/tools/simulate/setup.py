@@ -9,8 +9,7 @@ from router.core.inventory.inventory import Inventory
 from router.core.model.policy import UNLIMITED, Policy, SnapshotLimits
 from router.core.model.request_queue import Queue, QueueLimits
 from router.core.scheduler import Scheduler
-from router.tools.simulate.machines.hardware import Hardware
-from router.tools.simulate.machines.on_demand import OnDemand
+from router.tools.simulate.machines.hardware import Hardware, OnDemand
 from router.tools.simulate.machines.server import SimulatedServer
 from router.tools.simulate.simulator import KV_DIR
 

@@ -26,7 +26,7 @@ from router.core.scheduler import Scheduler
 from router.engine.engine import Engine, EngineListener, Grant
 from router.engine.loop_throttle import LoopThrottle
 from router.tools.simulate.accounting import Oracle, Result
-from router.tools.simulate.machines.on_demand import OnDemand
+from router.tools.simulate.machines.hardware import OnDemand
 from router.tools.simulate.machines.process import SimulatedProcess, SimulatedStore, reported
 from router.tools.simulate.machines.server import SimulatedServer
 from router.tools.simulate.requests import RequestSource, SimulatedRequest

@@ -98,11 +98,14 @@ def _reads_in_one_way(target: str, path: str) -> bool:
 # customers (AVM, Telekom, Tailscale). Names without a dot, as containers have, are private too.
 PRIVATE = (
     *("localhost", "local", "internal", "home.arpa", "svc", "lan", "home", "localdomain"),
-    *("intranet", "private", "corp", "fritz.box", "speedport.ip", "ts.net"),
+    *("intranet", "private", "corp", "fritz.box", "speedport.ip", "ts.net", "mshome.net"),
+    *("attlocal.net", "bbox", "station", "dns.podman", "test"),
 )
 _OF_ANYBODY = "ts.net"  # pages there may be public: anybody can have such a name
 # Of programs that show pages of their own; a page from the web has http or https.
-_PROGRAMS = frozenset({"app", "tauri", "capacitor", "ionic", "vscode-webview", "vscode-file"})
+_PROGRAMS = frozenset(
+    {"app", "file", "tauri", "capacitor", "ionic", "vscode-webview", "vscode-file"}
+)
 _MOST = 100  # characters of a name that an error repeats
 
 

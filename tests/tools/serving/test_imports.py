@@ -9,9 +9,11 @@ import yaml
 from router.assembly.part_settings import filters_of
 from router.base.api_keys import hash_text
 from router.config.schema import Config, parse
+from router.servers.program import find_server
 from router.tools.cli import main
 from router.tools.serving.commands import UntranslatableError
-from router.tools.serving.imports import Imported, ImportProblemError, imported
+from router.tools.serving.entries import Imported, ImportProblemError
+from router.tools.serving.imports import imported
 from router.tools.serving.variables import calculated, expanded, read_file
 
 
@@ -106,7 +108,7 @@ def test_names_that_differ_in_marks_are_told_apart(tmp_path: Path) -> None:
     command = "{cmd: 'llama-server -m /a.gguf -c 9 -np 1'}"
     text = f"models: {{'a:b': {command}, 'a/b': {command}, 'a-b': {command}}}"
     models = config_of(tmp_path, text).servers.models
-    assert [one.names for one in models] == [("a-b", "a:b"), ("a-b-2", "a/b"), ("a-b-3",)]
+    assert [one.names for one in models] == [("a-b-2", "a:b"), ("a-b-3", "a/b"), ("a-b",)]
 
 
 def test_a_flag_that_took_no_value_once_swallows_none(tmp_path: Path) -> None:
@@ -473,3 +475,158 @@ def test_what_runs_elsewhere_or_for_an_instance_is_told(tmp_path: Path) -> None:
         made_of(tmp_path, unit, "llama@.service")
     (model,) = config_of(tmp_path, unit, "llama@qwen.service").servers.models
     assert str(model.model) == "/m/qwen.gguf"
+
+
+TWO = "llama-server -m /models/qwen/model.gguf -np 1 -c 4096 &\n"
+FOUND: dict[str, tuple[str, str, list[str]]] = {
+    "two files of one name": (
+        "run.sh",
+        f"{TWO}llama-server -m /models/gemma/model.gguf --port 8081 -np 1 -c 4096 &",
+        ["model=/models/qwen/model.gguf", "model-2=/models/gemma/model.gguf"],
+    ),
+    "a name that needs no change keeps it": (
+        "config.yaml",
+        "models:\n  'qwen3:8b': {cmd: llama-server -m /0.gguf}\n"
+        "  qwen3-8b: {cmd: llama-server -m /1.gguf}",
+        ["qwen3-8b-2=/0.gguf", "qwen3-8b=/1.gguf"],
+    ),
+    "a folder with a space": (
+        "run.sh",
+        'MODEL="/Volumes/AI Models/qwen.gguf"\nllama-server -m "$MODEL" -c 8192 -np 2',
+        ["qwen=/Volumes/AI Models/qwen.gguf"],
+    ),
+    "a folder with a space in a unit": (
+        "a.service",
+        '[Service]\nEnvironment="MODEL=/m/my model.gguf"\nExecStart=/llama-server -m ${MODEL} -c 9',
+        ["my-model=/m/my model.gguf"],
+    ),
+    "a comment within a command": (
+        "a.service",
+        "[Service]\nExecStart=llama-server \\\n -m /m/a.gguf \\\n # four slots\n -c 32768 -np 4",
+        ["a=/m/a.gguf"],
+    ),
+    "a list on lines of its own": (
+        "config.yaml",
+        "models:\n  a:\n    cmd: llama-server -m /a.gguf --port ${PORT}\n    aliases:\n"
+        "      [\n        x,\n      ]\n      \n",
+        ["a=/a.gguf"],
+    ),
+    "where the script is": (
+        "run.sh",
+        'D="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nllama-server -m "$D/a.gguf"',
+        ["a=HERE/a.gguf"],
+    ),
+    "a container in this folder": (
+        "run.sh",
+        "docker run -v $(pwd)/models:/models ghcr.io/ggml-org/llama.cpp:server -m /models/a.gguf",
+        ["a=None"],
+    ),
+    "variables of a file": (
+        "run.sh",
+        'source vars.env\nexec llama-server -m "$MODEL_PATH" "$@"',
+        ["env=/env.gguf"],
+    ),
+    "the shell of a container": (
+        "compose.yaml",
+        'services: {a: {image: x, entrypoint: ["/bin/sh", "-c"],'
+        ' command: ["exec /app/llama-server --model /models/a.gguf"], volumes: ["/srv:/models"]}}',
+        ["a=/srv/a.gguf"],
+    ),
+    "a mount of podman": (
+        "a.container",
+        "[Container]\nImage=ggml/llama.cpp:server\nExec=-m /models/a.gguf\n"
+        "Mount=type=bind,source=/srv,destination=/models",
+        ["a=/srv/a.gguf"],
+    ),
+    "a program in a folder with a space": (
+        "config.yaml",
+        "models: {a: {cmd: '\"/opt/my llama/llama-server\" -m /a.gguf'}}",
+        ["a=/a.gguf"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_models_of_files_as_people_write_them(tmp_path: Path, case: str) -> None:
+    name, text, models = FOUND[case]
+    (tmp_path / "vars.env").write_text("MODEL_PATH=/env.gguf\n")
+    made = config_of(tmp_path, text, name).servers.models
+    here = str(tmp_path.resolve())
+    assert [f"{one.name}={one.model}".replace(here, "HERE") for one in made] == models
+    assert all("$@" not in one.args for one in made)
+
+
+def test_a_card_for_each_of_two_servers(tmp_path: Path) -> None:
+    text = "CUDA_VISIBLE_DEVICES=0 llama-server -m /q.gguf &\nCUDA_VISIBLE_DEVICES=1 "
+    (model,) = config_of(
+        tmp_path, f"{text}llama-server -m /q.gguf --port 9 &", "x.sh"
+    ).servers.models
+    assert (model.replicas, model.env) == (2, {"CUDA_VISIBLE_DEVICES": ("0", "1")})
+
+
+def test_router_mode_keeps_keys_and_variables(tmp_path: Path) -> None:
+    """A port of a network must not become open to all."""
+    (tmp_path / "r.ini").write_text("[user/repo:q4_k_m]\nctx-size = 4096\n")
+    text = "export CUDA_VISIBLE_DEVICES=1\nllama-server --models-preset r.ini --host 0.0.0.0"
+    made = made_of(tmp_path, f"{text} --api-key sk-secret", "run.sh")
+    config = parse(made.text, "imported")
+    assert [f"sha256:{key.hash.hex()}" for key in config.auth.keys] == [hash_text("sk-secret")]
+    assert config.servers.models[0].env == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert "user/repo:Q4_K_M" in config.servers.models[0].names
+
+
+def test_secrets_of_containers_and_flags_are_not_written(tmp_path: Path) -> None:
+    run = "docker run -e HF_TOKEN=hunter2 -p 8080:8080 llama.cpp:server -m /a\n"
+    made = made_of(tmp_path, f"{run}llama-server -m /b.gguf -hft hunter3", "run.sh")
+    assert "hunter" not in made.text + "".join(made.notes)
+    assert "- HF_TOKEN\n" in made.text
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("M=$(ls /m)\nllama-server -m $M", "the output of a command"),
+        (
+            "case $1 in a) F=/a.gguf;; *) F=/b.gguf;; esac\nllama-server -m $F",
+            "depends on a `case`",
+        ),
+    ],
+)
+def test_a_value_that_is_not_known_is_told(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ImportProblemError, match=told):
+        made_of(tmp_path, text, "run.sh")
+
+
+def test_groups_of_llama_swap_have_names_of_their_own(tmp_path: Path) -> None:
+    cmd = "{cmd: llama-server -m /a.gguf}"
+    text = f"models: {{70: {cmd}, b: {cmd}, c: {cmd}}}\ngroups:\n  others: {{members: [70]}}\n"
+    servers = config_of(tmp_path, f"{text}  gpu 0: {{members: [b]}}\n").servers
+    assert [group.name for group in servers.groups] == ["others", "gpu-0", "others-2"]
+    assert [model.group for model in servers.models] == ["others", "gpu-0", "others-2"]
+
+
+def test_a_key_from_the_environment_that_is_not_set(tmp_path: Path) -> None:
+    text = "models: {a: {cmd: llama-server -m /a.gguf}}\napiKeys: ['${env.NO_SUCH_KEY}']"
+    made = made_of(tmp_path, text)
+    assert str(parse(made.text, "imported").listen).startswith("127.0.0.1:")
+    assert any("NO_SUCH_KEY" in note for note in made.notes)
+
+
+def test_drafts_stand_beside_their_model(tmp_path: Path) -> None:
+    for name in ("qwen/dflash-qwen.gguf", "qwen/qwen-Q4.gguf", "mtp-flat.gguf", "lm/u/r/f.gguf"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    models = parse(imported(tmp_path).text, "imported").servers.models
+    assert [(one.name, one.model.name if one.model else "") for one in models] == [
+        ("r", "f.gguf"),
+        ("qwen", "qwen-Q4.gguf"),
+    ]
+    assert models[1].args[0] == "--spec-draft-model"
+
+
+def test_words_before_a_program_need_one_that_is_here(tmp_path: Path) -> None:
+    text = "numactl --interleave=all /no/such/llama-server -m /a.gguf"
+    (model,) = config_of(tmp_path, text, "run.sh").servers.models
+    assert isinstance(model.llama_server, tuple)
+    assert model.llama_server[:2] == ("numactl", "--interleave=all")
+    assert model.llama_server[2:] == tuple(find_server())

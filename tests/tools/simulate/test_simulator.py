@@ -12,8 +12,7 @@ from router.base.tokens import Tokens, pack
 from router.base.types import MemoryKind, Prompt, RequestId
 from router.core.model.policy import UNLIMITED, Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
-from router.tools.simulate.machines.hardware import PRESETS, Hardware
-from router.tools.simulate.machines.on_demand import OnDemand
+from router.tools.simulate.machines.hardware import PRESETS, Hardware, OnDemand
 from router.tools.simulate.requests import SimulatedRequest
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.simulator import Simulator

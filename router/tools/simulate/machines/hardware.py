@@ -1,6 +1,10 @@
-"""Costs of a simulated server: seconds and bytes for each token, and presets."""
+"""Costs of a simulated server: seconds and bytes for each token, for a load and a stop; presets."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from router.base.types import BackendId
+from router.core.model.servers import ServerLimit, ServerSpec
 
 MS = 1e-3
 
@@ -87,3 +91,18 @@ PRESETS = {
         rewrite_bytes_per_s=2.0e9,
     ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class OnDemand:
+    """Servers on demand, one for each model: `loaded` at a time; loads and stops in seconds."""
+
+    loaded: int
+    load_s: float
+    stop_s: float
+    max_wait_s: float
+
+    def configured(self, names: Sequence[str]) -> tuple[list[ServerSpec], list[ServerLimit]]:
+        """Return the servers, and what of them may be loaded together."""
+        specs = [ServerSpec(BackendId(name), (name,), max_wait_s=self.max_wait_s) for name in names]
+        return specs, [ServerLimit(frozenset(names), self.loaded)]

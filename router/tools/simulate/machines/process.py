@@ -66,38 +66,31 @@ class SimulatedStore:
         return StagedFile(kv_dir, name, self.files[name], size_bytes)
 
     async def cut(self, snapshot: Snapshot, n_tokens: int) -> StagedFile:
-        """Return a file of the first tokens of another one."""
         name, tokens = self.staging_name(), Tokens(snapshot.tokens[: 4 * n_tokens])
         await asyncio.sleep(self._hardware.rewrite_of(self.size_of(tokens)))
         self.files[name] = tokens
         return StagedFile(snapshot.kv_dir, name, tokens, self.size_of(tokens))
 
     async def commit(self, staged: StagedFile, namespace: Namespace) -> Snapshot:
-        """Return the snapshot that a file is now."""
         name, size_bytes = SnapshotId(staged.name), staged.size_bytes
         return Snapshot(name, namespace, staged.kv_dir, staged.tokens, size_bytes)
 
     async def discard(self, _: KvDir, name: str) -> None:
-        """Forget a file."""
         self.files.pop(name, None)
 
     async def open(self, snapshot: Snapshot, _: KvDir, __: int) -> str:
-        """Return the name of the file."""
         return snapshot.id
 
     async def close(self, *_: object) -> None:
         """Do nothing."""
 
     def tier_status(self) -> TierStatus | None:
-        """Return None."""
         return None
 
     async def delete(self, snapshot: Snapshot) -> None:
-        """Forget the file of a snapshot."""
         self.files.pop(snapshot.id, None)
 
     async def quarantine(self, snapshot: Snapshot, _: str) -> None:
-        """Forget the file of a snapshot."""
         await self.delete(snapshot)
 
 
@@ -117,7 +110,6 @@ class SimulatedProcess:
     # -- as a llama-server -----------------------------------------------------------------------
 
     async def save(self, slot: int, name: str) -> Transfer:
-        """Write a file; the server does nothing else meanwhile."""
         size_bytes = self._store.size_of(self._now().slots[slot].tokens)
         seconds = self.server.hardware.save_of(size_bytes)
         await self._until_over(TransferRun(slot, seconds, None))
@@ -128,7 +120,6 @@ class SimulatedProcess:
         return Transfer(count(tokens), self._store.size_of(tokens), seconds)
 
     async def restore(self, slot: int, name: str) -> Transfer:
-        """Read a file; the server does nothing else meanwhile."""
         tokens = self._store.files[name]
         size_bytes = self._store.size_of(tokens)
         seconds = self.server.hardware.restore_of(size_bytes)
@@ -136,7 +127,6 @@ class SimulatedProcess:
         return Transfer(count(tokens), size_bytes, seconds)
 
     async def erase(self, slot: int) -> None:
-        """Empty a slot."""
         self._now().empty(slot)
 
     async def overwrite(self, slot: int) -> None:
@@ -151,7 +141,6 @@ class SimulatedProcess:
         return reported(run, answer=False)
 
     async def slots(self) -> list[SlotStatus]:
-        """Return what the slots do now."""
         server = self._now()
         return [
             SlotStatus(
