@@ -6,6 +6,7 @@ that quotes of several hosts can be compared.
 
 from math import inf
 
+from router.base.tokens import count
 from router.base.types import BackendId, Request, Source
 from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Slot
@@ -62,9 +63,13 @@ def _once_free(request: Request, inventory: Inventory, queue: Queue, now: float)
         reused = 0
         for slot in backend.slots:
             ends_s.append(0.0 if slot.phase is Phase.IDLE else _until_free_s(inventory, slot, now))
-            held = max(len(slot.content.resident), shared.get(slot.id, 0))
             common = shared.get(slot.id, 0)
-            reused = max(reused, reusable_tokens(info.memory_kind, n_prompt, common, held))
+            if slot.phase is Phase.IDLE:
+                spared = inventory.reusable(slot, n_prompt, common)
+            else:  # with what it computes now
+                held = count(slot.work.pending)
+                spared = reusable_tokens(info.memory_kind, n_prompt, common, held)
+            reused = max(reused, spared)
         if info.kv_dir is not None:
             namespace = namespace_of(info, request.tenant)
             tokens = request.prompt.tokens

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from router.base.tokens import pack
-from router.base.types import NO_TENANT, BackendId, SlotId, Source
+from router.base.types import NO_TENANT, BackendId, MemoryKind, SlotId, Source
 from router.core.hosts.quote import is_surely_cheap, quote
 from router.core.model.request_queue import Queue
 from router.core.model.servers import ServerSpec
@@ -39,6 +39,18 @@ def test_busy_backend_quotes_its_wait_and_future_content() -> None:
     assert found.wait_s == 5.0
     assert found.reused_tokens == 1000
     assert found.price_s == 5.0 + made.backends[BackendId("a")].rates.prefill_s(100, 1000)
+
+
+def test_an_idle_slot_is_quoted_with_its_checkpoints() -> None:
+    """A hybrid's slot goes back to one; the prompt diverges after 800 of its 1,000 tokens."""
+    made = inventory(backend("a", n_slots=2, memory_kind=MemoryKind.HYBRID), holding={SLOT: PROMPT})
+    slot, queue = made.slots[SLOT], Queue()
+    slot.hold(replace(slot.content, resident=replace(slot.content.resident, checkpoints=(500,))))
+    queue.add(request("before"), 0.0)
+    found = quote(request(ids=pack([*range(800), *range(5000, 5300)])), made, queue, 0.0)
+
+    assert found is not None
+    assert found.reused_tokens == 500
 
 
 def test_each_queued_request_takes_a_slot_first() -> None:
