@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import structlog
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 
 from router import __version__
 from router.assembly.backends import StartError, read, timeouts_of
@@ -41,7 +42,8 @@ from router.store.places.directory import Directory
 from router.store.places.place import Place
 from router.store.places.seals import Sealed
 from router.store.store import KvStore
-from router.telemetry.hosts_metrics import HostsCollector, HostsMetrics, PeerStats
+from router.telemetry.collected import Collected
+from router.telemetry.hosts_metrics import HostsMetrics, peer_metrics
 from router.web.admin.hosts import HostsView
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
@@ -184,15 +186,12 @@ async def hosts_of(
             purges=purges,
             keeps_apart=lambda: keys.known.keeps_apart,
         )
-        registry.register(
-            HostsCollector(
-                lambda: [
-                    PeerStats(peer.name, peer.is_usable, peer.busy, peer.trust.late_s)
-                    for peer in peers.all()
-                ],
-                lambda: None if directory is None else not directory.problem,
-            )
-        )
+
+        def gauges() -> Iterable[Metric]:
+            found = ((p.name, p.is_usable, p.busy, p.trust.late_s) for p in peers.all())
+            return peer_metrics(found, None if directory is None else not directory.problem)
+
+        registry.register(Collected(gauges))
         tasks.supervise(peers.run, name="peers")
         tasks.supervise(partial(_refresh, held), name="held prefixes")
         if directory is not None:

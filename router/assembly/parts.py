@@ -48,9 +48,10 @@ from router.servers.launch import state_dir
 from router.store import purges
 from router.store.listener import StoreListener
 from router.store.store import KvStore
+from router.telemetry.collected import Collected
 from router.telemetry.decision_log import DecisionLog
 from router.telemetry.metrics import PrometheusTelemetry
-from router.telemetry.tier_metrics import BLOBS, TierCollector
+from router.telemetry.tier_metrics import BLOBS, tier_metrics
 from router.telemetry.usage import UsageBook
 from router.web.admin.guard import Guard
 from router.web.api.backend_selection import BackendSelection
@@ -100,7 +101,7 @@ async def parts_of(config: Config, registry: CollectorRegistry, stack: AsyncExit
         tenant_of=tenant_of,
         purges=_list_of_purges(),
     )
-    TierCollector(registry, BLOBS, store.tier_status)
+    registry.register(Collected(lambda: tier_metrics(BLOBS, store.tier_status())))
     stack.push_async_callback(store.aclose)
     clients: dict[BackendId, LlamaClient] = {}
     on_demand = ServersOnDemand(config, connections)

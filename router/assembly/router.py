@@ -37,9 +37,10 @@ from router.engine.engine import Engine
 from router.store import room
 from router.store.cold.tier import ColdTier
 from router.store.store import KvStore
-from router.telemetry.engine_collector import EngineCollector, UsageCollector
+from router.telemetry.collected import Collected
+from router.telemetry.engine_collector import EngineCollector, tenant_metrics
 from router.telemetry.process_metrics import Vitals
-from router.telemetry.tier_metrics import COLD, TierCollector
+from router.telemetry.tier_metrics import COLD, tier_metrics
 from router.web.admin.live import Live
 from router.web.admin.routes import Audience
 from router.web.api.backend_selection import BackendSelection
@@ -127,7 +128,7 @@ async def build(
             engine.state, parts.clients, selection.standing, lambda: selection.waiting
         )
         parts.registry.register(gauges)
-        parts.registry.register(UsageCollector(parts.usage))
+        parts.registry.register(Collected(partial(tenant_metrics, parts.usage)))
         joined = hosts_of(
             config,
             engine,
@@ -143,7 +144,7 @@ async def build(
         cold = await cold_of(config.cold, engine, parts.store, parts.memories)
         if cold is not None:
             stack.push_async_callback(cold.aclose)
-            TierCollector(parts.registry, COLD, cold.status)
+            parts.registry.register(Collected(lambda: tier_metrics(COLD, cold.status())))
             cold.start()
         made = Stages(config, parts, watched, in_force, reload, hosts, cold, tracing)
         live = live_of(made)

@@ -7,7 +7,6 @@ answer says so. Its failure never affects the metrics of other backends or of th
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from math import isfinite
 from time import monotonic
 
@@ -15,11 +14,11 @@ import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
 from router.base.errors import BackendError
 from router.base.types import BackendId
 from router.llama.client import LlamaClient
+from router.telemetry.collected import Collected
 
 log = structlog.get_logger(__name__)
 
@@ -42,16 +41,6 @@ _SPEEDS = {"prompt_tokens_seconds": _PROMPT, "predicted_tokens_seconds": _ANSWER
 _NOW = ("requests_processing", "requests_deferred")
 _WINDOW_S = 1.0
 _WITHIN_S = 1.0  # chosen: a scrape may take some seconds
-
-
-@dataclass(frozen=True, slots=True)
-class _Families(Collector):
-    """A collector of families that are collected already."""
-
-    families: Iterable[Metric]
-
-    def collect(self) -> Iterable[Metric]:
-        return self.families
 
 
 class BackendMetrics:
@@ -80,7 +69,7 @@ class BackendMetrics:
             if monotonic() - self._looked_at >= _WINDOW_S:
                 await self._look()
                 self._looked_at = monotonic()
-        return generate_latest(_Families(self._summed(running, waiting)))
+        return generate_latest(Collected(lambda: self._summed(running, waiting)))
 
     async def _look(self) -> None:
         for client, found in await self._answers(set()):
@@ -134,7 +123,8 @@ class BackendMetrics:
 
         The text goes after the router's own metrics and shares no name with them.
         """
-        return generate_latest(_Families(await self._families()))
+        families = await self._families()
+        return generate_latest(Collected(lambda: families))
 
     async def _families(self) -> list[Metric]:
         taken = {_UP, *_names(self._registry.collect())}

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from router.base.types import Caller, RequestId, RequestRecord
 from router.core.model.plan import Plan, Quote
@@ -25,6 +24,11 @@ class HostOffer(Struct, frozen=True):
     quote: Quote | None
 
 
+_TOKENS = tuple(
+    f"{which}_tokens" for which in ("prompt", "planned", "cached", "computed", "generated")
+)
+
+
 class HostsAsked(Struct, frozen=True):
     """A request's search for a host: the price of serving it here, and the quotes of peers.
 
@@ -37,18 +41,6 @@ class HostsAsked(Struct, frozen=True):
     refused: tuple[str, ...] = ()
     served_by: str | None = None
     fetched_from: str | None = None
-
-    def fetched(self, host: str) -> "HostsAsked":
-        """Return the same, served here with a state of another host."""
-        return replace(self, fetched_from=host)
-
-    def refused_by(self, host: str) -> "HostsAsked":
-        """Return the same with one more peer that did not take the request."""
-        return replace(self, refused=(*self.refused, host))
-
-    def taken_by(self, host: str) -> "HostsAsked":
-        """Return the same, served by a peer."""
-        return replace(self, served_by=host)
 
     def as_json(self) -> Json:
         """Return all of it; seconds and tokens."""
@@ -98,11 +90,7 @@ class LoggedDecision:
             "session": record.session.id if record and record.session else None,
             "reason": self.reason,
             "outcome": self.outcome,
-            "prompt_tokens": record.prompt_tokens if record else None,
-            "planned_tokens": record.planned_tokens if record else None,
-            "cached_tokens": record.cached_tokens if record else None,
-            "computed_tokens": record.computed_tokens if record else None,
-            "generated_tokens": record.generated_tokens if record else None,
+            **{name: getattr(record, name, None) for name in _TOKENS},
             "missed": {str(why): n for why, n in record.missed.items()} if record else {},
             "waited_s": _ms(record.waited_s) if record else None,
             "prepared_s": _ms(record.prepared_s) if record else None,

@@ -1,6 +1,7 @@
 """Collect gauges and counters from the engine's state at each scrape."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -19,45 +20,36 @@ _RATES = {
 _FACTS = ("backend", "memory_kind", "n_stream", "window", "cuts", "snapshots")
 
 
-class UsageCollector(Collector):
-    """What tenants used since the router started. Requests without a key are of no tenant."""
-
-    def __init__(self, usage: UsageBook) -> None:
-        self._usage = usage
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the sums by tenant: their names are from the configuration."""
-        tokens = CounterMetricFamily(
-            "kvferry_tenant_tokens", "Tokens of each tenant", labels=["tenant", "kind"]
-        )
-        requests = CounterMetricFamily(
-            "kvferry_tenant_requests", "Requests of each tenant", labels=["tenant"]
-        )
-        for tenant, sums in self._usage.totals.items():
-            if tenant:
-                tokens.add_metric([tenant, "cached"], sums.cached_tokens)
-                tokens.add_metric([tenant, "computed"], sums.computed_tokens)
-                tokens.add_metric([tenant, "generated"], sums.generated_tokens)
-                requests.add_metric([tenant], sums.requests)
-        yield tokens
-        yield requests
+def tenant_metrics(usage: UsageBook) -> Iterator[Metric]:
+    """Yield what tenants used since the router started. Requests without a key are of no tenant."""
+    tokens = CounterMetricFamily(
+        "kvferry_tenant_tokens", "Tokens of each tenant", labels=["tenant", "kind"]
+    )
+    requests = CounterMetricFamily(
+        "kvferry_tenant_requests", "Requests of each tenant", labels=["tenant"]
+    )
+    for tenant, sums in usage.totals.items():
+        if tenant:
+            tokens.add_metric([tenant, "cached"], sums.cached_tokens)
+            tokens.add_metric([tenant, "computed"], sums.computed_tokens)
+            tokens.add_metric([tenant, "generated"], sums.generated_tokens)
+            requests.add_metric([tenant], sums.requests)
+    yield tokens
+    yield requests
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class EngineCollector(Collector):
-    """A collector that reads the engine's state at each scrape, so that no gauge can drift."""
+    """A collector that reads the engine's state at each scrape.
 
-    def __init__(
-        self,
-        state: State,
-        backends: Collection[BackendId],
-        standing: Callable[[BackendId], Standing],
-        n_unread: Callable[[], int],
-    ) -> None:
-        """Read `state`. `n_unread`: requests that wait for a backend that reads them."""
-        self._state = state
-        self._backends = backends  # the present ones, whether up or not
-        self._standing = standing
-        self._n_unread = n_unread
+    `backends`: the present ones, whether up or not. `n_unread`: requests that wait for a backend
+    that reads them.
+    """
+
+    _state: State
+    _backends: Collection[BackendId]
+    _standing: Callable[[BackendId], Standing]
+    _n_unread: Callable[[], int]
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the engine's present state."""

@@ -1,25 +1,14 @@
 """Metrics of other hosts: which are up, what they are asked, what goes to them and comes back."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from router.base.types import Outcome
 
 _QUOTE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 _FETCH_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25)
-
-
-class PeerStats(Struct, frozen=True):
-    """One peer at the time of a scrape. `late_s`: how much later than quoted it usually is."""
-
-    peer: str
-    up: bool
-    busy: float
-    late_s: float
 
 
 class HostsMetrics:
@@ -62,34 +51,28 @@ class HostsMetrics:
         self._received.labels(peer).inc()
 
 
-class HostsCollector(Collector):
-    """Gauges of peers and of the directory, made at each scrape."""
+def peer_metrics(
+    peers: Iterable[tuple[str, bool, float, float]], directory_up: bool | None
+) -> Iterable[Metric]:
+    """Yield gauges of peers and of the directory; None: there is none.
 
-    def __init__(
-        self, peers: Callable[[], Iterable[PeerStats]], directory_up: Callable[[], bool | None]
-    ) -> None:
-        self._peers = peers
-        self._directory_up = directory_up  # None: there is none
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield the metrics."""
-        up = GaugeMetricFamily("kvferry_peer_up", "1 if requests may go there", labels=["peer"])
-        busy = GaugeMetricFamily(
-            "kvferry_peer_busy_ratio", "Requests for each slot of a peer", labels=["peer"]
+    `peers`: names, whether they can be used, how busy they are, how much later than quoted.
+    """
+    up = GaugeMetricFamily("kvferry_peer_up", "1 if requests may go there", labels=["peer"])
+    busy = GaugeMetricFamily(
+        "kvferry_peer_busy_ratio", "Requests for each slot of a peer", labels=["peer"]
+    )
+    late = GaugeMetricFamily(
+        "kvferry_peer_late_seconds", "How much later than quoted a peer is", labels=["peer"]
+    )
+    for name, *values in peers:
+        for family, value in zip((up, busy, late), values, strict=True):
+            family.add_metric([name], float(value))
+    yield from (up, busy, late)
+    if directory_up is not None:
+        yield GaugeMetricFamily(
+            "kvferry_directory_up", "1 if the directory answers", value=float(directory_up)
         )
-        late = GaugeMetricFamily(
-            "kvferry_peer_late_seconds", "How much later than quoted a peer is", labels=["peer"]
-        )
-        for peer in self._peers():
-            up.add_metric([peer.peer], float(peer.up))
-            busy.add_metric([peer.peer], peer.busy)
-            late.add_metric([peer.peer], peer.late_s)
-        yield from (up, busy, late)
-        up_now = self._directory_up()
-        if up_now is not None:
-            yield GaugeMetricFamily(
-                "kvferry_directory_up", "1 if the directory answers", value=float(up_now)
-            )
 
 
 class FetchMetrics:

@@ -5,13 +5,12 @@ never from a request.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache, partial
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from router.base.errors import RouterError
 from router.base.types import (
@@ -26,6 +25,7 @@ from router.base.types import (
     Source,
     Transfer,
 )
+from router.telemetry.collected import Collected
 
 log = structlog.get_logger("kvferry")
 
@@ -45,7 +45,8 @@ class PrometheusTelemetry:
 
     def __init__(self, registry: CollectorRegistry, backends: Iterable[BackendId] = ()) -> None:
         self._uncounted: list[RequestRecord] = []
-        registry.register(_First(self.count))  # registered first: collected first
+        # Registered first: collected first.
+        registry.register(Collected(self._counted))
         counter = partial(Counter, registry=registry)
         seconds = partial(Histogram, buckets=_TTFT_S, registry=registry)
         transfer = partial(Histogram, buckets=_TRANSFER_S, registry=registry)
@@ -192,6 +193,10 @@ class PrometheusTelemetry:
         for counter, amount in sums.items():
             counter.inc(amount)
 
+    def _counted(self) -> Iterable[Metric]:
+        self.count()
+        return ()
+
     def _count(self, record: RequestRecord, sums: defaultdict[Counter, float]) -> None:
         backend = record.slot.backend
         sums[self._outcome[record.outcome]] += 1
@@ -293,17 +298,6 @@ class PrometheusTelemetry:
         if problem:
             self._failures.labels("delete").inc()
             log.warning("delete_failed", snapshot=snapshot.id, reason=problem)
-
-
-class _First(Collector):
-    """A collector without metrics that calls `do` before later collectors are collected."""
-
-    def __init__(self, do: Callable[[], None]) -> None:
-        self._do = do
-
-    def collect(self) -> Iterable[Metric]:
-        self._do()
-        return ()
 
 
 def _own_outcomes() -> set[str]:

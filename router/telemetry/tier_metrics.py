@@ -1,11 +1,9 @@
 """Metrics of the tier of blobs and of the cold tier, read at each scrape."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from router.base.types import ColdStatus, TierStatus
 
@@ -56,24 +54,12 @@ COLD = TierMetrics(
 )
 
 
-class TierCollector(Collector):
-    """A collector that reads the status of a tier; None: there is none. Registers itself."""
-
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        metrics: TierMetrics,
-        status: Callable[[], TierStatus | ColdStatus | None],
-    ) -> None:
-        self._metrics, self._status = metrics, status
-        registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
-        if (tier := self._status()) is None:
-            return
-        for name, (what, field) in self._metrics.gauges.items():
-            value = getattr(tier, field)  # a problem is a text, empty while all is well
-            yield GaugeMetricFamily(name, what, not value if isinstance(value, str) else value)
-        for name, (what, field) in self._metrics.counters.items():
-            yield CounterMetricFamily(name, what, getattr(tier, field))
+def tier_metrics(metrics: TierMetrics, tier: TierStatus | ColdStatus | None) -> Iterator[Metric]:
+    """Yield the metrics of a tier; none where there is none."""
+    if tier is None:
+        return
+    for name, (what, field) in metrics.gauges.items():
+        value = getattr(tier, field)  # a problem is a text, empty while all is well
+        yield GaugeMetricFamily(name, what, not value if isinstance(value, str) else value)
+    for name, (what, field) in metrics.counters.items():
+        yield CounterMetricFamily(name, what, getattr(tier, field))

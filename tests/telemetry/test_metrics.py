@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Iterable
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -43,11 +44,12 @@ from router.core.model.tuning import TUNING
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.telemetry.backend_metrics import BackendMetrics
-from router.telemetry.engine_collector import EngineCollector, UsageCollector
-from router.telemetry.hosts_metrics import FetchMetrics, HostsCollector, HostsMetrics, PeerStats
+from router.telemetry.collected import Collected
+from router.telemetry.engine_collector import EngineCollector, tenant_metrics
+from router.telemetry.hosts_metrics import FetchMetrics, HostsMetrics, peer_metrics
 from router.telemetry.metrics import PrometheusTelemetry
 from router.telemetry.process_metrics import Vitals
-from router.telemetry.tier_metrics import BLOBS, COLD, TierCollector
+from router.telemetry.tier_metrics import BLOBS, COLD, tier_metrics
 from router.telemetry.usage import UsageBook, UsageSums
 from tests.support.paths import DOCS
 from tests.support.scheduler.build import backend, run_of, scheduler, snapshot
@@ -85,7 +87,7 @@ def registry() -> CollectorRegistry:
     made.register(EngineCollector(known(), [A, B, C], stands.__getitem__, lambda: 3))
     usage = UsageBook(lambda: 0.0)
     usage.totals["alice"] = UsageSums(requests=1)
-    made.register(UsageCollector(usage))
+    made.register(Collected(lambda: tenant_metrics(usage)))
     return made
 
 
@@ -144,8 +146,8 @@ def exercise_hosts(registry: CollectorRegistry) -> None:
     hosts.quoted("b", 0.001, offered=True)
     hosts.forwarded("b", Outcome.OK)
     hosts.received("b")
-    peers = [PeerStats("b", True, 0.5, 0.1)]
-    registry.register(HostsCollector(lambda: peers, lambda: True))
+    peers = [("b", True, 0.5, 0.1)]
+    registry.register(Collected(lambda: peer_metrics(peers, True)))
 
 
 async def test_every_metric_is_described(
@@ -154,10 +156,10 @@ async def test_every_metric_is_described(
     """docs/metrics.md has a row for each: name, type, labels, meaning, what to do when it moves."""
     exercise(telemetry)
     exercise_hosts(registry)
-    TierCollector(registry, COLD, lambda: ColdStatus("/c", "", 1, 2, 3, 4, 5, 6, 7, 8, 9))
-    TierCollector(
-        registry, BLOBS, lambda: TierStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, inf, 13, 14)
-    )
+    cold = ColdStatus("/c", "", 1, 2, 3, 4, 5, 6, 7, 8, 9)
+    blobs = TierStatus(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, inf, 13, 14)
+    for one, status in ((COLD, cold), (BLOBS, blobs)):
+        registry.register(Collected(partial(tier_metrics, one, status)))
     await Vitals(
         registry, MonotonicClock(), lambda: [str(tmp_path)], "1", lambda: {"fleet": 1.0}
     ).measure_disks()
