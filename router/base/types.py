@@ -37,13 +37,28 @@ class SlotId(Struct, frozen=True, order=True):
 
 
 class MemoryKind(StrEnum):
-    """A model's kind of memory, as far as it decides which prefixes of a state are reusable."""
+    """A model's kind of memory, as far as it decides which prefixes of a state are reusable.
 
-    FULL = "full"
-    SLIDING_WINDOW = "sliding_window"
-    HYBRID = "hybrid"
-    RECURRENT = "recurrent"
-    OPAQUE = "opaque"  # its state files cannot be read: saved and restored whole
+    `goes_back`: any prefix of a state can be used, and be cut out of its file, so a longer state
+    serves every prompt that a prefix of it would. The others reuse whole states only: they need a
+    snapshot wherever prompts diverge. `can_restore`: a restored state is of use at all.
+    """
+
+    goes_back: bool
+    can_restore: bool
+
+    def __new__(cls, name: str, *able: bool) -> "MemoryKind":
+        """Make a member: its name, and the two flags if they are set."""
+        made = str.__new__(cls, name)
+        made._value_ = name
+        made.goes_back, made.can_restore = (*able, False, False)[:2]
+        return made
+
+    FULL = "full", True, True
+    SLIDING_WINDOW = "sliding_window", False, True
+    HYBRID = "hybrid", False, True
+    RECURRENT = "recurrent", False, True
+    OPAQUE = "opaque", False, True  # its state files cannot be read: saved and restored whole
     UNKNOWN = "unknown"  # not tried, or seen not to work
 
 

@@ -7,7 +7,7 @@ Knows no keys, files or models. Each function raises ValueError with a message t
 import difflib
 import posixpath
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
@@ -341,34 +341,34 @@ def default_name(url: str) -> str:
     return f"{where.host.replace(':', '_')[:58]}-{where.port}"
 
 
-def name(value: object) -> str:
-    """Return a name of a backend, key or tenant, for logs, metric labels and file records."""
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise ValueError(
-            "must be 1 to 64 letters, digits, dots, underscores or hyphens (A-Z a-z 0-9 . _ -),"
-            f" in quotes if it is a number; not {shown(value)}"
-        )
-    return value
+def _matching(
+    pattern: re.Pattern[str], told: str, *, secret: bool = False
+) -> Callable[[object], str]:
+    """Return the check of a text; `secret`: the message does not repeat it, as it may be a key."""
+
+    def check(value: object) -> str:
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise ValueError(told if secret else f"{told}, not {shown(value)}")
+        return value
+
+    return check
 
 
-def env_name(value: object) -> str:
-    """Return the name of an environment variable. Messages do not repeat it: it may be the key."""
-    if not isinstance(value, str) or not _ENV_NAME.fullmatch(value):
-        raise ValueError(
-            "must be the name of an environment variable that holds the key, such as"
-            " GPU0_API_KEY, not the key itself"
-        )
-    return value
-
-
-def variable_name(value: object) -> str:
-    """Return the name of an environment variable that is to be set."""
-    if not isinstance(value, str) or not _ENV_NAME.fullmatch(value):
-        raise ValueError(
-            f"must be the name of an environment variable, such as CUDA_VISIBLE_DEVICES,"
-            f" not {shown(value)}"
-        )
-    return value
+# Of a backend, key or tenant, for logs, metric labels and file records.
+name = _matching(
+    _NAME,
+    "must be 1 to 64 letters, digits, dots, underscores or hyphens (A-Z a-z 0-9 . _ -),"
+    " in quotes if it is a number",
+)
+env_name = _matching(
+    _ENV_NAME,
+    "must be the name of an environment variable that holds the key, such as"
+    " GPU0_API_KEY, not the key itself",
+    secret=True,
+)
+variable_name = _matching(
+    _ENV_NAME, "must be the name of an environment variable, such as CUDA_VISIBLE_DEVICES"
+)
 
 
 def browser_host(value: object) -> str:

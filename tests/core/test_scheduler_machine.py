@@ -265,7 +265,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             replace(state.queue.limits, max_requests=room),
         )
         self.feed(fact.configured(replace(state.inventory.policy, name=policy), limits, queue))
-        assert not limits.exceeded_by(state.inventory.catalog.total_tokens, 0)
+        assert not state.inventory.catalog._exceeds(state.inventory.catalog.total_tokens, 0)
         assert len(state.queue) <= room
 
     @precondition(lambda self: self.files)

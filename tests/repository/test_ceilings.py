@@ -9,21 +9,21 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 50_803,
-    "router/assembly": 2_209,
-    "router/base": 1_651,
+    "router": 50_717,
+    "router/assembly": 2_210,
+    "router/base": 1_666,
     "router/config": 1_947,
-    "router/core": 9_509,
+    "router/core": 9_484,
     "router/engine": 1_744,
     "router/hosts": 1_336,
     "router/llama": 5_651,
     "router/prompts": 2_292,
     "router/servers": 1_166,
     "router/store": 6_516,
-    "router/telemetry": 1_782,
-    "router/tools": 7_599,
-    "router/web": 7_385,
-    "tests": 66_548,
+    "router/telemetry": 1_733,
+    "router/tools": 7_598,
+    "router/web": 7_358,
+    "tests": 66_562,
     "bench": 8_931,
 }
 # A part may shrink so far before its ceiling has to follow.

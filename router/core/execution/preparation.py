@@ -39,7 +39,6 @@ from router.core.model.effects import (
     SaveReason,
 )
 from router.core.model.jobs import RequestJob, SaveJob
-from router.core.model.memory_kinds import goes_back
 from router.core.model.plan import Candidate
 from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import NOTHING, UNKNOWN, Content, Resident
@@ -108,7 +107,7 @@ async def prepare(state: State, job: RequestJob, crowding: Sequence[Slot]) -> No
     backend, copied = job.own.backend, plan.chosen.copy_from
     source = None if copied is None else job.slot_at(copied)
     # Of kinds that cannot go back, the boundary saves are those that others can use.
-    if request.warms and goes_back(backend.info.memory_kind):
+    if request.warms and backend.info.memory_kind.goes_back:
         last = SaveReason.WARM if can_save(state.inventory, backend, n_first) else None
     try:
         await _make_room(state, job, plan.chosen, crowding)
@@ -325,7 +324,7 @@ def _may_save_branch(state: State, job: RequestJob, *, is_sent_next: bool) -> bo
     slot = job.own
     if count(slot.content.resident.tokens) < state.inventory.catalog.limits.min_tokens:
         return False
-    if goes_back(slot.backend.info.memory_kind) is not is_sent_next:
+    if slot.backend.info.memory_kind.goes_back is not is_sent_next:
         return False
     return job.doing is None or isinstance(job.doing, Prefill | Restore | Erase)
 

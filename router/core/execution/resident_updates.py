@@ -21,7 +21,7 @@ from router.core.execution.state import State
 from router.core.model.backend import Backend
 from router.core.model.effects import Limited
 from router.core.model.jobs import RequestJob
-from router.core.model.memory_kinds import CHECKPOINT_BEFORE_END, CHECKPOINTS_OF_A_PROMPT, goes_back
+from router.core.model.memory_kinds import CHECKPOINT_BEFORE_END, CHECKPOINTS_OF_A_PROMPT
 from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import NOTHING, UNKNOWN, Resident
 from router.core.model.tuning import TUNING
@@ -227,7 +227,7 @@ def compare(
     elif extends:  # (2)
         if not info.extends and cached > held // 2:
             _believe(backend)
-    elif not goes_back(info.memory_kind):  # (4)
+    elif not info.memory_kind.goes_back:  # (4)
         usable = min(common, count(tokens) - 1)
         n_usable = bisect_right(before.checkpoints, usable)
         if n_usable and cached < before.checkpoints[n_usable - 1] // 2:

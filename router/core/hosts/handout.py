@@ -10,7 +10,7 @@ from router.base.tokens import EMPTY, Tokens, common_prefix, count
 from router.base.types import BackendInfo, Namespace, Request, Snapshot, Source, Tenant
 from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Backend, Slot
-from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
+from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Handout, Offered, Quote
 from router.core.model.slots import Phase
 from router.core.model.tenancy import namespace_of, tenanted
@@ -78,14 +78,14 @@ def _snapshots(asked: _Asked, model: Namespace) -> Iterator[Handout]:
         else:
             ready_s = 0.0 if snapshot.blobs else snapshot.size_bytes / _HASHED_PER_S
             offered = Offered(reused, match.length, snapshot.size_bytes, ready_s)
-            only_whole = not goes_back(kind or catalog.kind_of(match.item))
+            only_whole = not (kind or catalog.kind_of(match.item)).goes_back
             whole = snapshot.tokens if only_whole and reused == match.length else EMPTY
             yield Handout(snapshot.id, offered, whole=whole)
 
 
 def _is_divisible(backend: Backend, snapshot: Snapshot) -> bool:
     info = backend.info
-    return info.cuts and goes_back(info.memory_kind) and not snapshot.shape.media
+    return info.cuts and info.memory_kind.goes_back and not snapshot.shape.media
 
 
 def _slots(asked: _Asked) -> Iterator[Handout]:
@@ -120,7 +120,7 @@ def _of_slot(asked: _Asked, slot: Slot, common: int) -> Iterator[Handout]:
         stalled = 1 + backend.held_up
         ready_s = backend.rates.save_s(n_tokens) * stalled + size_bytes / _HASHED_PER_S
         computing = work.sharing and not work.saving
-        only_whole = not goes_back(backend.info.memory_kind)
+        only_whole = not backend.info.memory_kind.goes_back
         whole = held if only_whole and reused == n_tokens else EMPTY
         offered = Offered(reused, n_tokens, size_bytes, wait_s + ready_s, computing)
         yield Handout(slot.id, offered, whole=whole)
@@ -130,7 +130,7 @@ def missing_bytes(
     request: Request, inventory: Inventory, info: BackendInfo, offered: Offered
 ) -> int:
     """Return how much of `offered` comes over the link: rows that a snapshot here has do not."""
-    if not goes_back(info.memory_kind):
+    if not info.memory_kind.goes_back:
         return offered.size_bytes
     namespace = namespace_of(info, request.tenant)
     known = inventory.catalog.covered(namespace, request.prompt.tokens)
@@ -161,7 +161,7 @@ def once_fetched(
     for backend in inventory.serving(request):
         info, rates = backend.info, backend.rates
         fits = info.kv_dir is not None and info.n_ctx >= offered.n_tokens
-        if not (fits and can_restore(info.memory_kind) and backend.reuses(request)):
+        if not (fits and info.memory_kind.can_restore and backend.reuses(request)):
             continue
         missing = missing_bytes(request, inventory, info, offered)
         arrives_s = offered.ready_s + seconds(missing) * (1 + offered.sharers)

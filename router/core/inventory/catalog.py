@@ -14,7 +14,7 @@ from router.base.shared_bytes import SharedBytes
 from router.base.tokens import Tokens, count
 from router.base.types import Blob, MemoryKind, Namespace, Snapshot, SnapshotId, Tenant
 from router.core.inventory.eviction import EvictionOrder, Protection
-from router.core.model.memory_kinds import goes_back, reusable_tokens
+from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.policy import UNLIMITED, SnapshotLimits
 from router.core.model.prefix_index import GhostList, Match, PrefixIndex
 from router.core.model.tenancy import is_of, tenant_of
@@ -166,7 +166,7 @@ class Catalog:
         superfluous = [
             match.item
             for match in index.prefixes(snapshot.tokens)
-            if goes_back(kind)
+            if kind.goes_back
             and index.branches_at(self[match.item].tokens) == 1
             and self.protection.until(match.item) < inf
         ]
@@ -174,7 +174,7 @@ class Catalog:
         doomed = [gone for item in superfluous for gone in self.remove(item)]
         if until > -inf:
             self._protect(entry, until, owner)
-        if goes_back(kind):
+        if kind.goes_back:
             part = [match for match in alike if match.common < match.length < len(snapshot)]
             self._outdate(part)
         else:
@@ -257,7 +257,7 @@ class Catalog:
         """Return the `own` share as it is now: it rises when another snapshot was removed."""
         if entry.own == 1:
             return 1.0
-        if not goes_back(entry.kind):
+        if not entry.kind.goes_back:
             return self._share_beyond(entry.snapshot)
         tokens = entry.snapshot.tokens
         others = self._index[entry.snapshot.namespace].match(tokens, limit=4)
@@ -273,13 +273,17 @@ class Catalog:
     def _is_full(self) -> bool:
         return self._exceeds(self.total_tokens, self.total_bytes)
 
-    def _exceeds(self, n_tokens: int, size_bytes: int) -> bool:
+    def _exceeds(self, n_tokens: int, size_bytes: float) -> bool:
         """Return whether so much exceeds a limit, or the room on the disk."""
-        return self.limits.exceeded_by(n_tokens, size_bytes) or size_bytes > self.room_bytes
+        most = self.limits
+        too_many = n_tokens > most.max_tokens != UNLIMITED
+        return too_many or size_bytes > self.room_bytes or size_bytes > most.max_bytes != UNLIMITED
 
     def admits(self, n_tokens: int, size_bytes: float) -> bool:
         """Return whether a snapshot of this size could be kept at all."""
-        return self.limits.admits(n_tokens, size_bytes) and size_bytes <= self.room_bytes
+        most = self.limits
+        is_on = most.max_bytes != 0 and most.max_tokens != 0
+        return is_on and n_tokens >= most.min_tokens and not self._exceeds(n_tokens, size_bytes)
 
     def most_valuable(self) -> list[SnapshotId]:
         """Return all usable snapshots, those first that save most seconds for their bytes."""
@@ -340,7 +344,7 @@ class Catalog:
         if index is None:
             return []
         matches = index.match(tokens, limit)
-        if kind is None or not goes_back(kind):
+        if kind is None or not kind.goes_back:
             known = {match.item for match in matches}
             prefixes = [match for match in index.prefixes(tokens) if match.item not in known]
             matches += prefixes[-limit:]
@@ -362,7 +366,7 @@ class Catalog:
 
     def reach(self, kind: MemoryKind, namespace: Namespace, tokens: Tokens) -> int:
         """Return how many of `tokens` a restore would spare a prompt that goes on after them."""
-        if goes_back(kind):
+        if kind.goes_back:
             return self.covered(namespace, tokens)
         found = self.useful(kind, namespace, tokens, count(tokens) + 1)
         return max((reused for _, reused in found), default=0)

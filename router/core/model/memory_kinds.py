@@ -41,17 +41,3 @@ def reusable_tokens(
         return held_tokens
     last = max((c for c in checkpoints if c <= usable), default=0)
     return max(last - (kind is MemoryKind.SLIDING_WINDOW), 0)
-
-
-def can_restore(kind: MemoryKind) -> bool:
-    """Return whether a restored state of this kind is of use at all."""
-    return kind is not MemoryKind.UNKNOWN
-
-
-def goes_back(kind: MemoryKind) -> bool:
-    """Return whether any prefix of a state can be used, and be cut out of its file.
-
-    So a longer state serves every prompt that a prefix of it would serve. The other kinds reuse
-    whole states only: they need a snapshot wherever prompts diverge.
-    """
-    return kind is MemoryKind.FULL

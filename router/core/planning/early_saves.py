@@ -13,7 +13,6 @@ from router.base.types import Request
 from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Backend, Slot
 from router.core.model.jobs import RequestJob
-from router.core.model.memory_kinds import can_restore, goes_back
 from router.core.model.plan import Candidate
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
@@ -34,7 +33,7 @@ def boundary_saves(
     """
     backend, prompt = inventory.backends[chosen.slot.backend], request.prompt
     info, kind = backend.info, backend.info.memory_kind
-    if goes_back(kind) or not can_restore(kind) or request.takes_several:
+    if kind.goes_back or not kind.can_restore or request.takes_several:
         return (), 0.0
     if not backend.reuses(request):
         return (), 0.0
@@ -96,7 +95,7 @@ def branch_save_pays(inventory: Inventory, job: RequestJob) -> bool:
         return False
     shared = common_prefix(held, prompt.tokens)
     # A kind that cannot go back is of use as a whole only.
-    if not goes_back(backend.info.memory_kind) and shared < count(held):
+    if not backend.info.memory_kind.goes_back and shared < count(held):
         return False
     saved = min(inventory.reach(slot), shared)
     gain_s = min(rates.prefill_s(shared - saved, saved), generation_s)

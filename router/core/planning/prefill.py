@@ -12,7 +12,6 @@ from router.base.types import SlotId
 from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Backend, Slot
 from router.core.model.jobs import InPrefillQueue, RequestJob
-from router.core.model.memory_kinds import goes_back
 from router.core.model.tuning import TUNING
 
 
@@ -83,7 +82,7 @@ def piece(inventory: Inventory, slot: SlotId, wanted: Tokens) -> int | None:
     """
     limit_s = inventory.policy.prefill_chunk_s
     backend = inventory.backends[slot.backend]
-    if limit_s is None or not goes_back(backend.info.memory_kind):
+    if limit_s is None or not backend.info.memory_kind.goes_back:
         return None
     if not _beside_others(backend, slot):
         limit_s *= TUNING.chunk_alone

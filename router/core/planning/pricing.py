@@ -4,7 +4,6 @@ from router.base.types import NO_TENANT, Snapshot
 from router.core.inventory.catalog import Basis
 from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Backend, Slot
-from router.core.model.memory_kinds import can_restore
 from router.core.model.rates import Rates
 from router.core.model.slots import Phase
 from router.core.model.tenancy import model_of
@@ -21,7 +20,7 @@ def can_save(inventory: Inventory, backend: Backend, tokens: int) -> bool:
         and info.is_managed
         and info.kv_dir is not None
         and backend.backoff.until is None
-        and can_restore(info.memory_kind)
+        and info.memory_kind.can_restore
         and info.extends
         and tokens > info.window
         and inventory.catalog.admits(tokens, size_bytes)

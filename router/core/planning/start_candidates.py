@@ -19,7 +19,7 @@ from router.base.types import (
 )
 from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Backend, Slot
-from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
+from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Candidate, Price
 from router.core.model.slots import Phase, Resident
 from router.core.model.tenancy import namespace_of
@@ -349,7 +349,7 @@ def _elsewhere(
 
 def _files(context: PricingContext, info: BackendInfo, owner: _Owner | None) -> Files:
     """Return each useful snapshot: the whole, or what the prompt shares with it."""
-    if info.kv_dir is None or not can_restore(info.memory_kind):
+    if info.kv_dir is None or not info.memory_kind.can_restore:
         return _NO_FILES
     key = info.memory_kind, info.namespace, info.cuts
     if key not in context.files:
@@ -374,7 +374,7 @@ def _find_files(context: PricingContext, info: BackendInfo) -> list[RestoreOptio
             continue  # not worth a file, and so not worth reading one
         snapshot = catalog[match.item]
         found.append(RestoreOption(snapshot, reused, match.length, snapshot.size_bytes, None))
-        divisible = info.cuts and goes_back(info.memory_kind) and not snapshot.shape.media
+        divisible = info.cuts and info.memory_kind.goes_back and not snapshot.shape.media
         if divisible and match.common < match.length:
             share = match.common * snapshot.size_bytes // match.length
             if catalog.admits(match.common, share):
@@ -422,7 +422,7 @@ def _copy(
     source = owner.slot.backend
     there = source.info
     reused = reusable_tokens(here.memory_kind, context.n_prompt, owner.common, n_held)
-    fits = here.kv_dir is not None and can_restore(here.memory_kind) and here.n_ctx >= n_held
+    fits = here.kv_dir is not None and here.memory_kind.can_restore and here.n_ctx >= n_held
     if not (reused and fits and there.namespace == here.namespace):
         return None
     save_s = source.rates.save_s(n_held)

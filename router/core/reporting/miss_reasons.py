@@ -24,7 +24,7 @@ from router.base.types import (
 from router.core.inventory.catalog import Catalog
 from router.core.inventory.inventory import Inventory
 from router.core.model.effects import Account
-from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
+from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Coverage, Plan
 from router.core.model.rates import Rates
 from router.core.model.tenancy import is_foreign, namespace_of, tenant_of
@@ -49,7 +49,7 @@ def coverage_of(request: Request, made: Plan, inventory: Inventory) -> Coverage 
     usable, waiting = _in_slots(
         inventory, made.shared, chosen.slot, info, request.prompt.n_tokens, most
     )
-    if inventory.policy.name.moves_kv and can_restore(info.memory_kind):
+    if inventory.policy.name.moves_kv and info.memory_kind.can_restore:
         usable = max(usable, _in_snapshots(inventory.catalog, request, info, most))
     namespace = namespace_of(info, request.tenant)
     evicted = inventory.catalog.gone.nearest(namespace, tokens)
@@ -168,7 +168,7 @@ def _in_snapshots(catalog: Catalog, request: Request, info: BackendInfo, most: _
     if (common, goes_on) > (most.common, most.goes_on):
         for match in catalog.match(namespace, tokens, limit=2):
             most.see(match.common, catalog[match.item].tokens, snapshot=match.item)
-    if goes_back(info.memory_kind):
+    if info.memory_kind.goes_back:
         return reusable_tokens(info.memory_kind, n_prompt, common, common)
     useful = catalog.useful(info.memory_kind, namespace, tokens, n_prompt)
     return max((reused for _, reused in useful), default=0)

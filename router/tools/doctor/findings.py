@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from router.base.types import MemoryKind
-from router.core.model.memory_kinds import can_restore
 from router.llama.attach.learning import Attached
 from router.llama.attach.monitor import EMPTIES_SLOTS, NO_RAM_CACHE, NO_SPS, PLACES_BY_AGE
 from router.llama.attach.namespace import file_name
@@ -70,7 +69,7 @@ def restores(facts: Facts) -> bool:
         return False
     info, found = facts.attached.info, facts.attached.probe
     seen = bool(found.restored_extension) or found.padded is Padding.NEEDED
-    return info.kv_dir is not None and can_restore(info.memory_kind) and seen
+    return info.kv_dir is not None and info.memory_kind.can_restore and seen
 
 
 def _server(facts: Facts, attached: Attached) -> Iterator[Finding]:

@@ -10,7 +10,6 @@ from router.base.errors import BadRequestError, ConflictError
 from router.base.tokens import count
 from router.base.types import BackendId, Outcome, Reported, Request
 from router.core.model.effects import AnswerEnd
-from router.core.model.memory_kinds import goes_back
 from router.core.model.tenancy import namespace_of, salted
 from router.engine.engine import Engine
 from router.llama import json_offload
@@ -135,7 +134,7 @@ class PromptRoutes:
             return 0
         namespace = namespace_of(info, request.tenant)
         reach = inventory.catalog.reach(info.memory_kind, namespace, tokens)
-        return 0 if goes_back(info.memory_kind) and reach < count(tokens) - 1 else reach
+        return 0 if info.memory_kind.goes_back and reach < count(tokens) - 1 else reach
 
     async def kept(self, _: Call) -> web.Response:
         """List the snapshots that are kept until the router stops, the most used first."""

@@ -7,7 +7,6 @@ like). The engine chooses the slot; `sending` relays the answer, and `reports` t
 import asyncio
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TypedDict
 
 from aiohttp import web
 from msgspec.structs import replace
@@ -24,7 +23,7 @@ from router.base.errors import (
 )
 from router.base.ports import Tracing
 from router.base.tasks import spawn
-from router.base.types import BackendId, Caller, Prompt, Request, RequestId, Tenant
+from router.base.types import BackendId, Prompt, Request, RequestId
 from router.engine.engine import Engine
 from router.hosts.choice import is_stale
 from router.llama import json_offload, trial
@@ -48,15 +47,20 @@ from router.web.server.settings import Settings
 _ATTEMPTS = 3
 
 
-class _From(TypedDict):
-    """The sender of a request: the fields of `Request` that name it."""
-
-    tenant: Tenant
-    client: str | None
-    sender: str | None
-    clients_id: str | None
-    caller: Caller | None
-    body_bytes: int
+def plain_request(call: Call, keys: Keys, model: str | None, unknown: str) -> Request:
+    """Return the request of a call whose prompt is not read, and who sent it."""
+    hop, salt = call.hop, "" if call.parsed is None else call.parsed.salt
+    return Request(
+        id=call.id,
+        prompt=Prompt(unknown=unknown),
+        model=model,
+        tenant=keys.tenant(call.caller, salt) if hop is None else hop.tenant,
+        client=call.client,
+        sender=call.sender if hop is None else f"host {hop.host}",
+        clients_id=call.clients_id,
+        caller=call.caller,
+        body_bytes=len(call.raw),
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -181,25 +185,23 @@ class Completions:
         if self._selection.is_attaching:
             await self._selection.until_attached()
         model, parsed = self._selection.resolve(call.model), call.parsed
+        request = plain_request(call, self._keys, model, "not a completion")
         if parsed is None:
-            call.request = self._not_a_completion(call, model)
+            call.request = self._not_a_completion(call, request)
             return
-        origin, avoid = self._from(call), self._selection.without_kv(model)
+        avoid, tenant = self._selection.without_kv(model), request.tenant
         call.reader = None
         if parsed.lora:
             # KV computed with an adapter is another model's (llama-server.md section 1.7).
             prompt = Prompt(unknown="the request selects its own LoRA adapter")
         else:
-            tenant = origin["tenant"]
             prompt, call.reader = await self._selection.read(parsed, model, tenant, avoid)
-        call.request = Request(
-            id=call.id,
+        call.request = replace(
+            request,
             prompt=prompt,
-            model=model,
             max_new_tokens=parsed.max_new_tokens,
             pinnable=parsed.pinnable,
-            server_picks=parsed.pinnable
-            and is_left_to_server(parsed, prompt, call.reader, origin["tenant"]),
+            server_picks=parsed.pinnable and is_left_to_server(parsed, prompt, call.reader, tenant),
             tasks=parsed.tasks,
             answers=parsed.answers,
             reuse=parsed.cache_prompt,
@@ -209,40 +211,24 @@ class Completions:
             slot_hint=parsed.slot_hint,
             avoid=avoid,
             may_leave=self._elsewhere.exists,
-            **origin,
-            session=session_of(call.http.headers, parsed.body, origin["tenant"]),
+            session=session_of(call.http.headers, parsed.body, tenant),
             keep_s=parsed.hints.keep_s,
             fills=isinstance(parsed.prompt_source, InfillPrompt),
             background=parsed.background or self._keys.is_background(call.caller),
         )
 
-    def _not_a_completion(self, call: Call, model: str | None) -> Request:
-        stateless = call.route.stateless
-        return Request(
-            id=call.id,
-            prompt=Prompt(unknown="not a completion"),
-            model=model,
+    def _not_a_completion(self, call: Call, request: Request) -> Request:
+        stateless, pick = call.route.stateless, self._selection
+        avoid = pick.avoided_for_embeddings if stateless else pick.without_kv
+        return replace(
+            request,
             pinnable=False,
             tasks=call.tasks,
             max_new_tokens=None if call.route.shape else 0,  # a form has a completion
             reuse=not stateless,
-            avoid=self._selection.avoided_for_embeddings(model)
-            if stateless
-            else self._selection.without_kv(model),
+            avoid=avoid(request.model),
             may_leave=self._elsewhere.exists,
-            **self._from(call),
         )
-
-    def _from(self, call: Call) -> _From:
-        hop, salt = call.hop, "" if call.parsed is None else call.parsed.salt
-        return {
-            "tenant": self._keys.tenant(call.caller, salt) if hop is None else hop.tenant,
-            "client": call.client,
-            "sender": call.sender if hop is None else f"host {hop.host}",
-            "clients_id": call.clients_id,
-            "caller": call.caller,
-            "body_bytes": len(call.raw),
-        }
 
     def _check_quote(self, call: Call) -> None:
         """Raise StaleQuoteError if a peer was quoted a far lower price for a call."""

@@ -6,7 +6,6 @@ from aiohttp import web
 
 from router.base.tasks import spawn
 from router.base.types import BackendInfo, Request, RequestId
-from router.core.model.memory_kinds import goes_back
 from router.core.model.plan import Offered
 from router.core.model.tenancy import facts_of
 from router.engine.engine import Engine
@@ -49,7 +48,7 @@ class ColdHolder:
 
     def _found(self, request: Request, info: BackendInfo) -> tuple[Held, Offered] | None:
         owned = Owned(facts_of(info.namespace), request.tenant)
-        back = goes_back(info.memory_kind)
+        back = info.memory_kind.goes_back
         match = self._tier.find(owned, request.prompt.tokens, goes_back=back)
         if match is None:
             return None
@@ -87,6 +86,6 @@ class FromCold(Elsewhere):
         if way is not None and await self._fetching.fetch(request, (), way):
             call.fetched_from = NAME
             self._decision_log.note_hosts(
-                request.id, HostsAsked(own=way.quote, offers=()).fetched(NAME)
+                request.id, HostsAsked(own=way.quote, offers=(), fetched_from=NAME)
             )
         return None

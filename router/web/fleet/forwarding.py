@@ -17,7 +17,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from router.base.errors import BackendError, ModelNotFoundError, NoBackendError
-from router.base.types import Namespace, Outcome, Prompt, Request, RequestId
+from router.base.types import Namespace, Outcome, Request, RequestId
 from router.core.model.plan import Offered, Quote
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
@@ -34,6 +34,7 @@ from router.telemetry.decision_log import DecisionLog, HostsAsked
 from router.telemetry.hosts_metrics import HostsMetrics
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
+from router.web.api.completions import plain_request
 from router.web.api.elsewhere import Elsewhere
 from router.web.api.suspects import Suspects
 from router.web.fleet.asking import Asking, Sought, Ways
@@ -216,18 +217,6 @@ class Forwarding(Elsewhere):
         while not (self._must_leave(call) or self._loaded_there(call)):
             await self.peers.until_checked()
 
-    def _unread(self, call: Call) -> Request:
-        """Return a request with a prompt that nothing here can read."""
-        parsed = call.parsed
-        return Request(
-            id=call.id,
-            prompt=_UNREAD,
-            tenant=self._keys.tenant(call.caller, "" if parsed is None else parsed.salt),
-            max_new_tokens=None if parsed is None else parsed.max_new_tokens,
-            pinnable=parsed is not None and parsed.pinnable,
-            caller=call.caller,
-        )
-
     async def if_only_there(self, call: Call) -> web.StreamResponse | None:
         """Serve a call unread where its model is, if that is not here. None: serve it here.
 
@@ -274,7 +263,8 @@ class Forwarding(Elsewhere):
 
         The same peer for each turn of a conversation; the next ones if that refuses.
         """
-        request, beginning = self._unread(call), _beginning(call.raw)
+        request = plain_request(call, self._keys, None, "read by no backend here")
+        beginning = _beginning(call.raw)
         sought = Sought(call, request, self._name(call.model), None, beginning)
         told = HostsAsked(own=None, offers=())
         for key in ranked_for(usable.peers, beginning)[:_MOST_UNREAD]:
@@ -282,7 +272,7 @@ class Forwarding(Elsewhere):
             answer = await self._forward(sought, peer, None, told, None)
             if answer is not None:
                 return answer
-            told = told.refused_by(peer.name)
+            told = replace(told, refused=(*told.refused, peer.name))
         self._decision_log.note_hosts(request.id, told)
         return None
 
@@ -343,7 +333,9 @@ class Forwarding(Elsewhere):
         if ways.fetch is not None:
             holder = await self._fetch(sought.call, sought.hashes, ways.fetch)
             if holder is not None:
-                self._decision_log.note_hosts(sought.request.id, ways.told.fetched(holder))
+                self._decision_log.note_hosts(
+                    sought.request.id, replace(ways.told, fetched_from=holder)
+                )
                 return None
             ways = self._asking.without_fetch(sought, usable, ways)
         told = ways.told
@@ -354,7 +346,7 @@ class Forwarding(Elsewhere):
             answer = await self._forward(sought, peer, quoted_s, told, ways.fetches.get(key))
             if answer is not None:
                 return answer
-            told = told.refused_by(peer.name)
+            told = replace(told, refused=(*told.refused, peer.name))
         self._decision_log.note_hosts(sought.request.id, told)
         return None
 
@@ -414,7 +406,7 @@ class Forwarding(Elsewhere):
                     if took_s is not None and quoted_s is not None:
                         peer.trust.note(quoted_s, took_s)
                 self._decision_log.forwarded(
-                    request.id, outcome, told.taken_by(peer.name), took_s, request.caller
+                    request.id, outcome, replace(told, served_by=peer.name), took_s, request.caller
                 )
         return response
 
@@ -434,9 +426,6 @@ def _first_token_s(
 def _beginning(raw: bytes) -> bytes:
     """Return a digest of what the bodies of a conversation have in common."""
     return blake2b(raw[:_BODY_BEGINNING], digest_size=8).digest()
-
-
-_UNREAD = Prompt(unknown="read by no backend here")
 
 
 def _sent_on(call: Call, peer: Peer, hop: Hop) -> Relaying:

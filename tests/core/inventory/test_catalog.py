@@ -26,24 +26,24 @@ NOW = 7.0
 
 
 def test_limits_of_minus_one_are_none_and_zero_is_off() -> None:
-    assert SnapshotLimits().admits(10**9, 10**15)
-    assert not SnapshotLimits(max_bytes=0).admits(1, 1)
-    assert not SnapshotLimits(max_tokens=0).admits(1, 1)
-    assert not SnapshotLimits().exceeded_by(10**9, 10**15)
-    assert SnapshotLimits(max_bytes=0).exceeded_by(0, 1)
-    assert SnapshotLimits(max_tokens=0).exceeded_by(1, 0)
+    assert Catalog().admits(10**9, 10**15)
+    assert not Catalog(SnapshotLimits(max_bytes=0)).admits(1, 1)
+    assert not Catalog(SnapshotLimits(max_tokens=0)).admits(1, 1)
+    assert not Catalog()._exceeds(10**9, 10**15)
+    assert Catalog(SnapshotLimits(max_bytes=0))._exceeds(0, 1)
+    assert Catalog(SnapshotLimits(max_tokens=0))._exceeds(1, 0)
 
 
 def test_each_limit_stands_for_itself() -> None:
-    limits = SnapshotLimits(max_bytes=100, max_tokens=10, min_tokens=3)
+    catalog = Catalog(SnapshotLimits(max_bytes=100, max_tokens=10, min_tokens=3))
 
-    assert limits.admits(10, 100)
-    assert not limits.admits(11, 100)
-    assert not limits.admits(10, 101)
-    assert not limits.admits(2, 1)
-    assert limits.exceeded_by(11, 1)
-    assert limits.exceeded_by(1, 101)
-    assert not limits.exceeded_by(10, 100)
+    assert catalog.admits(10, 100)
+    assert not catalog.admits(11, 100)
+    assert not catalog.admits(10, 101)
+    assert not catalog.admits(2, 1)
+    assert catalog._exceeds(11, 1)
+    assert catalog._exceeds(1, 101)
+    assert not catalog._exceeds(10, 100)
 
 
 # -- room on the disk and blobs -----------------------------------------------------------------
@@ -684,7 +684,7 @@ class CatalogMachine(RuleBasedStateMachine):
         assert self.catalog.total_bytes == sum(s.size_bytes for s in usable)
         assert self.catalog.total_tokens == sum(len(s) for s in usable)
         assert len(self.catalog) == len(self.model.known)
-        assert not self.limits.exceeded_by(self.catalog.total_tokens, self.catalog.total_bytes)
+        assert not self.catalog._is_full
 
     @invariant()
     def each_is_found_by_its_tokens_and_once(self) -> None:

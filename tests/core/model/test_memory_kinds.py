@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.base.types import MemoryKind
-from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
+from router.core.model.memory_kinds import reusable_tokens
 
 FULL, SWA, HYBRID = MemoryKind.FULL, MemoryKind.SLIDING_WINDOW, MemoryKind.HYBRID
 RECURRENT, UNKNOWN = MemoryKind.RECURRENT, MemoryKind.UNKNOWN
@@ -62,11 +62,11 @@ def test_never_more_than_is_shared(
 
 
 def test_what_can_be_restored_at_all() -> None:
-    assert [kind for kind in MemoryKind if can_restore(kind)] == [
+    assert [kind for kind in MemoryKind if kind.can_restore] == [
         *(FULL, SWA, HYBRID),
         *(RECURRENT, OPAQUE),
     ]
-    assert [kind for kind in MemoryKind if goes_back(kind)] == [FULL]
+    assert [kind for kind in MemoryKind if kind.goes_back] == [FULL]
 
 
 def test_unextendable_state_gives_its_checkpoints() -> None:
