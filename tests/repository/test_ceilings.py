@@ -23,7 +23,7 @@ CEILINGS: dict[str, int] = {
     "router/telemetry": 1_733,
     "router/tools": 7_598,
     "router/web": 7_358,
-    "tests": 66_562,
+    "tests": 66_611,
     "bench": 8_931,
 }
 # A part may shrink so far before its ceiling has to follow.

@@ -82,6 +82,9 @@ def test_a_mistake_names_its_flag(words: list[str], flag: str) -> None:
         (["--model", "a.gguf", "--server-args", "'"], "--server-args: No closing quotation"),
         (["--model", "=a.gguf"], "must be FILE, NAME=FILE or hf:"),
         (["--model", "a="], "must be FILE, NAME=FILE or hf:"),
+        (["--model", "hf.co/u/r-GGUF:Q4"], "is written hf:u/r-GGUF:Q4$"),
+        (["--model", "qwen3:8b"], "is written hf:USER/REPOSITORY:QUANT"),
+        (["--model", "/"], "is a directory: `kvferry import /`"),
     ],
 )
 def test_flags_that_mean_nothing(words: list[str], told: str) -> None:
