@@ -88,6 +88,7 @@ class Threads:
         self._limited: set[_Call[Any]] = set()
         self._stuck: set[_Call[Any]] = set()
         self._n_working = 0
+        self._closed = False
 
     @property
     def hangs(self) -> bool:
@@ -156,6 +157,8 @@ class Threads:
         limit_s: float | None,
         undo: Callable[[T], object] | None = None,
     ) -> _Call[T]:
+        if self._closed:  # a file was committed while the store ended
+            raise KvError(f"{self.kv_dir} is closed")
         if limit_s is not None and self.hangs:
             raise KvError(f"{self.kv_dir} does not answer")
         call = _Call(pool, function, undo, partial(self._begun, limit_s))
@@ -182,6 +185,7 @@ class Threads:
 
     def close(self) -> None:
         """Refuse further calls. A call that a thread has begun goes on."""
+        self._closed = True
         for pool in (self._quick, self._bulk, self._unhurried):
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -62,6 +62,14 @@ async def test_hanging_thread_fails_its_waiter_and_the_next(
     made.close()
 
 
+async def test_what_comes_after_the_end_is_an_error_of_the_store() -> None:
+    """A file may be committed while the store ends; its durability is asked for too late."""
+    made = threads()
+    made.close()
+    with pytest.raises(KvError, match="/kv is closed"):
+        await made.unhurried(int)
+
+
 async def test_what_waits_for_a_thread_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that waits behind background work, or behind calls that return, does not hang."""
     made = threads()

@@ -17,10 +17,10 @@ import aiohttp
 import pytest
 
 from router.base.errors import BodiesFullError
+from router.config.schema import LimitsConfig
 from router.web.server.call import Call
 from router.web.server.inbound import Bodies
 from router.web.server.settings import Settings
-from tests.support.limits import limits
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import RunningRouter, running
 
@@ -85,7 +85,9 @@ async def test_bodies_in_progress_have_a_limit(kvferry: RunningRouter, fake: Fak
 
 def test_nobody_fills_what_is_kept_for_operators() -> None:
     """Of 800 bytes clients get 600, and those of other hosts 700."""
-    bodies = Bodies(Settings(limits(max_body_bytes=800), body_memory_bytes=800))
+    bodies = Bodies(
+        Settings(LimitsConfig.model_construct(max_body_bytes=800), body_memory_bytes=800)
+    )
 
     def fill(*, hop: bool = False) -> None:
         for number in range(1000):

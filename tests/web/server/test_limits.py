@@ -12,10 +12,10 @@ from aiohttp import web
 
 from router.base.clock import MonotonicClock
 from router.base.errors import TooManyConnectionsError
+from router.config.schema import LimitsConfig
 from router.engine.loop_throttle import LoopThrottle
 from router.web.server.listener import Listener, _Connection, client_of
 from router.web.server.settings import Settings
-from tests.support.limits import limits
 from tests.support.servers.recorder import exchange
 from tests.support.servers.running_router import PATIENCE_S, Json, RunningRouter, running
 from tests.web.server.test_smuggling import get, statuses
@@ -201,7 +201,7 @@ async def test_half_a_head_while_an_answer_is_made() -> None:
     aiohttp takes a request out of its queue before the handler knows of it; bytes that come in
     between follow the request, too.
     """
-    settings = Settings(limits(header_timeout_s=0.1))
+    settings = Settings(LimitsConfig.model_construct(header_timeout_s=0.1))
     for turns in range(5):
         answer, closed, transport = asyncio.Event(), asyncio.Event(), Mock()
 
@@ -293,13 +293,13 @@ async def test_a_reload_counts_for_new_connections() -> None:
     listener = Listener(_never, settings, lambda *_: None, throttle)
     listener.admit("a")
     listener.admit("b")
-    settings.limits = limits(connections_per_client=1)
+    settings.limits = LimitsConfig.model_construct(connections_per_client=1)
     with pytest.raises(TooManyConnectionsError, match="connections_per_client"):
         listener.admit("a")
     listener.admit("c")
     listener.leave("a")
     listener.admit("a")
-    settings.limits = limits(connections=3)
+    settings.limits = LimitsConfig.model_construct(connections=3)
     with pytest.raises(TooManyConnectionsError, match=r"limits\.connections\)"):
         listener.admit("d")
 
@@ -326,7 +326,7 @@ async def test_a_request_that_waits_for_its_turn_is_no_idle_connection() -> None
 async def test_a_head_that_drips_while_the_router_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part's wait at the loop throttle does not count and does not restart the timeout."""
     throttle, line = LoopThrottle(MonotonicClock()), list[Callable[[], object]]()
-    settings = Settings(limits(header_timeout_s=10.0))
+    settings = Settings(LimitsConfig.model_construct(header_timeout_s=10.0))
     connection, transport = Listener(_never, settings, lambda *_: None, throttle)(), Mock()
     transport.get_extra_info.return_value = None
     connection.connection_made(transport)

@@ -9,12 +9,12 @@ from aiohttp import HttpVersion11, web
 
 from router.base.clock import MonotonicClock
 from router.base.types import Outcome, RequestId
+from router.config.schema import LimitsConfig
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.http1 import Response
 from router.web.server.call import Call
 from router.web.server.relay import Capture, relay
 from router.web.server.settings import Settings
-from tests.support.limits import limits
 
 MEGABYTE = 2**20
 TURNSTILE = LoopThrottle(MonotonicClock())
@@ -94,7 +94,7 @@ class _SmallStream(_Small):
 
 @pytest.mark.parametrize("upstream", [_Small(), _SmallStream()])
 async def test_what_one_client_has_not_taken_is_bounded(upstream: object) -> None:
-    settings = Settings(limits(idle_timeout_s=60.0, send_timeout_s=0.02))
+    settings = Settings(LimitsConfig.model_construct(idle_timeout_s=60.0, send_timeout_s=0.02))
 
     async def outcome(request: _Stuck) -> Outcome:
         call = Call(cast(web.BaseRequest, request), RequestId("r"))
