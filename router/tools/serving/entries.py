@@ -4,7 +4,8 @@ Names are made to fit, what lets clients in is kept, and no secret is written.
 """
 
 import re
-from collections.abc import Collection
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -33,7 +34,7 @@ class Imported:
     notes: list[str] = field(default_factory=list)
 
 
-class Entries:
+class Entries(ABC):
     """Models of kvferry, made of the start commands of llama-servers."""
 
     def __init__(self, path: Path) -> None:
@@ -45,11 +46,15 @@ class Entries:
         self.more: Json = {}
         self.notes: list[str] = []
         self._misses_keys = False  # those of a server that let in nobody without
-        self._meant: set[str] = set()  # names that can stay as they are
+        self._kept: set[str] = set()  # names that stay as they are
 
     def note(self, told: str) -> None:
         """Note what is changed or left out, and why."""
         self.notes.append(f"{self._name}: {told}" if self._name else told)
+
+    def keep_names(self, names: Iterable[str]) -> None:
+        """Let the names that kvferry allows go first: others are made to fit beside them."""
+        self._kept = {name for name in names if name == label_of(name)}
 
     def result(self) -> Imported:
         """Return the configuration. Raises ImportProblemError without a model."""
@@ -111,7 +116,7 @@ class Entries:
         file = Path(server.source[1]).name if server.source else self._path.name
         name = name or next(iter(server.names), file.partition(".gguf")[0])
         self._name = name
-        taken = {one["name"] for one in self.models.values()} | (self._meant - {name})
+        taken = {one["name"] for one in self.models.values()} | (self._kept - {name})
         label = free(label_of(name)[:60].strip("-") or "model", taken)
         aliases = [name, *more.pop("aliases", ()), *server.names]
         aliases = [one for one in dict.fromkeys(aliases) if one and one != label]
@@ -130,13 +135,13 @@ class Entries:
         except ValidationError as error:
             self.note(f"is left out: {error.errors()[0]['msg'].removeprefix('Value error, ')}")
             return None
-        if not self._is_replica(entry):
+        if not self._is_replica(entry, {name, *aliases}):
             self.models[label if name in self.models else name] = entry
         return server
 
+    @abstractmethod
     def router(self, server: ServerFlags, env: dict[str, str]) -> None:
         """Take over the models of llama-server's router mode."""
-        raise NotImplementedError
 
     def _admit(self, server: ServerFlags, env: dict[str, str]) -> None:
         """Let in who may use a server, over TLS as before; take secrets out of its variables."""
@@ -152,13 +157,18 @@ class Entries:
             del env[variable]
             self.note(f"{variable} is left out, which looks like a secret: name it in `env`")
 
-    def _is_replica(self, entry: Json) -> bool:
-        """Make an entry one more replica of an equal one that has other variables, if there is."""
+    def _is_replica(self, entry: Json, names: set[str]) -> bool:
+        """Make an entry one more replica of an equal one that has other variables, if there is.
+
+        `names`: what clients call it; a name that the other one has not is not lost.
+        """
         own = {"name", "aliases", "env", "replicas"}
         for one in self.models.values():
             n, envs = one.get("replicas", 1), (one.get("env", {}), entry.get("env", {}))
             rest = [{k: v for k, v in each.items() if k not in own} for each in (one, entry)]
-            if rest[0] != rest[1] or envs[0].keys() != envs[1].keys() or envs[0] == envs[1]:
+            if not names <= {one["name"], *one.get("aliases", ())} or rest[0] != rest[1]:
+                continue
+            if envs[0].keys() != envs[1].keys() or envs[0] == envs[1]:
                 continue
             lists = {k: v if isinstance(v, list) else [v] * n for k, v in envs[0].items()}
             one |= {"replicas": n + 1, "env": {k: [*lists[k], envs[1][k]] for k in lists}}

@@ -117,7 +117,7 @@ class _Import(Entries):
         ttl = document.get("globalTTL") or 0
         within = document.get("healthCheckTimeout")
         more: Json = {"start_timeout": f"{max(int(within), 15)}s"} if within else {}
-        self._meant = {str(name) for name in document["models"] if str(name) == label_of(str(name))}
+        self.keep_names(map(str, document["models"]))
         for name, given in document["models"].items():
             self._name, entry = str(name), given if isinstance(given, dict) else {}
             try:
@@ -272,7 +272,7 @@ class _Import(Entries):
                 parser.remove_option("*", key)
         if server.router or "loaded" not in self.servers:
             self._loaded(server)
-        self._meant = {name for name in parser.sections() if name == label_of(name)}
+        self.keep_names(parser.sections())
         for name in parser.sections():
             given = {key: value or "" for key, value in parser[name].items() if key != "version"}
             own = {key for key, value in given.items() if (common.get(key) or "") != value}
@@ -402,22 +402,24 @@ class _Import(Entries):
         text = re.sub(r"<<-?\s*['\"]?(\w+).*?\n\s*\1\b", "", text, flags=re.DOTALL)
         text = without_comments(re.sub(r"`#[^`]*`", "", text.replace("\\\n", " ")))
         text = with_folders(text, self._commands.folder)
-        for name in chosen_in_cases(text):
-            known[name] = Untold(f"{name} depends on a `case`")
-        for statement in statements(re.sub(r"\bcase\b.*?\besac\b", "", text, flags=re.DOTALL)):
+        chosen = chosen_in_cases(text)
+        known |= {name: Untold(f"{name} depends on a `case`") for name in chosen}
+        for statement in statements(text):
+            assigned = _assignment(statement)
+            if assigned and assigned[1] in chosen:
+                continue
             try:
                 self._statement(statement, known, exported)
             except (UntranslatableError, RuntimeError) as error:
-                if assigned := _ASSIGNMENT.fullmatch(statement):
+                if assigned:
                     known[assigned[1]] = Untold(str(error))
-                elif SERVER.search(statement) or IMAGE.search(statement):
+                if SERVER.search(statement) or IMAGE.search(statement):
                     self._name = ""
                     self.note(f"a llama-server is left out: {error}")
 
     def _statement(self, text: str, known: dict[str, str], exported: dict[str, str]) -> None:
         text = calculated(text, known)
-        assigned = _ASSIGNMENT.fullmatch(text)
-        if assigned and (assigned[3][:1] == "(" or len(split(assigned[3])) < 2):
+        if assigned := _assignment(text):
             name, more, value = assigned.groups()
             words = [expanded(word, known) for word in split(value.strip("()"))]
             is_list, old = value[:1] == "(", known.get(name, "") if more else ""
@@ -459,6 +461,14 @@ class _Import(Entries):
                 self.note(f"its address {host}:{port} is left out: set `listen`")
         else:
             self.note("its own address is left out: all models answer where kvferry listens")
+
+
+def _assignment(text: str) -> re.Match[str] | None:
+    """Return the assignment that a statement is; None: it runs something, with variables or not."""
+    found = _ASSIGNMENT.fullmatch(text)
+    if found and (found[3].startswith(("(", "$(", "`")) or len(split(found[3])) < 2):
+        return found
+    return None
 
 
 def _settings(text: str) -> list[tuple[str, str]]:

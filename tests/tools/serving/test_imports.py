@@ -532,6 +532,11 @@ FOUND: dict[str, tuple[str, str, list[str]]] = {
         ' command: ["exec /app/llama-server --model /models/a.gguf"], volumes: ["/srv:/models"]}}',
         ["a=/srv/a.gguf"],
     ),
+    "a script of a service": (
+        "init.sh",
+        "case $1 in\n start) llama-server -m /a.gguf;;\n stop) pkill llama-server;;\nesac",
+        ["a=/a.gguf"],
+    ),
     "a mount of podman": (
         "a.container",
         "[Container]\nImage=ggml/llama.cpp:server\nExec=-m /models/a.gguf\n"
@@ -554,6 +559,30 @@ def test_models_of_files_as_people_write_them(tmp_path: Path, case: str) -> None
     here = str(tmp_path.resolve())
     assert [f"{one.name}={one.model}".replace(here, "HERE") for one in made] == models
     assert all("$@" not in one.args for one in made)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "names"),
+    [
+        (
+            "config.yaml",
+            "models:\n  a: {cmd: llama-server -m /x.gguf, env: ['CUDA_VISIBLE_DEVICES=0']}\n"
+            "  b: {cmd: llama-server -m /x.gguf, env: ['CUDA_VISIBLE_DEVICES=1'],"
+            " filters: {stripParams: top_p}}",
+            ["a", "b"],
+        ),
+        (
+            "x.sh",
+            "CUDA_VISIBLE_DEVICES=0 llama-server -m /x.gguf -a q0\n"
+            "CUDA_VISIBLE_DEVICES=1 llama-server -m /x.gguf -a q1",
+            ["q0", "q1"],
+        ),
+    ],
+)
+def test_equal_servers_with_names_of_their_own_keep_them(
+    tmp_path: Path, name: str, text: str, names: list[str]
+) -> None:
+    assert [one.name for one in config_of(tmp_path, text, name).servers.models] == names
 
 
 def test_a_card_for_each_of_two_servers(tmp_path: Path) -> None:
@@ -586,6 +615,11 @@ def test_secrets_of_containers_and_flags_are_not_written(tmp_path: Path) -> None
     ("text", "told"),
     [
         ("M=$(ls /m)\nllama-server -m $M", "the output of a command"),
+        (
+            "M=$(ls /m)\nA=0 llama-server -m $M",
+            "a llama-server is left out: .* output of a command",
+        ),
+        ("L=$(which llama-server)\n$L -m /a.gguf", "a llama-server is left out"),
         (
             "case $1 in a) F=/a.gguf;; *) F=/b.gguf;; esac\nllama-server -m $F",
             "depends on a `case`",
