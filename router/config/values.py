@@ -371,6 +371,11 @@ variable_name = _matching(
 )
 
 
+def label_of(told: str) -> str:
+    """Return a name of what is allowed in one, as near as possible."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", told)
+
+
 def browser_host(value: object) -> str:
     """Return a name as the header `Host` has it: without a scheme, a port and a path."""
     told = value.lower().rpartition("://")[2].partition("/")[0] if isinstance(value, str) else ""

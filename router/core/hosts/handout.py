@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from router.base.tokens import EMPTY, Tokens, common_prefix, count
-from router.base.types import BackendInfo, Namespace, Request, Snapshot, Source, Tenant
+from router.base.types import BackendInfo, Namespace, Request, Source, Tenant
 from router.core.inventory.inventory import Inventory
-from router.core.model.backend import Backend, Slot
+from router.core.model.backend import Slot
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Handout, Offered, Quote
 from router.core.model.slots import Phase
 from router.core.model.tenancy import namespace_of, tenanted
 from router.core.model.tuning import TUNING
-from router.core.planning.pricing import can_save
+from router.core.planning.pricing import can_cut, can_save
 
 # Bytes of a whole file that are hashed in a second, to name its blobs. Measured: 4 on one core.
 _HASHED_PER_S = 2e9
@@ -70,7 +70,7 @@ def _snapshots(asked: _Asked, model: Namespace) -> Iterator[Handout]:
         kind, namespace, asked.tokens, asked.n_prompt, TUNING.snapshots_priced
     ):
         snapshot = catalog[match.item]
-        if up is not None and _is_divisible(up, snapshot) and match.common < match.length:
+        if up is not None and can_cut(up.info, snapshot) and match.common < match.length:
             share = match.common * snapshot.size_bytes // match.length
             made_s = up.rates.rewrite_s(share) + share / _HASHED_PER_S
             cut = Offered(reused, match.common, share, made_s)
@@ -81,11 +81,6 @@ def _snapshots(asked: _Asked, model: Namespace) -> Iterator[Handout]:
             only_whole = not (kind or catalog.kind_of(match.item)).goes_back
             whole = snapshot.tokens if only_whole and reused == match.length else EMPTY
             yield Handout(snapshot.id, offered, whole=whole)
-
-
-def _is_divisible(backend: Backend, snapshot: Snapshot) -> bool:
-    info = backend.info
-    return info.cuts and info.memory_kind.goes_back and not snapshot.shape.media
 
 
 def _slots(asked: _Asked) -> Iterator[Handout]:

@@ -1,6 +1,6 @@
 """Price the displacement of a slot's content, its loss or its save, and the value of a snapshot."""
 
-from router.base.types import NO_TENANT, Snapshot
+from router.base.types import NO_TENANT, BackendInfo, Snapshot
 from router.core.inventory.catalog import Basis
 from router.core.inventory.inventory import Inventory
 from router.core.model.backend import Backend, Slot
@@ -25,6 +25,11 @@ def can_save(inventory: Inventory, backend: Backend, tokens: int) -> bool:
         and tokens > info.window
         and inventory.catalog.admits(tokens, size_bytes)
     )
+
+
+def can_cut(info: BackendInfo, snapshot: Snapshot) -> bool:
+    """Return whether the beginning of a snapshot can be cut out, as a state of the backend."""
+    return info.cuts and info.memory_kind.goes_back and not snapshot.shape.media
 
 
 def keeps_snapshots(inventory: Inventory, backend: Backend) -> bool:

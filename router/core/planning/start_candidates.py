@@ -25,7 +25,7 @@ from router.core.model.slots import Phase, Resident
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.prefill import Ahead, ahead, before_s, rank
-from router.core.planning.pricing import Displaced, can_save, saving_pays
+from router.core.planning.pricing import Displaced, can_cut, can_save, saving_pays
 
 
 class RestoreOption(NamedTuple):
@@ -374,8 +374,7 @@ def _find_files(context: PricingContext, info: BackendInfo) -> list[RestoreOptio
             continue  # not worth a file, and so not worth reading one
         snapshot = catalog[match.item]
         found.append(RestoreOption(snapshot, reused, match.length, snapshot.size_bytes, None))
-        divisible = info.cuts and info.memory_kind.goes_back and not snapshot.shape.media
-        if divisible and match.common < match.length:
+        if can_cut(info, snapshot) and match.common < match.length:
             share = match.common * snapshot.size_bytes // match.length
             if catalog.admits(match.common, share):
                 found.append(RestoreOption(snapshot, reused, match.common, share, match.common))

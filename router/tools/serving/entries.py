@@ -3,7 +3,6 @@
 Names are made to fit, what lets clients in is kept, and no secret is written.
 """
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from router.base.api_keys import hash_text
 from router.config.loader import ConfigError
 from router.config.schema import parse
 from router.config.servers import ModelConfig
+from router.config.values import label_of
 from router.servers.launch import SECRET
 from router.tools.serving.commands import Commands, Json, ServerFlags, UntranslatableError
 
@@ -188,8 +188,3 @@ def free(label: str, taken: Collection[str]) -> str:
     """Return a label that is not taken."""
     numbered = (f"{label}-{n}" for n in count(2))
     return next(one for one in chain([label], numbered) if one not in taken)
-
-
-def label_of(name: str) -> str:
-    """Return a name of what kvferry allows in one, as near as possible."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)

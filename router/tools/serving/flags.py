@@ -1,16 +1,16 @@
 """The flags of `kvferry serve` for servers on demand and for other hosts."""
 
 import argparse
-import re
 import shlex
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from router.assembly.backends import StartError
 from router.config.schema import FLEET_FLAGS
 from router.config.servers import REPLICA
+from router.config.values import hf_reference, label_of
 
-_NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _HF = "hf:"
 # Each kind of GPU has its own.
 _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES")
@@ -102,7 +102,7 @@ def _model(text: str) -> dict[str, object]:
         raise StartError(f"--model {text}: must be FILE, NAME=FILE or hf:USER/REPOSITORY:QUANT")
     if source == "model":
         _check_file(text, what)
-    label = _NO_NAME.sub("-", name or usual).strip("-")
+    label = label_of(name or usual).strip("-")
     aliases = {"aliases": [name]} if name and name != label else {}
     return {"name": label, source: what, **aliases}
 
@@ -112,8 +112,9 @@ def _check_file(text: str, path: str) -> None:
     if Path(path).is_dir():
         raise StartError(f"--model {text}: is a directory: `kvferry import {path}` reads all of it")
     if not path.endswith(".gguf") and not Path(path).exists():
-        name = re.sub(r"^(https?://)?(hf\.co|huggingface\.co)/", "", text)
-        known = name if re.fullmatch(r"[\w.-]+/[\w.-]+(:\w+)?", name) else "USER/REPOSITORY:QUANT"
+        known = "USER/REPOSITORY:QUANT"
+        with suppress(ValueError):
+            known = hf_reference(text)
         told = f"no such file; a model of Hugging Face is written hf:{known}"
         raise StartError(f"--model {text}: {told}")
 

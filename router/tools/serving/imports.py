@@ -17,6 +17,7 @@ import yaml
 
 from router.config.filters import KEPT
 from router.config.llama_flags import USUAL
+from router.config.values import label_of
 from router.tools.serving.commands import (
     IMAGE,
     SERVER,
@@ -29,7 +30,7 @@ from router.tools.serving.commands import (
     without_comments,
 )
 from router.tools.serving.containers import folders, mounted, published, short_port
-from router.tools.serving.entries import Entries, Imported, ImportProblemError, free, label_of
+from router.tools.serving.entries import Entries, Imported, ImportProblemError, free
 from router.tools.serving.variables import (
     Untold,
     calculated,

@@ -61,28 +61,12 @@ class Reports:
 
     def finish(self, call: Call, end: End) -> None:
         """Report an end. Awaits nothing, so that a cancellation cannot skip it."""
-        capture, parsed, whole = end.capture, call.parsed, True
+        capture, parsed = end.capture, call.parsed
+        one_object = capture.complete and (parsed is None or not parsed.stream)
+        whole = not end.ok or one_object or capture.size_bytes <= INLINE_BYTES
         several = (call.tasks if parsed is None else parsed.tasks) > 1
-        partly = False
-        if parsed is not None and end.ok:
-            one_object = capture.complete and not parsed.stream
-            whole = one_object or capture.size_bytes <= INLINE_BYTES
-            reported = _read(parsed, end, whole=whole)
-        elif end.ok and end.encoding in IDENTITY:
-            reported = read_usage(b"".join(capture.ends(_USAGE_WITHIN)))
-        else:
-            reported = Reported()
-            seen = b"".join(capture.ends(_USAGE_WITHIN))
-            partly = several and _OF_ONE_TASK.search(seen) is not None
-        if reported.generated_tokens is not None or call.route.stateless:
-            pass
-        elif parsed is not None and parsed.stream and (end.ok or end.outcome in _BROKEN):
-            # The server's totals come last: it has failed, or its client has gone.
-            n = tokens_seen(capture.chunks, capture.size_bytes)
-            reported = replace(reported, generated_tokens=n)
-        elif end.ok and end.encoding in IDENTITY and not (several and not capture.complete):
-            parts = capture.chunks if several else capture.ends(INLINE_BYTES // 2)
-            reported = with_counts(reported, parts, several=several)
+        reported = _reported(call, end, whole=whole, several=several)
+        partly = several and not end.ok and _OF_ONE_TASK.search(_ends_of(capture)) is not None
         ttft_s = None
         if call.first_byte is not None:
             ttft_s = call.first_byte - call.arrived
@@ -141,6 +125,30 @@ class Reports:
                 answer = await reader.answer(reported.text)
         if answer:
             self._engine.answer_read(grant.lease, prompt.tokens, answer)
+
+
+def _ends_of(capture: Capture) -> bytes:
+    return b"".join(capture.ends(_USAGE_WITHIN))
+
+
+def _reported(call: Call, end: End, *, whole: bool, several: bool) -> Reported:
+    """Return what an answer says, or what came of it. `whole`, as of `_read`."""
+    capture, parsed = end.capture, call.parsed
+    is_read, reported = end.ok and end.encoding in IDENTITY, Reported()
+    if end.ok and parsed is not None:
+        reported = _read(parsed, end, whole=whole)
+    elif is_read:
+        reported = read_usage(_ends_of(capture))
+    if reported.generated_tokens is not None or call.route.stateless:
+        return reported
+    if parsed is not None and parsed.stream and (end.ok or end.outcome in _BROKEN):
+        # The server's totals come last: it has failed, or its client has gone.
+        seen = tokens_seen(capture.chunks, capture.size_bytes)
+        return replace(reported, generated_tokens=seen)
+    if is_read and (capture.complete or not several):
+        parts = capture.chunks if several else capture.ends(INLINE_BYTES // 2)
+        return with_counts(reported, parts, several=several)
+    return reported
 
 
 def _read(parsed: ParsedRequest, end: End, *, whole: bool) -> Reported:
