@@ -8,7 +8,7 @@ than reading its cell meta.
 
 import struct
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
@@ -36,24 +36,7 @@ class Span(NamedTuple):
     size: int
 
 
-class Rows(NamedTuple):
-    """`n` spans of `size` bytes, each `stride` bytes after the one before.
-
-    One object for all spans: a transposed V has a thousand rows in every layer.
-    """
-
-    offset: int
-    size: int
-    stride: int
-    n: int
-
-    def spans(self) -> Iterator[Span]:
-        """Yield each span, in order."""
-        for index in range(self.n):
-            yield Span(self.offset + index * self.stride, self.size)
-
-
-Piece = bytes | Span | Rows
+Piece = bytes | Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +125,9 @@ def cut(head: Head, layout: Layout, n_tokens: int, file: BinaryIO) -> Rewrite:
         out.span(at, section.offset)
         unit = section.element_bytes or section.row_bytes
         rows = _row_offsets(section, stream.cell_count)
-        if len(runs) == 1 and len(rows) > 1:
-            ((first, last),) = runs
-            size = (last - first) * unit
-            out.rows(Rows(rows[0] + first * unit, size, rows.step, len(rows)))
-        else:
-            for row in rows:
-                for first, last in runs:
-                    out.span(row + first * unit, row + last * unit)
+        for row in rows:
+            for first, last in runs:
+                out.span(row + first * unit, row + last * unit)
         at = section.offset + stream.cell_count * section.row_bytes
     out.put(_U32.pack(0) * (len(block.streams) - 1 - filled))
     return out.done()
@@ -224,20 +202,11 @@ class _Pieces:
         self._flush_bytes()
         self._first, self._end = first, end
 
-    def rows(self, rows: Rows) -> None:
-        """Add spans that do not touch each other."""
-        self._flush_span()
-        self._flush_bytes()
-        self._done.append(rows)
-        self._size += rows.size * rows.n
-
     def extend(self, pieces: Iterable[Piece]) -> None:
         """Add pieces that were collected apart, to know their size."""
         for piece in pieces:
             if isinstance(piece, Span):
                 self.span(piece.offset, piece.offset + piece.size)
-            elif isinstance(piece, Rows):
-                self.rows(piece)
             else:
                 self.put(piece)
 

@@ -24,7 +24,7 @@ from router.store import files, shapes
 from router.store.format import rewrite as module
 from router.store.format.head import Head, read_head
 from router.store.format.layout import Layout, check_agreement, read_layout
-from router.store.format.rewrite import Piece, Rewrite, Rows, Span, cut, pad, restream
+from router.store.format.rewrite import Piece, Rewrite, Span, cut, pad, restream
 from tests.conftest import StartServer
 from tests.support.files.state_files import appendix, attention, head, i32, recurrent, stream, u32
 from tests.support.models.tiny_models import N_SWA
@@ -57,18 +57,10 @@ def parse(raw: bytes) -> tuple[Head, Layout]:
     return found, layout
 
 
-def plainly(rewrite: Rewrite) -> list[bytes | Span]:
-    """Return the pieces, each row by itself."""
-    plain: list[bytes | Span] = []
-    for piece in rewrite.pieces:
-        plain += piece.spans() if isinstance(piece, Rows) else [piece]
-    return plain
-
-
 def apply(raw: bytes, rewrite: Rewrite) -> bytes:
     """Apply a rewrite plainly; check its announced size and that no piece is wasted."""
     out = raw[: rewrite.start]
-    for piece in plainly(rewrite):
+    for piece in rewrite.pieces:
         if isinstance(piece, Span):
             assert 0 < piece.size <= len(raw) - piece.offset
             out += raw[piece.offset : piece.offset + piece.size]
@@ -295,16 +287,6 @@ def random_rewrite(seed: int, size: int, *, forward: bool) -> Rewrite:
         n = chance.choice(sizes)
         if chance.random() < 0.4:
             pieces.append(chance.randbytes(n))
-        elif not forward and chance.random() < 0.3:
-            gap = chance.choice([1, 100, 1 << 12, (1 << 12) + 1, 20_000])
-            most = (size - n) // (n + gap) + 1
-            rows = Rows(0, n, n + gap, chance.randint(1, most) if most > 1 else 1)
-            if rows.n * n > 1 << 19:
-                continue
-            pieces.append(
-                rows._replace(offset=chance.randint(0, size - n - rows.stride * (rows.n - 1)))
-            )
-            n *= rows.n
         else:
             low = end if forward else 0
             high = min(at, size - n) if forward else size - n
@@ -320,7 +302,7 @@ def random_rewrite(seed: int, size: int, *, forward: bool) -> Rewrite:
 
 def plain_apply(raw: bytes, rewrite: Rewrite) -> bytes:
     parts = [raw[: rewrite.start]]
-    for piece in plainly(rewrite):
+    for piece in rewrite.pieces:
         if isinstance(piece, Span):
             parts.append(raw[piece.offset : piece.offset + piece.size])
         else:
@@ -364,13 +346,8 @@ def refuse(*_: object) -> int:
 
 @pytest.mark.parametrize(
     "pieces",
-    [
-        (Span(20, 4),),
-        (b"ab", Span(13, 4)),
-        (b"x" * 20, Span(20, 4), Span(10, 4)),
-        (Rows(10, 2, 4, 3),),
-    ],
-    ids=["down", "down after bytes", "back", "rows"],
+    [(Span(20, 4),), (b"ab", Span(13, 4)), (b"x" * 20, Span(20, 4), Span(10, 4))],
+    ids=["down", "down after bytes", "back"],
 )
 def test_not_in_place(tmp_path: Path, pieces: tuple[Piece, ...]) -> None:
     """Data that moves to lower offsets could be overwritten before it is read."""
@@ -382,7 +359,7 @@ def test_not_in_place(tmp_path: Path, pieces: tuple[Piece, ...]) -> None:
 
 
 def test_source_too_short_leaves_nothing(tmp_path: Path) -> None:
-    for piece in (Span(5, 10), Span(5, 1 << 19), Rows(1, 2, 3, 3), Rows(1, 2, 9000, 3)):
+    for piece in (Span(5, 10), Span(5, 1 << 19)):
         with pytest.raises(KvFileError):
             written(tmp_path, b"x" * 8, Rewrite(4, (b"ab", piece), 100))
         assert not (tmp_path / "target").exists()
@@ -422,31 +399,6 @@ def test_symlink_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(KvFileError, match="regular"):
         files.rewrite_tail(tmp_path / "link", Rewrite(1, (b"x",), 2))
     assert (tmp_path / "real").read_bytes() == b"abc"
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_rows_are_not_a_call_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
-) -> None:
-    """20,000 rows of 200 bytes (4 MB) take some 40 reads, not 20,000."""
-    calls = []
-    preadv = os.preadv
-
-    def counted(file: int, buffers: Any, offset: int) -> int:
-        calls.append(offset)
-        return preadv(file, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", counted)
-    raw = random.Random(3).randbytes(8_000_000)
-    rows = Rows(0, 200, 400, 20_000)
-    rewrite = Rewrite(0, (rows,) if together else tuple(rows.spans()), 4_000_000)
-    assert plain_apply(raw, rewrite) == written(tmp_path, raw, rewrite)[0]
-    assert len(calls) < 60
-
-
-def test_transposed_rows_are_one_piece() -> None:
-    raw = head(TOKENS) + block(range(20), v_trans=True)
-    assert sum(isinstance(piece, Rows) for piece in cut(*parse(raw), 9, io.BytesIO(raw)).pieces) > 0
 
 
 # The rest talks to real servers.
