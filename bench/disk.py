@@ -1,6 +1,6 @@
 """`python -m bench.disk`: what conversations take and write on a disk, with the defaults.
 
-A real llama-server of SmolLM2 behind `kvferry serve`.
+A real llama-server of SmolLM2, or of another model, behind `kvferry serve`.
 
 1. shared: conversations on one prompt. Bytes of all directories some time after the last answer,
    against one state.
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gap", type=float, nargs="*", default=[1.0], help="seconds of each day")
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--disk", type=Path, default=Path.cwd(), help="for the KV directory")
+    parser.add_argument("--model", type=Path, help="a GGUF file; SmolLM2 unless given")
     parser.add_argument("--more", default="", help="YAML for the configuration")
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
@@ -52,7 +53,7 @@ async def measure(options: argparse.Namespace) -> Report:
             folder = Path(scratch)
             kv_dir = folder / "kv"
             kv_dir.mkdir(mode=0o700)
-            model = await small_model(lambda _: None)
+            model = options.model or await small_model(lambda _: None)
             async with (
                 rig.llama(
                     slots=options.slots, ctx_per_slot=16_384, kv_dir=kv_dir, model=model

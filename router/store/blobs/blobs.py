@@ -248,9 +248,12 @@ def assemble(
 ) -> Identity:
     """Put a state file together as the new file `target`, removed again on failure.
 
-    `read` is called in two threads at a time, and what it raises ends the work.
+    `read` is called in two threads at a time, once for each blob; what it raises ends the work.
     """
-    todo = list(manifest.parts)
+    places = dict[Blob, list[Part]]()
+    for part in manifest.parts:  # a checkpoint has rows that the window has
+        places.setdefault(part.blob, []).append(part)
+    todo = list(places.values())
     turns = count()  # its next() is one step of the interpreter: each turn is taken once
     failed = threading.Event()
 
@@ -258,8 +261,9 @@ def assemble(
         buffer = Buffer()
         try:
             while (turn := next(turns)) < len(todo) and not failed.is_set():
-                part = todo[turn]
-                copies.scatter(writer, read(part, buffer), part.spans)
+                raw = read(todo[turn][0], buffer)
+                for part in todo[turn]:
+                    copies.scatter(writer, raw, part.spans)
         except BaseException:
             failed.set()
             raise

@@ -25,7 +25,11 @@ class TensorSection:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One stream of an attention block. `offset` is that of its cell count."""
+    """One stream of an attention block. `offset` is that of its cell count.
+
+    `runs`: its cells in order, as first positions and numbers of cells whose positions follow each
+    other. None are told of cells that are nearly all apart.
+    """
 
     offset: int
     cell_count: int
@@ -34,6 +38,7 @@ class Stream:
     k: tuple[TensorSection, ...]
     v: tuple[TensorSection, ...]
     end: int
+    runs: tuple[tuple[int, int], ...] = ()
 
     @property
     def cells_offset(self) -> int:

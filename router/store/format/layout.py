@@ -10,8 +10,10 @@ layers have a V. All combinations are tried, and only one may end at the end of 
 """
 
 import struct
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import BinaryIO
 
 import xxhash
@@ -61,6 +63,7 @@ _APPENDIX = struct.Struct("<III")  # magic, version, count
 _CHECKPOINT = struct.Struct("<qii")  # n_tokens, pos_min, pos_max
 _STATE = struct.Struct("<II")  # magic, kept on the device
 _CELLS_AT_ONCE = 1 << 14
+_MAX_RUNS = 1 << 12
 _U32 = struct.Struct("<I")
 _DATA = struct.Struct("<IIII")  # v_trans, n_layer, n_rot_k, n_rot_v
 _DATA_BEFORE_4 = struct.Struct("<II")  # v_trans, n_layer: state versions 2 and 3
@@ -324,7 +327,7 @@ class _Walk:
             return Stream(at, 0, -1, -1, (), (), at + _U32.size), ()
         offset, at = at, at + _U32.size
         words = (CELL_BYTES + (EXT_BYTES if self._ext else 0)) // 4
-        low, high = self._cells(at, n_cells, words, n_seq_id=1)
+        low, high, runs = self._cells(at, n_cells, words, n_seq_id=1)
         at += n_cells * words * 4
         data = _DATA if self._has_rot else _DATA_BEFORE_4
         v_trans, n_layer, *rot = self._unpack(data, at, "data header")
@@ -336,7 +339,8 @@ class _Walk:
         v: tuple[TensorSection, ...] = ()
         if has_v:
             v, at = self._rows(at, n_layer, n_cells, transposed=bool(v_trans))
-        return Stream(offset, n_cells, low, high, k, v, at), (v_trans, n_layer, n_rot_k, n_rot_v)
+        stream = Stream(offset, n_cells, low, high, k, v, at, runs)
+        return stream, (v_trans, n_layer, n_rot_k, n_rot_v)
 
     def _recurrent(self, at: int) -> RecurrentBlock:
         """Read the recurrent block: always the last, so its sections reach the end of the state.
@@ -375,11 +379,16 @@ class _Walk:
             raise KvFileError(f"{len(states)} recurrent sections are not R and S of some layers")
         return RecurrentBlock(offset, at, n_cells, low_high[1], n_layer, r, s, tuple(ple))
 
-    def _cells(self, at: int, n: int, words: int, n_seq_id: int) -> tuple[int, int]:
-        """Return the smallest and largest position of `n` cells; (-1, -1) if there are none."""
+    def _cells(
+        self, at: int, n: int, words: int, n_seq_id: int
+    ) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+        """Return the smallest and largest position of `n` cells, and their runs (`Stream.runs`).
+
+        The positions are -1 if there are no cells.
+        """
         if n > MAX_TOKENS or at + n * words * 4 > self._size:
             raise KvFileError(f"{n} cells at byte {at} do not fit into the file")
-        low, high = (1 << 31) - 1, -1
+        low, high, runs = (1 << 31) - 1, -1, list[tuple[int, int]]()
         self._file.seek(at)
         while n > 0:
             now = min(n, _CELLS_AT_ONCE)
@@ -392,8 +401,12 @@ class _Walk:
             low, high = min(low, lowest), max(high, highest)
             if low < 0:
                 raise KvFileError(f"a cell before byte {self._file.tell()} has position {low}")
+            if len(runs) <= _MAX_RUNS:
+                _add_runs(runs, positions)
             n -= now
-        return (low, high) if high >= 0 else (-1, -1)
+        if high < 0:
+            return -1, -1, ()
+        return low, high, tuple(runs) if len(runs) <= _MAX_RUNS else ()
 
     def _rows(
         self, at: int, n_layer: int, n_cells: int, *, transposed: bool = False
@@ -439,3 +452,15 @@ class _Walk:
 
 def _shapes(sections: Iterable[TensorSection]) -> set[tuple[int, int]]:
     return {(section.type_id, section.row_bytes) for section in sections}
+
+
+def _add_runs(runs: list[tuple[int, int]], positions: "array[int]") -> None:
+    """Add runs of positions that follow each other, as first positions and lengths."""
+    first, n, breaks = positions[0], len(positions), list[int]()
+    if positions[-1] - first != n - 1 or positions != array("i", range(first, first + n)):
+        breaks = [at for at, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1]
+    for begin, end in pairwise((0, *breaks, n)):
+        if runs and sum(runs[-1]) == positions[begin]:
+            runs[-1] = runs[-1][0], runs[-1][1] + end - begin
+        else:
+            runs.append((positions[begin], end - begin))

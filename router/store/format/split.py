@@ -1,21 +1,23 @@
 """Split a state file into blobs, so that bytes which several files have are stored once.
 
-The rows of 64 tokens, of all layers, are one blob. A state that goes on from another one
-has the same rows as that, and so the same blobs. All other bytes are the rest: cell meta, section
-headers, rows of the last tokens, windows, recurrent states, checkpoints. Each large checkpoint is a
-blob of its own, because the next state has it too. The head with the tokens is in no blob.
+The rows of 64 tokens, of all layers of one attention block, are one blob. A state that goes on from
+another one has the same rows as that, and so the same blobs; a sliding window has those of the
+positions that both windows have, whatever their cells, and a checkpoint those of its own window.
+All other bytes are the rest: cell meta, section headers, rows that fill no blob, recurrent states.
+Each large checkpoint ends a blob of the rest, because the next state has it too. The head with the
+tokens is in no blob.
 
 Pure: nothing here reads a file.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, islice, pairwise
 
 from msgspec import Struct
 
 from router.base.errors import KvFileError
-from router.store.format.blocks import AttentionBlock, TensorSection
+from router.store.format.blocks import Block, RecurrentBlock
 from router.store.format.layout import Layout
 from router.store.format.rewrite import Span
 
@@ -27,6 +29,8 @@ LEAST_BYTES = 64 << 10
 MOST_BYTES = 32 << 20
 # A state that is not understood mostly changes near its begin, and gets checkpoints at its end.
 OPAQUE_BYTES = 4 << 20
+# Ranges that an area, and all areas, may have: cells that are all apart are not worth their list.
+_RANGES, _MOST_RANGES = 1 << 16, 1 << 22
 
 
 class Strip(Struct, frozen=True, array_like=True):
@@ -36,66 +40,100 @@ class Strip(Struct, frozen=True, array_like=True):
     row_bytes: int
 
 
+class Area(Struct, frozen=True, array_like=True):
+    """Rows that are in blobs: each blob has those of `n_tokens` cells, of every strip.
+
+    `runs`: the first cell of blobs whose cells follow each other, and their number.
+    """
+
+    strips: tuple[Strip, ...]
+    n_tokens: int
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one cell in all strips."""
+        return sum(strip.row_bytes for strip in self.strips)
+
+    @property
+    def n_blobs(self) -> int:
+        """Return the number of blobs."""
+        return sum(n for _, n in self.runs)
+
+    @property
+    def is_sound(self) -> bool:
+        """Return whether it has blobs, and all numbers are possible ones."""
+        sound = self.n_tokens > 0 and self.n_blobs > 0 and bool(self.strips)
+        sound = sound and all(strip.row_bytes > 0 for strip in self.strips)
+        return sound and all(first >= 0 and n > 0 for first, n in self.runs)
+
+    def covered(self) -> Iterator[Span]:
+        """Yield the ranges of the file that are in blobs, ascending."""
+        for offset, row_bytes in ((strip.offset, strip.row_bytes) for strip in self.strips):
+            for first, n in self.runs:
+                yield Span(offset + first * row_bytes, n * self.n_tokens * row_bytes)
+
+    def spans(self) -> Iterator[list[Span]]:
+        """Yield the ranges of each blob."""
+        for first, n in self.runs:
+            for cell in range(first, first + n * self.n_tokens, self.n_tokens):
+                yield [
+                    Span(s.offset + cell * s.row_bytes, self.n_tokens * s.row_bytes)
+                    for s in self.strips
+                ]
+
+
 class Split(Struct, frozen=True, array_like=True):
     """How a file of `size_bytes` is split, behind its first `start` bytes.
 
-    First `n_rows` blobs of rows, each with `n_tokens` rows of every strip; then the blobs of the
-    rest, which end at `ends`, counted in bytes of the rest.
+    First the blobs of the areas; then those of the rest, which end at `ends`, counted in bytes of
+    the rest.
     """
 
     start: int
     size_bytes: int
-    strips: tuple[Strip, ...]
-    n_tokens: int
-    n_rows: int
+    areas: tuple[Area, ...]
     ends: tuple[int, ...]
+
+    @property
+    def n_blobs(self) -> int:
+        """Return the number of blobs."""
+        return sum(area.n_blobs for area in self.areas) + len(self.ends)
 
     def check(self) -> None:
         """Raise KvFileError unless every byte behind `start` is in exactly one blob."""
-        numbers = (self.start, self.size_bytes, self.n_tokens, self.n_rows, *self.ends)
+        numbers = (self.start, self.size_bytes, *self.ends)
         sound = all(n >= 0 for n in numbers) and self.start <= self.size_bytes
-        sound = sound and all(s.row_bytes > 0 for s in self.strips)
-        sound = sound and not (self.n_rows and not (self.strips and self.n_tokens))
+        sound = sound and all(area.is_sound for area in self.areas)
+        n_ranges = sum(len(area.strips) * len(area.runs) for area in self.areas)
+        sound = sound and n_ranges <= _MOST_RANGES
         if sound:
-            gaps = [0, *accumulate(span.size for span in self._gaps())]
-            sound = gaps[-1] == (self.ends[-1] if self.ends else 0)
+            gaps = list(_gaps(self.start, self.size_bytes, self.areas))
+            sound = all(gap.size >= 0 for gap in gaps)
+            sound = sound and sum(gap.size for gap in gaps) == (self.ends[-1] if self.ends else 0)
             sound = sound and all(a < b for a, b in pairwise((0, *self.ends)))
-            sound = sound and all(span.size >= 0 for span in self._gaps())
         if not sound:
             raise KvFileError("the split of a state file contradicts itself")
 
     def spans(self) -> Iterator[list[Span]]:
         """Yield the ranges of the file that each blob has, in the order of the blobs."""
-        yield from map(self._rows, range(self.n_rows))
+        for area in self.areas:
+            yield from area.spans()
         yield from self._rest()
 
     def spans_of(self, index: int) -> list[Span]:
-        """Return the ranges of one blob. Raises IndexError."""
-        if index < self.n_rows:
-            return self._rows(index)
-        return list(self._rest())[index - self.n_rows]
-
-    def _rows(self, index: int) -> list[Span]:
-        return [
-            Span(s.offset + index * self.n_tokens * s.row_bytes, self.n_tokens * s.row_bytes)
-            for s in self.strips
-        ]
+        """Return the ranges of one blob. Raises StopIteration."""
+        return next(islice(self.spans(), index, None))
 
     def sizes(self) -> list[int]:
         """Return the bytes of each blob."""
-        rows = self.n_tokens * sum(s.row_bytes for s in self.strips)
-        return [rows] * self.n_rows + [b - a for a, b in pairwise((0, *self.ends))]
-
-    def _gaps(self) -> Iterator[Span]:
-        """Yield what lies before, between and behind the rows that are in blobs of rows."""
-        at = self.start
-        for strip in self.strips:
-            yield Span(at, strip.offset - at)
-            at = strip.offset + self.n_rows * self.n_tokens * strip.row_bytes
-        yield Span(at, self.size_bytes - at)
+        sizes: list[int] = []
+        for area in self.areas:
+            sizes += [area.n_tokens * area.row_bytes] * area.n_blobs
+        return sizes + [b - a for a, b in pairwise((0, *self.ends))]
 
     def _rest(self) -> Iterator[list[Span]]:
-        gaps = [gap for gap in self._gaps() if gap.size]
+        gaps = [gap for gap in _gaps(self.start, self.size_bytes, self.areas) if gap.size]
         begins = [0, *accumulate(gap.size for gap in gaps)]
         for first, end in pairwise((0, *self.ends)):
             found: list[Span] = []
@@ -109,11 +147,13 @@ class Split(Struct, frozen=True, array_like=True):
             yield found
 
 
-def tokens_in_blob(row_bytes: int, least_bytes: int, n_tokens: int) -> int:
-    """Return how many tokens a blob of rows has: `n_tokens`, doubled until it is large enough."""
-    while n_tokens * row_bytes < least_bytes:
-        n_tokens *= 2
-    return n_tokens
+def _gaps(start: int, end: int, areas: Iterable[Area]) -> Iterator[Span]:
+    """Yield what lies before, between and behind the rows that are in blobs of areas."""
+    for area in areas:
+        for span in area.covered():
+            yield Span(start, span.offset - start)
+            start = span.offset + span.size
+    yield Span(start, end - start)
 
 
 def split(start: int, layout: Layout, size_bytes: int, least_bytes: int = LEAST_BYTES) -> Split:
@@ -124,48 +164,47 @@ def split(start: int, layout: Layout, size_bytes: int, least_bytes: int = LEAST_
     if layout.is_opaque:
         rest = size_bytes - start
         ends = (*range(OPAQUE_BYTES, rest, OPAQUE_BYTES), rest) if rest else ()
-        return Split(start, size_bytes, (), 0, 0, ends)
-    strips = tuple(_strips(layout))
-    row_bytes = sum(strip.row_bytes for strip in strips)
-    n_tokens = tokens_in_blob(row_bytes, least_bytes, TOKENS) if strips else TOKENS
-    n_rows = _n_cells(layout) // n_tokens if strips else 0
-    if not n_rows:
-        strips = ()
-    rest = size_bytes - start - n_rows * n_tokens * row_bytes
-    behind = (rest - (size_bytes - checkpoint.offset) for checkpoint in layout.checkpoints)
-    bounds = [0, *(at for at in behind if at > 0), rest]
-    return Split(
-        start,
-        size_bytes,
-        strips,
-        n_tokens if n_rows else 0,
-        n_rows,
-        tuple(_ends(bounds, least_bytes)),
-    )
+        return Split(start, size_bytes, (), ends)
+    stretches = [(start, layout.blocks), *((one.offset, one.state) for one in layout.checkpoints)]
+    areas, bounds = list[Area](), [0]
+    for (begin, blocks), end in zip(
+        stretches, (*(one.offset for one in layout.checkpoints), size_bytes), strict=True
+    ):
+        own = [area for one in blocks if (area := _area(one, least_bytes)) is not None]
+        covered = sum(span.size for area in own for span in area.covered())
+        bounds.append(bounds[-1] + end - begin - covered)
+        areas += own
+    return Split(start, size_bytes, tuple(areas), tuple(_ends(bounds, least_bytes)))
 
 
-def _strips(layout: Layout) -> Iterator[Strip]:
-    """Yield the sections whose rows stay as they are when more tokens follow.
+def _area(block: Block, least_bytes: int) -> Area | None:
+    """Return the rows that stay as they are when more tokens follow. None: there are none.
 
-    A window loses rows, and in a transposed V each row has all cells.
+    Blobs begin at multiples of their tokens, so that all states have the same ones. With an
+    extension, positions do not count tokens, and cells do. In a transposed V each row has all
+    cells.
     """
-    n_cells = _n_cells(layout)
-    for block in layout.attention:
-        if block.cell_count == n_cells:
-            for section in _sections(block):
-                if not section.element_bytes:
-                    yield Strip(section.offset, section.row_bytes)
-
-
-def _n_cells(layout: Layout) -> int:
-    return layout.attention[0].cell_count if layout.attention else 0
-
-
-def _sections(block: AttentionBlock) -> Iterator[TensorSection]:
-    for stream in block.streams:
-        if stream.cell_count:
-            yield from stream.k
-            yield from stream.v
+    if isinstance(block, RecurrentBlock) or not block.cell_count:
+        return None
+    stream = next(one for one in block.streams if one.cell_count)
+    strips = tuple(
+        Strip(section.offset, section.row_bytes)
+        for section in (*stream.k, *stream.v)
+        if not section.element_bytes
+    )
+    if not strips:
+        return None
+    n_tokens, row_bytes = TOKENS, sum(strip.row_bytes for strip in strips)
+    while n_tokens * row_bytes < least_bytes:
+        n_tokens *= 2
+    runs: list[tuple[int, int]] = []
+    cell = 0
+    for position, n in ((0, stream.cell_count),) if block.ext else stream.runs:
+        skipped = -position % n_tokens
+        if n - skipped >= n_tokens:
+            runs.append((cell + skipped, (n - skipped) // n_tokens))
+        cell += n
+    return Area(strips, n_tokens, tuple(runs)) if 0 < len(runs) * len(strips) <= _RANGES else None
 
 
 def _ends(bounds: list[int], least_bytes: int) -> Iterator[int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.errors import KvError
 from router.base.types import Blob, Namespace, SnapshotId
@@ -15,7 +16,7 @@ from router.store.blobs import blobs
 from router.store.blobs.blobs import BlobError, blob_of, local_name, sum_of
 from router.store.blobs.buffer import Buffer
 from router.store.format.rewrite import Span
-from router.store.format.split import Split, Strip
+from router.store.format.split import Area, Split, Strip
 from router.store.manifests import Manifest, Part
 from router.store.places.directory import Directory
 
@@ -179,7 +180,7 @@ def manifest(place: Directory) -> Manifest:
         namespace=Namespace("n"),
         added_at=0.0,
         head=b"hea",
-        split=Split(3, 9, (Strip(3, 2), Strip(7, 2)), 1, 1, (2,)),
+        split=Split(3, 9, (Area((Strip(3, 2), Strip(7, 2)), 1, ((0, 1),)),), (2,)),
         blobs=tuple(blob.id for blob in made),
         sums=b"".join(sum_of(memoryview(raw)) for raw in (b"bbdd", b"cc")),
     )
@@ -198,6 +199,22 @@ def test_assembles(place: Directory) -> None:
     assert target.read_bytes() == b"heabbccdd"
     assert found == files.identity(target)
     assert target.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_blob_of_several_places_is_read_once(place: Directory) -> None:
+    made, target, told = put(place, b"aa"), place.root.parent / "target", []
+
+    def read(part: Part, buffer: Buffer) -> memoryview:
+        told.append(part.blob)
+        return reader(place)(part, buffer)
+
+    areas = (Area((Strip(1, 2),), 1, ((0, 1), (2, 1))),)
+    rest = put(place, b"bb")
+    split = Split(1, 7, areas, (2,))
+    twice = replace(manifest(place), head=b"h", split=split, blobs=(made.id, made.id, rest.id))
+    blobs.assemble(replace(twice, sums=b""), target, 0o600, read)
+    assert target.read_bytes() == b"haabbaa"
+    assert sorted(told) == sorted([made, rest])
 
 
 @pytest.mark.parametrize("harm", [lambda path: path.unlink(), lambda path: path.write_bytes(b"xx")])

@@ -2,6 +2,7 @@
 
 import io
 import struct
+from typing import TypeVar
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,10 @@ from router.base.errors import KvFileError
 from router.store.format import split as module
 from router.store.format.head import read_head
 from router.store.format.layout import OPAQUE, read_layout
-from router.store.format.split import Split, Strip, split
+from router.store.format.split import Area, Split, Strip, split
 from tests.support.files.state_files import appendix, attention, full, head, recurrent, stream
+
+Made = TypeVar("Made", Area, Split)
 
 ROW = 8
 LEAST = 4 * 4 * ROW  # bytes: 4 tokens with 4 rows each
@@ -93,8 +96,8 @@ def test_pieces_of_any_size(raw: bytes, most: int, monkeypatch: pytest.MonkeyPat
 def test_a_longer_state_has_the_rows_of_the_shorter() -> None:
     short, long = state(9), state(14)
     before, after = blobs(short, plan(short)), blobs(long, plan(long))
-    assert plan(short).n_rows == 2
-    assert plan(long).n_rows == 3
+    assert plan(short).areas[0].n_blobs == 2
+    assert plan(long).areas[0].n_blobs == 3
     assert before[:2] == after[:2]
     assert not set(before[2:]) & set(after)
 
@@ -113,7 +116,8 @@ def test_blobs_are_large_enough() -> None:
     for least in (1, LEAST, 5 * LEAST):
         made = plan(raw, least)
         assert made.sizes()[0] >= least
-        assert made.n_tokens & (made.n_tokens - 1) == 0, "a power of two: a prefix of a longer one"
+        n_tokens = made.areas[0].n_tokens
+        assert n_tokens & (n_tokens - 1) == 0, "a power of two: a prefix of a longer one"
 
 
 def test_small_pieces_of_the_rest_are_joined() -> None:
@@ -124,7 +128,7 @@ def test_small_pieces_of_the_rest_are_joined() -> None:
 
 def test_rows_of_a_transposed_v_are_rest() -> None:
     made = plan(FILES["v-trans"])
-    assert len(made.strips) == 2, "K of two layers"
+    assert len(made.areas[0].strips) == 2, "K of two layers"
 
 
 @given(st.data())
@@ -134,32 +138,104 @@ def test_any_plan(data: st.DataObject) -> None:
     raw = state(n)
     if kind == "window":
         first = data.draw(st.integers(0, n - 1))
-        raw += attention(stream(range(first, n), row=ROW, cell=cell))
+        cells = [*range(first, n)]
+        turn = data.draw(st.integers(0, len(cells)))
+        raw += attention(stream(cells[turn:] + cells[:turn], row=ROW, cell=cell))
     elif kind == "hybrid":
         raw += recurrent(n - 1) + appendix(*((i + 1, recurrent(i)) for i in range(n // 7)))
     least = data.draw(st.integers(1, 500))
     assert assembled(raw, plan(raw, least)) == raw
 
 
+def windowed(n: int, *cells: range, checkpoint: range | None = None) -> bytes:
+    """Return the file after `n` tokens of a model with a window, which has cells in this order."""
+    base = attention(stream(range(n), row=ROW, cell=cell))
+    raw = head(range(n)) + base + window(*cells)
+    if checkpoint is None:
+        return raw
+    return raw + appendix((checkpoint[-1] + 1, window(checkpoint)), window=True)
+
+
+def window(*cells: range) -> bytes:
+    return attention(stream([at for some in cells for at in some], row=2 * ROW, cell=wide))
+
+
+def wide(section: int, position: int) -> bytes:
+    return cell(section, position) + b"in a win"
+
+
+def blobs_of_window(raw: bytes) -> set[bytes]:
+    return {one for one in blobs(raw, plan(raw)) if one[ROW : 2 * ROW] == b"in a win"}
+
+
+def test_windows_share_the_positions_that_both_have() -> None:
+    """A window is a ring: llama-server writes its cells as they lie in memory."""
+    short, long = windowed(24, range(8, 24)), windowed(32, range(24, 32), range(16, 24))
+    assert len(blobs_of_window(short)) == len(blobs_of_window(long)) == 8
+    assert len(blobs_of_window(short) & blobs_of_window(long)) == 4
+
+
+def test_a_window_shares_with_one_that_has_lost_no_cell() -> None:
+    short, long = windowed(8, range(8)), windowed(12, range(4, 12))
+    assert len(blobs_of_window(short) & blobs_of_window(long)) == 2
+
+
+def test_a_padded_window_shares_with_one_that_is_not() -> None:
+    assert blobs_of_window(windowed(24, range(8, 24))) == blobs_of_window(
+        windowed(24, range(8, 24), range(7, 8))
+    )
+
+
+def test_a_checkpoint_has_the_rows_of_the_window() -> None:
+    raw = windowed(24, range(8, 24), checkpoint=range(4, 20))
+    assert len(blobs_of_window(raw)) == 10, "4 to 24, by two"
+    assert len(blobs(raw, plan(raw))) == len(set(blobs(raw, plan(raw)))) + 6, "8 to 20, twice"
+
+
+def test_cells_that_are_all_apart_are_rest() -> None:
+    raw = windowed(24, range(8, 24, 2), range(9, 24, 2))
+    assert not blobs_of_window(raw)
+    assert assembled(raw, plan(raw)) == raw
+
+
+def test_positions_with_an_extension_do_not_count() -> None:
+    """M-RoPE gives a picture one position, whatever its cells."""
+    positions = [0, 1, *[2] * 6, 3, 4]
+    raw = head(range(10)) + attention(stream(positions, row=ROW, cell=cell, ext=True))
+    assert plan(raw).areas[0].runs == ((0, 2),)
+    assert assembled(raw, plan(raw)) == raw
+
+
 def broken() -> list[Split]:
     sound = plan(FILES["checkpoints"])
+    (area,) = sound.areas
+    first = area.strips[0]
+    areas = [
+        changed(area, runs=((0, area.n_blobs + 1),)),
+        changed(area, runs=((0, -1),)),
+        changed(area, runs=((-4, area.n_blobs),)),
+        changed(area, runs=((0, 1), (0, area.n_blobs))),
+        changed(area, runs=()),
+        changed(area, n_tokens=0),
+        changed(area, strips=()),
+        changed(area, strips=area.strips[::-1]),
+        changed(area, strips=(Strip(first.offset, 0), *area.strips[1:])),
+        changed(area, runs=((0, 1),) * (1 << 21)),
+    ]
     return [
         changed(sound, start=sound.size_bytes + 1),
         changed(sound, size_bytes=sound.size_bytes + 1),
-        changed(sound, n_rows=sound.n_rows + 1),
-        changed(sound, n_rows=-1),
-        changed(sound, strips=()),
-        changed(sound, strips=sound.strips[::-1]),
-        changed(sound, strips=(Strip(sound.strips[0].offset, 0), *sound.strips[1:])),
+        changed(sound, areas=(area, area)),
+        *(changed(sound, areas=(one,)) for one in areas),
         changed(sound, ends=sound.ends[:-1]),
         changed(sound, ends=sound.ends[::-1]),
         changed(sound, ends=(*sound.ends, sound.ends[-1])),
     ]
 
 
-def changed(made: Split, **changes: object) -> Split:
+def changed(made: Made, **changes: object) -> Made:
     fields = {name: getattr(made, name) for name in made.__struct_fields__}
-    return Split(**(fields | changes))
+    return type(made)(**(fields | changes))
 
 
 def test_a_split_that_contradicts_itself_is_refused() -> None:
