@@ -11,7 +11,7 @@ that hangs are withdrawn, and offered again when it answers. Calls raise KvError
 # over 600 lines: it owns all files; what it does for each kind was moved out.
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -41,7 +41,7 @@ from router.store.blobs.write_budget import WriteBudget
 from router.store.files import Identity
 from router.store.format.head import tokens_of
 from router.store.io_pool import Threads
-from router.store.listener import StoreListener, Withdrawal
+from router.store.listener import StoreListener
 from router.store.purges import Purges
 from router.store.records import KvDirectory, StateFile, StoredSnapshot
 
@@ -50,6 +50,7 @@ log = structlog.get_logger(__name__)
 # Records that one call in a thread checks: ten thousand calls for one record each would hold up the
 # event loop for a third of a second.
 _RECOVERED_AT_ONCE = 100
+_TOLD_AT_ONCE = 10  # to find ten thousand in an index at once would hold it up, too
 
 
 class KvStore:
@@ -94,7 +95,7 @@ class KvStore:
         self._threads: list[Threads] = []
         self._loaded: set[KvDir] = set()  # directories whose snapshots are held
         self._between: dict[tuple[KvDir, KvDir], Threads] = {}
-        self._withdrawal = Withdrawal(self._held, lambda: self.listener, self._remove_unwanted)
+        self._telling: defaultdict[KvDir, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._background = Tasks()
 
     async def load(self) -> list[Snapshot]:
@@ -598,8 +599,24 @@ class KvStore:
     def _changed(self, kv_dir: KvDir) -> None:
         """Withdraw the snapshots of a directory that hangs, or offer them when it answers again."""
         if (directory := self._directories.get(kv_dir)) is not None:
-            telling = self._withdrawal.changed(directory)
+            there = [one.snapshot for one in self._held.values() if one.directory is directory]
+            telling = self._tell(directory.kv_dir, there, lost=directory.threads.hangs)
             self._background.spawn(telling, name=f"kv_dir {kv_dir}")
+
+    async def _tell(self, kv_dir: KvDir, snapshots: Sequence[Snapshot], *, lost: bool) -> None:
+        """Report one change of a directory completely before its next change.
+
+        A loss that is reported late would withdraw snapshots that were offered again.
+        """
+        async with self._telling[kv_dir]:
+            if not lost:
+                await self._remove_unwanted()
+                await self.listener.found([one for one in snapshots if one.id in self._held])
+                return
+            for number, snapshot in enumerate(snapshots):
+                self.listener.lost(snapshot, "its directory does not answer")
+                if number % _TOLD_AT_ONCE == 0:
+                    await asyncio.sleep(0)
 
     async def _remove_unwanted(self) -> None:
         await self._obey()

@@ -12,7 +12,8 @@ import pytest
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import Tasks
 from router.base.types import Snapshot, SnapshotId
-from router.store import files, io_pool, listener
+from router.store import files, io_pool
+from router.store import store as store_module
 from router.store.io_pool import Threads
 from router.store.records import StoredSnapshot
 from router.store.store import KvStore
@@ -239,7 +240,7 @@ async def test_what_was_lost_is_told_before_what_is_found(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The directory answers again once the first loss has been reported."""
-    monkeypatch.setattr(listener, "_TOLD_AT_ONCE", 1)
+    monkeypatch.setattr(store_module, "_TOLD_AT_ONCE", 1)
     offered: set[SnapshotId] = set()
 
     class Listener(Noting):
