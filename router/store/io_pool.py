@@ -77,14 +77,16 @@ class Threads:
     not queue behind background work.
     """
 
-    def __init__(self, kv_dir: str, on_change: Callable[[], None], spawn: Spawn) -> None:
+    def __init__(
+        self, kv_dir: str, on_change: Callable[[], None], spawn: Spawn, n_unhurried: int = 2
+    ) -> None:
         """Create the pools; `on_change` is called in the loop when `hangs` has changed."""
         self.kv_dir = kv_dir
         self._on_change = on_change
         self._spawn = spawn
         self._quick = ThreadPoolExecutor(2, "kv-quick")  # stat, rename, head
         self._bulk = ThreadPoolExecutor(2, "kv-bulk")  # checksum, copy
-        self._unhurried = ThreadPoolExecutor(2, "kv-unhurried")  # fsync, checksum, delete
+        self._unhurried = ThreadPoolExecutor(n_unhurried, "kv-unhurried")  # fsync, checksum, delete
         self._limited: set[_Call[Any]] = set()
         self._stuck: set[_Call[Any]] = set()
         self._n_working = 0
@@ -125,12 +127,14 @@ class Threads:
         """Run a function that reads or writes a whole file, as `quick`, for up to BULK_S."""
         return await self._do(self._bulk, function, BULK_S, undo, blame_file=blame_file)
 
-    async def unhurried(self, function: Callable[[], T]) -> T:
+    async def unhurried(
+        self, function: Callable[[], T], undo: Callable[[T], object] | None = None
+    ) -> T:
         """Run a function that no request waits for, without a limit.
 
         Where the directory hangs, the function runs when the directory answers.
         """
-        return await self._do(self._unhurried, function, None, None)
+        return await self._do(self._unhurried, function, None, undo)
 
     async def _do(
         self,

@@ -224,7 +224,7 @@ class KvStore:
                 await self._unlink(kv_dir, name)
         self._opened.clear()
         await self._close(self._distinct())
-        self.exchange.close()
+        self.exchange.threads.close()
         for threads in self._between.values():
             threads.close()
         self._directories.clear()
@@ -248,7 +248,7 @@ class KvStore:
     @property
     def works(self) -> bool:
         """Return True if a call in a thread has not returned; after `aclose` nothing awaits it."""
-        return bool(self.exchange.n_working) or any(threads.works for threads in self._threads)
+        return self.exchange.threads.works or any(threads.works for threads in self._threads)
 
     def tier_status(self) -> TierStatus | None:
         """Return the state of the tier of blobs; None: there is none."""

@@ -27,6 +27,7 @@ from router.store import copies, files
 from router.store.blobs.buffer import Buffer
 from router.store.files import Identity
 from router.store.format.rewrite import Span
+from router.store.io_pool import Threads
 from router.store.manifests import Manifest, Part
 from router.store.places.directory import Directory
 from router.store.places.place import MissingError, Place, Progress, Readable
@@ -109,14 +110,14 @@ class BlobReader:
         ends_at: float = inf,
         now: Callable[[], float] = monotonic,
         close: Callable[[], None] = lambda: None,
-        pool: ThreadPoolExecutor | None = None,
+        threads: Threads | None = None,
     ) -> None:
         """`name_of`: what a blob is called there. `ends_at`: clock seconds; nothing is read then.
 
-        `close`: called by `stop`. `pool`: has the thread that waits for the reads, if the place may
+        `close`: called by `stop`. `threads`: has the one that waits for the reads, if the place may
         hang: those of other places go on.
         """
-        self.pool = pool
+        self.threads = threads
         self._place = place
         self._name_of = name_of
         self._seal = seal

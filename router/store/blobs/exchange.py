@@ -8,18 +8,17 @@ not fetched, and each part is checked against the name that the manifest gives i
 import asyncio
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import structlog
 from msgspec.structs import replace
 
 from router.base.errors import KvError, KvFileError
-from router.base.tasks import spawn
+from router.base.tasks import Tasks, spawn
 from router.base.tokens import Tokens
 from router.base.types import Blob, MemoryKind, Namespace, Snapshot, SnapshotId
 from router.store import copies, files, manifests, shapes
@@ -28,17 +27,15 @@ from router.store.blobs.blobs import BlobReader
 from router.store.blobs.buffer import Buffer
 from router.store.blobs.split_snapshots import BlobSettings
 from router.store.blobs.tier import plan_of
-from router.store.files import os_errors
 from router.store.format.head import tokens_of
 from router.store.format.split import LEAST_BYTES
+from router.store.io_pool import Threads
 from router.store.manifests import Manifest, Part
 from router.store.records import StoredSnapshot
 from router.store.shapes import Inspected
 
 if TYPE_CHECKING:
     from router.store.store import KvStore
-
-T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -62,16 +59,9 @@ class Exchange:
         self._least_bytes = LEAST_BYTES if settings is None else settings.least_bytes
         self._mode = mode
         # Apart from the threads that read: hosts that wait for each other would wait for ever.
-        self._pool = ThreadPoolExecutor(_AT_ONCE, "kv-receive")
+        self.threads = Threads("kv exchange", lambda: None, Tasks().spawn, _AT_ONCE)
         self._manifests: OrderedDict[SnapshotId, Manifest] = OrderedDict()
         self._hashing: dict[SnapshotId, asyncio.Task[None]] = {}
-        self._closed = False
-        self.n_working = 0  # threads that make a file
-
-    def close(self, *, wait: bool = False) -> None:
-        """Take no more work; `wait` until what has begun is over."""
-        self._closed = True
-        self._pool.shutdown(wait=wait, cancel_futures=True)
 
     async def manifest(self, snapshot: SnapshotId, *, hurried: bool = True) -> Manifest:
         """Return the manifest of a snapshot. Not `hurried`: no request waits for it.
@@ -139,11 +129,16 @@ class Exchange:
         local = await self._local(manifest, alike)
         directory = self._owner.kv_directory()
         self._owner.check_budget(directory.kv_dir)
-        if self._closed or directory.threads.hangs:
+        if directory.threads.hangs:
             raise KvError(f"{directory.kv_dir} does not answer")
         target = directory.path / files.staging_name()
         work = partial(self._assemble, manifest, kind, local, reading, target)
-        found, tokens = await self._make(work, target, reading)
+        threads, undo = reading.threads or self.threads, partial(target.unlink, missing_ok=True)
+        try:
+            found, tokens = await threads.unhurried(work, lambda _: undo())
+        except asyncio.CancelledError:  # its thread goes on a little
+            reading.stop()
+            raise
         staged = self._owner.stage(directory.kv_dir, target.name, found)
         try:
             return await self._owner.commit(replace(staged, tokens=tokens), namespace)
@@ -206,28 +201,6 @@ class Exchange:
             reading.stop()
             target.unlink(missing_ok=True)
             raise
-
-    async def _make(self, work: Callable[[], T], target: Path, reading: BlobReader) -> T:
-        """Do work that makes a file; its thread goes on a little if this is cancelled."""
-        pool = reading.pool or self._pool
-        making = asyncio.get_running_loop().run_in_executor(pool, work)
-        self.n_working += 1
-        making.add_done_callback(self._made)
-        try:
-            with os_errors("kv exchange"):
-                return await asyncio.shield(making)
-        except asyncio.CancelledError:
-            reading.stop()
-            making.add_done_callback(lambda done: self._undo(done, target))
-            raise
-
-    def _made(self, _: object) -> None:
-        self.n_working -= 1
-
-    def _undo(self, done: "asyncio.Future[T]", target: Path) -> None:
-        if not done.cancelled() and done.exception() is None:
-            with suppress(RuntimeError):  # closed: the next start removes it
-                self._pool.submit(partial(target.unlink, missing_ok=True))
 
 
 def _hashed(held: StoredSnapshot, least_bytes: int) -> Manifest:

@@ -8,7 +8,6 @@ host has just written tells it.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
@@ -56,7 +55,6 @@ _CLOCKS_AGREE_S = 24 * 3600.0  # else nothing is removed for its age
 _SEEN = 100_000  # blobs of which is known that they are there
 _MOST_STATES = 30_000  # in the index, the newest: 3 KiB of memory each
 _FAILED_S = 600.0  # until a snapshot is tried again that could not be copied
-_FETCHES = 2  # states that are read at a time
 _FAILURES = 3  # of copies in a row: then the tier cannot be written
 _ROUNDS = 3  # of a deletion, and the last one has to find nothing: a listing may be late
 _UNSEEN = "not looked at yet"
@@ -125,7 +123,7 @@ class ColdTier:
         # Apart: what a request waits for is not behind a listing or a copy.
         self._reads = Threads(place.url, lambda: None, self._tasks.spawn)
         self._works = Threads(place.url, lambda: None, self._tasks.spawn)
-        self._pool = ThreadPoolExecutor(_FETCHES, "kv-cold")
+        self._fetches = Threads(place.url, lambda: None, self._tasks.spawn)
         self._index = ColdIndex()
         self._named: dict[SnapshotId, StateName] = {}  # of snapshots here
         self._young: set[StateKey] = set()  # states that need no writing again
@@ -217,7 +215,13 @@ class ColdTier:
 
         name_of, seal = partial(self._names.blob, state.tenant), self._seal
         made = BlobReader(
-            self._place, name_of, seal=seal, ends_at=ends_at, now=now, close=count, pool=self._pool
+            self._place,
+            name_of,
+            seal=seal,
+            ends_at=ends_at,
+            now=now,
+            close=count,
+            threads=self._fetches,
         )
         return made
 
@@ -277,12 +281,12 @@ class ColdTier:
         await self._tasks.aclose()
         self._reads.close()
         self._works.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._fetches.close()
 
     @property
     def works(self) -> bool:
         """Return whether a thread is at work, and may hang."""
-        return self._reads.works or self._works.works
+        return any(one.works for one in (self._reads, self._works, self._fetches))
 
     def _is_due(self, last: float | None, period_s: float) -> bool:
         return last is None or asyncio.get_running_loop().time() - last >= period_s
