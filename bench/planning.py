@@ -19,7 +19,7 @@ from time import perf_counter
 from msgspec.structs import replace
 
 from bench.report import Report, arguments_of, median, percentile, run_bench
-from router.base.tokens import WIDTH, Tokens, head
+from router.base.tokens import WIDTH, TokenPieces, Tokens, head
 from router.base.types import (
     BackendId,
     BackendInfo,
@@ -156,7 +156,9 @@ def make_snapshots(n: int, tokens: int, seed: int = 0) -> Iterator[Snapshot]:
             shared = make_tokens(random_, random_.randint(low, high))
         start = shared if number % 2 else Tokens(b"")
         ids = Tokens(start + make_tokens(random_, tokens - len(start) // WIDTH))
-        yield Snapshot(SnapshotId(f"{number:08x}"), SPACE, PLACE, ids, tokens * BYTES_PER_TOKEN)
+        yield Snapshot(
+            SnapshotId(f"{number:08x}"), SPACE, PLACE, TokenPieces(ids), tokens * BYTES_PER_TOKEN
+        )
 
 
 def make_inventory(snapshots: Sequence[Snapshot], tokens: int) -> Inventory:

@@ -1,7 +1,7 @@
 """Bytes of items that share blobs: each blob counts once, however many items have it."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Generic, TypeVar
 
 from router.base.types import Blob
@@ -17,6 +17,7 @@ class SharedBytes(Generic[Item]):
     sum_bytes: int = 0  # of all items, as if none shared
     _items: dict[Item, tuple[Blob, ...]] = field(default_factory=dict)
     _users: dict[Blob, int] = field(default_factory=dict)
+    _same: dict[Blob, Blob] = field(default_factory=dict)
 
     def __contains__(self, item: Item) -> bool:
         return item in self._items
@@ -33,16 +34,23 @@ class SharedBytes(Generic[Item]):
         """Return whether an item has this blob."""
         return blob in self._users
 
-    def put(self, item: Item, blobs: Iterable[Blob]) -> None:
-        """Set the blobs of an item, in place of those before."""
-        before = self._items.get(item, ())
-        self._items[item] = held = tuple(dict.fromkeys(blobs))
+    def put(self, item: Item, blobs: tuple[Blob, ...]) -> tuple[Blob, ...]:
+        """Set the blobs of an item, in place of those before; return them as all others have them.
+
+        So an equal blob of a thousand items is one object.
+        """
+        before, known = self._items.get(item, ()), tuple(self._same.get(one, one) for one in blobs)
+        known = blobs if all(map(is_, known, blobs)) else known
+        once = tuple(dict.fromkeys(known))
+        self._items[item] = held = known if len(once) == len(known) else once
         for blob in held:
             self.sum_bytes += blob.size_bytes
             users = self._users[blob] = self._users.get(blob, 0) + 1
             if users == 1:
                 self.total_bytes += blob.size_bytes
+                self._same[blob] = blob
         self._release(before)
+        return known
 
     def remove(self, item: Item) -> list[Blob]:
         """Remove an item, if it is there; return the blobs that nobody has now."""
@@ -58,7 +66,7 @@ class SharedBytes(Generic[Item]):
             self.sum_bytes -= blob.size_bytes
             self._users[blob] -= 1
             if not self._users[blob]:
-                del self._users[blob]
+                del self._users[blob], self._same[blob]
                 self.total_bytes -= blob.size_bytes
                 unused.append(blob)
         return unused

@@ -78,6 +78,32 @@ def join(parts: Iterable[Tokens]) -> Tokens:
     return Tokens(b"".join(parts))
 
 
+class TokenPieces:
+    """Tokens in pieces, which other sequences may have too: a common beginning is kept once.
+
+    Immutable, but for where it is cut.
+    """
+
+    __slots__ = ("_pieces", "n_tokens")
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._pieces: tuple[bytes, ...] = (tokens,)
+        self.n_tokens = count(tokens)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenPieces) and self.tokens == other.tokens
+
+    @property
+    def tokens(self) -> Tokens:
+        """Return all tokens: 10 µs for 30,000 in several pieces, none for those in one."""
+        return Tokens(b"".join(self._pieces))
+
+    def share(self, pieces: tuple[bytes, ...]) -> None:
+        """Keep equal pieces, of which others have some."""
+        assert sum(map(len, pieces)) == self.n_tokens * WIDTH
+        self._pieces = pieces
+
+
 def common_prefix(a: Tokens, b: Tokens) -> int:
     """Return the length in tokens of the longest common prefix.
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, NewType
 from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
-from router.base.tokens import EMPTY, WIDTH, Tokens
+from router.base.tokens import EMPTY, WIDTH, TokenPieces, Tokens
 
 BackendId = NewType("BackendId", str)
 RequestId = NewType("RequestId", str)
@@ -351,7 +351,7 @@ class Snapshot(Struct, frozen=True):
     id: SnapshotId
     namespace: Namespace
     kv_dir: KvDir
-    tokens: Tokens
+    pieces: TokenPieces
     size_bytes: int
     shape: StateShape = PLAIN
     saved_at: float = 0.0
@@ -359,7 +359,12 @@ class Snapshot(Struct, frozen=True):
     whole: bool = True
 
     def __len__(self) -> int:
-        return len(self.tokens) // WIDTH
+        return self.pieces.n_tokens
+
+    @property
+    def tokens(self) -> Tokens:
+        """Return its tokens."""
+        return self.pieces.tokens
 
     def goes_on_from(self, other: "Snapshot") -> bool:
         """Return whether it begins with all of another one."""

@@ -12,7 +12,7 @@ from itertools import islice
 from msgspec.structs import replace
 
 from router.base.prefix_hash import BLOCK, STEP, PrefixHasher, indexed
-from router.base.tokens import EMPTY, Tokens, common_prefix, count, head
+from router.base.tokens import EMPTY, TokenPieces, Tokens, common_prefix, count, head
 from router.base.types import Namespace, SlotId, Snapshot, SnapshotId, Tenant
 from router.core.hosts.handout import handouts
 from router.core.inventory.inventory import Inventory
@@ -44,8 +44,12 @@ class _Held:
     """
 
     namespace: tuple[str, Tenant]
-    tokens: Tokens
+    pieces: TokenPieces
     hashes: list[bytes]
+
+    @property
+    def tokens(self) -> Tokens:
+        return self.pieces.tokens
 
 
 class HeldPrefixes:
@@ -173,7 +177,7 @@ class HeldPrefixes:
             if snapshot.id in self._inventory.catalog:
                 namespace = self._facts_of(model_of(snapshot.namespace))
                 key = namespace, tenant_of(snapshot.namespace)
-                self._hold(snapshot.id, key, snapshot.tokens)
+                self._hold(snapshot.id, key, snapshot.pieces)
                 done += len(snapshot)
         return bool(self._due)
 
@@ -198,15 +202,15 @@ class HeldPrefixes:
                 key = facts, slot.offered_tenant
                 before = self._held.get(slot.id)
                 if before is None or before.tokens is not tokens or before.namespace != key:
-                    done += self._hold(slot.id, key, tokens)
+                    done += self._hold(slot.id, key, TokenPieces(tokens))
         for slot_id in self._slots - here:
             self._drop(slot_id)
         self._slots = here
         return done
 
-    def _hold(self, content: Content, key: tuple[str, Tenant], tokens: Tokens) -> int:
+    def _hold(self, content: Content, key: tuple[str, Tenant], pieces: TokenPieces) -> int:
         """Put a content into the index in place of what it was; return the tokens hashed."""
-        before = self._held.get(content)
+        before, tokens = self._held.get(content), pieces.tokens
         is_slot, known = isinstance(content, SlotId), list[bytes]()
         if before is not None and before.namespace == key and is_slot:
             known = before.hashes[: common_prefix(before.tokens, tokens) // STEP]
@@ -218,7 +222,7 @@ class HeldPrefixes:
             for name in set(_names(before)).difference(names):
                 self._leave(name, content)
             self._ends_no_more(before, content)
-        self._held[content] = _Held(key, tokens, hashes if is_slot else names)
+        self._held[content] = _Held(key, pieces, hashes if is_slot else names)
         if names:
             self._entries[names[-1]].ending = content
         return count(tokens) - len(known) * STEP
@@ -259,7 +263,7 @@ class HeldPrefixes:
 
 def _names(held: _Held) -> list[bytes]:
     """Return the hashes of a content that are in the index."""
-    whole = len(held.hashes) == count(held.tokens) // STEP
+    whole = len(held.hashes) == held.pieces.n_tokens // STEP
     return _indexed(held.hashes) if whole else held.hashes
 
 

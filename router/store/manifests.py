@@ -15,7 +15,7 @@ import xxhash
 
 from router.base.decoding import UndecodableError, msgpack_decoder
 from router.base.errors import KvError, KvFileError
-from router.base.tokens import Tokens, media_of
+from router.base.tokens import TokenPieces, Tokens, media_of
 from router.base.types import Blob, KvDir, Namespace, Snapshot, SnapshotId, StateShape
 from router.store import files
 from router.store.files import Identity
@@ -114,7 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             self.id,
             self.namespace,
             kv_dir,
-            tokens_of(head, self.media),
+            TokenPieces(tokens_of(head, self.media)),
             self.split.size_bytes,
             shape,
             self.added_at,

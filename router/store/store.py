@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import Tasks
+from router.base.tokens import TokenPieces
 from router.base.types import (
     KvDir,
     MemoryKind,
@@ -328,7 +329,7 @@ class KvStore:
             raise KvFileError(f"{staged.name} was not verified")
         directory = self._directory(staged.kv_dir)
         number = SnapshotId(path.stem.removeprefix("kvf-"))
-        facts = staged.tokens, staged.size_bytes, staged.shape, self._wall_now()
+        facts = TokenPieces(staged.tokens), staged.size_bytes, staged.shape, self._wall_now()
         snapshot = Snapshot(number, namespace, staged.kv_dir, *facts)
         held = StoredSnapshot(snapshot, directory, known)
         rename = partial(records.rename, path, held, self._mode)

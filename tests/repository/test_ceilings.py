@@ -9,22 +9,22 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 50_712,
+    "router": 50_741,
     "router/assembly": 2_210,
-    "router/base": 1_666,
+    "router/base": 1_705,
     "router/config": 1_952,
-    "router/core": 9_483,
-    "router/engine": 1_744,
+    "router/core": 9_488,
+    "router/engine": 1_748,
     "router/hosts": 1_336,
     "router/llama": 5_651,
     "router/prompts": 2_292,
     "router/servers": 1_166,
-    "router/store": 6_482,
+    "router/store": 6_463,
     "router/telemetry": 1_733,
     "router/tools": 7_615,
     "router/web": 7_366,
-    "tests": 66_711,
-    "bench": 8_932,
+    "tests": 66_734,
+    "bench": 8_934,
 }
 # A part may shrink so far before its ceiling has to follow.
 SLACK = 100

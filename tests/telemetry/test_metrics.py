@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.base import tasks
 from router.base.clock import MonotonicClock
 from router.base.errors import RouterError
-from router.base.tokens import EMPTY
+from router.base.tokens import EMPTY, TokenPieces
 from router.base.types import (
     BackendId,
     ColdStatus,
@@ -285,7 +285,7 @@ def test_a_request_without_numbers_counts_as_a_request(
 def test_failures_are_counted_apart(
     registry: CollectorRegistry, telemetry: PrometheusTelemetry
 ) -> None:
-    snapshot = Snapshot(SnapshotId("s"), Namespace("n"), KvDir("/p"), EMPTY, 1)
+    snapshot = Snapshot(SnapshotId("s"), Namespace("n"), KvDir("/p"), TokenPieces(EMPTY), 1)
     telemetry.saved(SLOT, SaveReason.IDLE, None, "disk full")
     telemetry.restored(SLOT, None, "bad file")
     telemetry.deleted(snapshot, "")

@@ -182,6 +182,7 @@ class Catalog:
             for one in (self._entries[item] for item in {*shorter, snapshot.id}):
                 one.own = min(one.own, self._share_beyond(one.snapshot))
                 self._ranks.value(one.snapshot.id, one.density)
+        snapshot.pieces.share(index.edges(snapshot.tokens))
         return doomed + self.shrink()
 
     def _turn_away(self, snapshot: Snapshot, known: _Entry | None) -> list[Snapshot]:

@@ -128,6 +128,10 @@ class PrefixIndex(Generic[Item]):
                 for item in node.items:
                     yield Match(item, end // WIDTH, end // WIDTH)
 
+    def edges(self, tokens: Tokens) -> tuple[bytes, ...]:
+        """Return the tokens of an item, in the pieces that the tree has of them."""
+        return tuple(node.edge for node, _ in self._walk(tokens)[0])
+
     def branches_at(self, tokens: Tokens) -> int:
         """Count the different continuations that the tree has right after `tokens`."""
         path, common = self._walk(tokens)

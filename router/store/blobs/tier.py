@@ -72,13 +72,11 @@ class BlobTier:
         """Read the directory; return the snapshots with all of their blobs. Removes all else."""
         there = await self._threads.unhurried(partial(blobs.scan, self._place))
         found, leftovers, names = list[Snapshot](), there.leftovers, self.directory.names
-        kept: dict[Blob, Blob] = {}  # one object for each, however many manifests name it
         for first in range(0, len(names), _READ_AT_ONCE):
             some = names[first : first + _READ_AT_ONCE]
             for snapshot in await self._threads.unhurried(partial(self._read_all, some)):
                 if there.blobs.issuperset(snapshot.blobs):
-                    held = tuple(kept.setdefault(blob, blob) for blob in snapshot.blobs)
-                    self.shared.put(snapshot.id, held)
+                    held = self.shared.put(snapshot.id, snapshot.blobs)
                     found.append(replace(snapshot, blobs=held))
                     continue
                 log.warning("snapshot_not_recovered", snapshot=snapshot.id, reason="blobs missing")
@@ -119,7 +117,7 @@ class BlobTier:
         async with self._changing:
             work = partial(self._write, held.path, held.identity, snapshot)
             written = await self._threads.unhurried(work)
-            self.shared.put(snapshot.id, written)
+            written = self.shared.put(snapshot.id, written)
         self.counts.split_bytes += snapshot.size_bytes
         return replace(snapshot, blobs=written)
 

@@ -211,7 +211,7 @@ def test_what_rewriting_for_a_restore_took_is_learned() -> None:
 
 def test_a_file_with_other_streams_is_priced_for_its_rewriting() -> None:
     two = snapshot("s", run_of(900))
-    two = type(two)(two.id, two.namespace, two.kv_dir, two.tokens, two.size_bytes, StateShape(2))
+    two = type(two)(two.id, two.namespace, two.kv_dir, two.pieces, two.size_bytes, StateShape(2))
     made = inventory(backend(), snapshots=[two])
     made.backends[A].rates = rates()
     made.backends[A].rates.rewrite = LinearFit(0.5, 0.0)

@@ -1,5 +1,6 @@
 """Snapshot catalog: each rule by name, and all of them against a dictionary."""
 
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from router.base.tokens import count, pack
+from router.base.shared_bytes import SharedBytes
+from router.base.tokens import Tokens, count, pack
 from router.base.types import Blob, MemoryKind, Snapshot, SnapshotId, StateShape
 from router.core.inventory.catalog import Basis, Catalog
 from router.core.model.policy import SnapshotLimits
@@ -147,6 +149,23 @@ def test_what_shares_blobs_fits_a_limit_together() -> None:
     assert catalog.total_bytes == 140
     made = replace(sized("s9", 19, 100), blobs=(blob("a", 80), blob("9", 20)))
     assert [one.id for one in catalog.add(made, FULL, 1.0)] == ["s0"]
+
+
+def test_a_conversation_takes_4_kib_beside_others_like_it() -> None:
+    """3,000 tokens take 12 kB, and 47 blobs 8 kB, if each conversation has them for itself."""
+    catalog, tier, prompt, n = Catalog(), SharedBytes[SnapshotId](), tokens(*range(3000)), 200
+    shared = [blob(f"{number:032}") for number in range(46)]
+    taken = list[int]()
+    tracemalloc.start()
+    for number in range(2 * n):
+        taken.append(tracemalloc.get_traced_memory()[0])
+        blobs = [Blob(bytes(bytearray(one.id)), one.size_bytes) for one in shared]
+        made = snapshot(f"{number:032}", Tokens(prompt + run_of(30, number * 100)))
+        own = tier.put(made.id, (*blobs, blob(f"own {number}")))
+        catalog.add(replace(made, blobs=own), FULL, 1.0)
+    tracemalloc.stop()
+    assert all(one.tokens.startswith(prompt) for one, _, _ in catalog.snapshots())
+    assert (taken[-1] - taken[-n]) / (n - 1) < 4096
 
 
 def test_which_snapshot_would_be_evicted_next() -> None:

@@ -109,6 +109,8 @@ def test_any_order_of_insert_and_remove_leaves_a_minimal_tree(data: Any) -> None
         for node in nodes_of(index):
             assert node.edge
             assert node.items or len(node.children) > 1
+        for one in map(pack, held.values()):
+            assert b"".join(index.edges(one)) == one
         shared = [one for one in held.values() if one]
         assert {m.item for m in index.match(pack([0]), 99)} <= set(held)
         assert all(index.nearest(pack(one))[0] == len(one) for one in shared)

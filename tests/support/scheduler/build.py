@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from router.base.tokens import EMPTY, Tokens, count, pack
+from router.base.tokens import EMPTY, TokenPieces, Tokens, count, pack
 from router.base.types import (
     BackendId,
     BackendInfo,
@@ -83,7 +83,7 @@ def snapshot(
     """Return a snapshot of these ids."""
     held = Tokens(ids) if isinstance(ids, bytes) else pack(ids)
     size_bytes = BYTES_PER_TOKEN * count(held) if size is None else size
-    return Snapshot(SnapshotId(name), Namespace(ns), KvDir("kv"), held, size_bytes)
+    return Snapshot(SnapshotId(name), Namespace(ns), KvDir("kv"), TokenPieces(held), size_bytes)
 
 
 def rates(prefill_s: float = 0.01, transfer_s: float = 0.001) -> Rates:

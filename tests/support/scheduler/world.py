@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from router.base.tokens import head, pack, unpack
+from router.base.tokens import TokenPieces, head, pack, unpack
 from router.base.types import (
     NO_TENANT,
     BackendId,
@@ -159,7 +159,9 @@ class World:
             assert tenant_of(effect.namespace) in (owner, NO_TENANT), "it is another's"
         name = SnapshotId(f"s{len(self.files)}")
         shape = StateShape(op.server.info.n_stream)
-        made = Snapshot(name, effect.namespace, self.kv_dir(), pack(held), 1000 * len(held), shape)
+        made = Snapshot(
+            name, effect.namespace, self.kv_dir(), TokenPieces(pack(held)), 1000 * len(held), shape
+        )
         self.files[name] = made
         self.feed(fact.saved(effect.request, op.slot, made, 0.001))
 

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from router.base.clock import wall_now
-from router.base.tokens import pack
+from router.base.tokens import TokenPieces, pack
 from router.base.types import KvDir, Namespace, Snapshot, SnapshotId, StateShape, Tenant
 from router.tools.cli import main
 from router.tools.console.client import TOKEN_ENV
@@ -31,7 +31,7 @@ def snapshot(number: int) -> Snapshot:
     name, space = SnapshotId(f"{number:06d}" + "f" * 26), Namespace(f"space{number % 2}:1=2")
     shape = StateShape(2, (10, 20), extendable=False, media=True) if number == 1 else StateShape(1)
     saved_at = wall_now() - 3600.0 * number
-    return Snapshot(name, space, KvDir("/kv"), tokens, 2**20 * number, shape, saved_at)
+    return Snapshot(name, space, KvDir("/kv"), TokenPieces(tokens), 2**20 * number, shape, saved_at)
 
 
 @pytest.fixture

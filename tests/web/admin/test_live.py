@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from router.base.tasks import Tasks
-from router.base.tokens import pack
+from router.base.tokens import TokenPieces, pack
 from router.base.types import KvDir, MemoryKind, RequestId, Snapshot, SnapshotId
 from router.telemetry.decision_log import LoggedDecision
 from router.web.admin import live
@@ -199,7 +199,7 @@ async def test_a_large_fleet_fits_into_few_bytes(tmp_path: Path) -> None:
         for i in range(10_000):
             name = SnapshotId(f"{i:032x}")
             tokens = pack([i] * 8)
-            snapshot = Snapshot(name, namespace, KvDir(str(tmp_path)), tokens, 10)
+            snapshot = Snapshot(name, namespace, KvDir(str(tmp_path)), TokenPieces(tokens), 10)
             catalog.add(snapshot, MemoryKind.FULL, 1.0)
         async with watching(kvferry) as viewer:
             await viewer.next()

@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 import pytest
 
 from router.base.clock import wall_now
-from router.base.tokens import pack
+from router.base.tokens import TokenPieces, pack
 from router.base.types import KvDir, Namespace, Snapshot, SnapshotId
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.running_router import Answer, RunningRouter, running
@@ -30,7 +30,7 @@ def made(number: int, *, tokens: int = 10, size: int = 100, age_h: float = 0.0) 
     ids = pack(range(first, first + tokens))
     saved_at = wall_now() - age_h * HOUR_S
     name, space = SnapshotId(f"{number:08x}ff"), Namespace("odd" if number % 2 else "even")
-    return Snapshot(name, space, KvDir("/kv"), ids, size, saved_at=saved_at)
+    return Snapshot(name, space, KvDir("/kv"), TokenPieces(ids), size, saved_at=saved_at)
 
 
 async def told(kvferry: RunningRouter, *snapshots: Snapshot) -> None:

@@ -7,7 +7,7 @@ from itertools import count as counter
 from msgspec.structs import replace
 
 from router.base.errors import BackendRefusedError
-from router.base.tokens import Tokens, count, pack
+from router.base.tokens import TokenPieces, Tokens, count, pack
 from router.base.types import (
     KvDir,
     MemoryKind,
@@ -73,7 +73,7 @@ class SimulatedStore:
 
     async def commit(self, staged: StagedFile, namespace: Namespace) -> Snapshot:
         name, size_bytes = SnapshotId(staged.name), staged.size_bytes
-        return Snapshot(name, namespace, staged.kv_dir, staged.tokens, size_bytes)
+        return Snapshot(name, namespace, staged.kv_dir, TokenPieces(staged.tokens), size_bytes)
 
     async def discard(self, _: KvDir, name: str) -> None:
         self.files.pop(name, None)
