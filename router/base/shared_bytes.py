@@ -35,10 +35,7 @@ class SharedBytes(Generic[Item]):
         return blob in self._users
 
     def put(self, item: Item, blobs: tuple[Blob, ...]) -> tuple[Blob, ...]:
-        """Set the blobs of an item, in place of those before; return them as all others have them.
-
-        So an equal blob of a thousand items is one object.
-        """
+        """Set the blobs of an item, in place of those before; return the objects others have."""
         before, known = self._items.get(item, ()), tuple(self._same.get(one, one) for one in blobs)
         known = blobs if all(map(is_, known, blobs)) else known
         once = tuple(dict.fromkeys(known))

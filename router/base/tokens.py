@@ -93,6 +93,9 @@ class TokenPieces:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TokenPieces) and self.tokens == other.tokens
 
+    def __hash__(self) -> int:
+        return hash(self.tokens)
+
     @property
     def tokens(self) -> Tokens:
         """Return all tokens: 10 µs for 30,000 in several pieces, none for those in one."""

@@ -116,11 +116,6 @@ def identity_of(file: BinaryIO) -> Identity:
     return _identity(os.fstat(file.fileno()), Path(str(file.name)))
 
 
-def identity_of_fd(file: int, path: Path) -> Identity:
-    """Return the identity of the open regular file at `path`. Raises KvFileError."""
-    return _identity(os.fstat(file), path)
-
-
 def _identity(status: os.stat_result, path: Path) -> Identity:
     if not stat.S_ISREG(status.st_mode):
         raise KvFileError(f"{path.name} is not a regular file")
@@ -170,7 +165,7 @@ def write_rewritten(source: Path, target: Path, expected: Identity, rewrite: Rew
             with suppress(PermissionError):
                 os.fchmod(writer, stat.S_IMODE(status.st_mode))
                 os.fchown(writer, status.st_uid, status.st_gid)
-            return identity_of_fd(writer, target)
+            return _identity(os.fstat(writer), target)
 
 
 def rewrite_tail(path: Path, rewrite: Rewrite) -> Identity:
@@ -184,7 +179,7 @@ def rewrite_tail(path: Path, rewrite: Rewrite) -> Identity:
     try:
         _identity(os.fstat(file), path)
         copies.shift(file, rewrite)
-        return identity_of_fd(file, path)
+        return _identity(os.fstat(file), path)
     finally:
         os.close(file)
 

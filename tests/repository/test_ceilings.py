@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 50_741,
+    "router": 50_739,
     "router/assembly": 2_210,
     "router/base": 1_705,
     "router/config": 1_952,
@@ -19,11 +19,11 @@ CEILINGS: dict[str, int] = {
     "router/llama": 5_651,
     "router/prompts": 2_292,
     "router/servers": 1_166,
-    "router/store": 6_463,
+    "router/store": 6_461,
     "router/telemetry": 1_733,
     "router/tools": 7_615,
     "router/web": 7_366,
-    "tests": 66_734,
+    "tests": 66_765,
     "bench": 8_934,
 }
 # A part may shrink so far before its ceiling has to follow.

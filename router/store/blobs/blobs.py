@@ -276,4 +276,4 @@ def assemble(
         with ThreadPoolExecutor(_AT_ONCE, "kv-assemble") as pool:
             for done in [pool.submit(work, writer) for _ in range(_AT_ONCE)]:
                 done.result()
-        return files.identity_of_fd(writer, target)
+    return files.identity(target)

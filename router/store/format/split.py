@@ -7,7 +7,7 @@ All other bytes are the rest: cell meta, section headers, rows that fill no blob
 Each large checkpoint ends a blob of the rest, because the next state has it too. The head with the
 tokens is in no blob.
 
-Pure: nothing here reads a file.
+Pure: nothing here reads a file. A state that is not understood is split by its content (`tier.py`).
 """
 
 from bisect import bisect_right
@@ -27,8 +27,6 @@ TOKENS = 64
 # Smaller files are many files: 7.5 million of them filled a directory (sglang#28653).
 LEAST_BYTES = 64 << 10
 MOST_BYTES = 32 << 20
-# A state that is not understood mostly changes near its begin, and gets checkpoints at its end.
-OPAQUE_BYTES = 4 << 20
 # Ranges that an area, and all areas, may have: cells that are all apart are not worth their list.
 _RANGES, _MOST_RANGES = 1 << 16, 1 << 22
 
@@ -161,10 +159,6 @@ def split(start: int, layout: Layout, size_bytes: int, least_bytes: int = LEAST_
 
     `least_bytes`: blobs of rows have as many tokens more as it takes to be so large.
     """
-    if layout.is_opaque:
-        rest = size_bytes - start
-        ends = (*range(OPAQUE_BYTES, rest, OPAQUE_BYTES), rest) if rest else ()
-        return Split(start, size_bytes, (), ends)
     stretches = [(start, layout.blocks), *((one.offset, one.state) for one in layout.checkpoints)]
     areas, bounds = list[Area](), [0]
     for (begin, blocks), end in zip(

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ from msgspec.structs import replace
 from router.base.errors import KvError
 from router.base.types import Blob, Namespace, SnapshotId
 from router.store import files
-from router.store.blobs import blobs
+from router.store.blobs import blobs, tier
 from router.store.blobs.blobs import BlobError, blob_of, local_name, sum_of
 from router.store.blobs.buffer import Buffer
+from router.store.blobs.tier import plan_of
 from router.store.format.rewrite import Span
 from router.store.format.split import Area, Split, Strip
 from router.store.manifests import Manifest, Part
 from router.store.places.directory import Directory
+from tests.support.files.state_files import head
 
 RAW = b"rows of keys and values"
 BLOB = blob_of(memoryview(RAW))
@@ -228,3 +231,35 @@ def test_a_damaged_blob_is_named_and_no_file_is_left(
         blobs.assemble(made, target, 0o600, reader(place))
     assert caught.value.blob == made.sized[1]
     assert not target.exists()
+
+
+def opaque(tokens: range, body: bytes) -> bytes:
+    return head(tokens) + b"\x00\x02\x00\x00 not a layout " + body
+
+
+def blobs_of(path: Path, raw: bytes) -> list[bytes]:
+    path.write_bytes(raw)
+    begin, plan = plan_of(path, files.identity(path), 1)
+    assert (begin, plan.size_bytes, plan.areas) == (raw[: plan.start], len(raw), ())
+    plan.check()
+    return [raw[one.offset : one.offset + one.size] for spans in plan.spans() for one in spans]
+
+
+def test_states_that_are_not_understood_share_what_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer has its rows together, so those of later layers are somewhere else."""
+    monkeypatch.setattr(tier, "OPAQUE_BYTES", 1024)
+    chance = random.Random(3)
+    layers, more = [chance.randbytes(40_000) for _ in "abc"], [chance.randbytes(900) for _ in "abc"]
+    short = blobs_of(tmp_path / "a", opaque(range(9), b"".join(layers)))
+    long = b"".join(a + b for a, b in zip(layers, more, strict=True))
+    known = set(short)
+    new = [one for one in blobs_of(tmp_path / "b", opaque(range(12), long)) if one not in known]
+    assert sum(map(len, new)) < 20_000
+
+
+def test_a_state_of_nothing_but_a_head(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(head(range(9)))
+    assert plan_of(path, files.identity(path), 1)[1].n_blobs == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from router.base.errors import KvFileError
 from router.store.format import split as module
 from router.store.format.head import read_head
-from router.store.format.layout import OPAQUE, read_layout
+from router.store.format.layout import read_layout
 from router.store.format.split import Area, Split, Strip, split
 from tests.support.files.state_files import appendix, attention, full, head, recurrent, stream
 
@@ -84,13 +84,8 @@ FILES = {
 @pytest.mark.parametrize("raw", FILES.values(), ids=FILES)
 def test_pieces_of_any_size(raw: bytes, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", most)
-    monkeypatch.setattr(module, "OPAQUE_BYTES", most)
     for least in (1, 3, LEAST, 10_000):
         assert assembled(raw, plan(raw, least)) == raw
-    opaque = split(20, OPAQUE, len(raw))
-    opaque.check()
-    assert assembled(raw, opaque) == raw
-    assert max(opaque.sizes()) <= most
 
 
 def test_a_longer_state_has_the_rows_of_the_shorter() -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from router.assembly import part_settings
-from router.store.blobs import exchange
+from router.store.blobs import exchange, tier
 from router.store.blobs.split_snapshots import BlobSettings
 from router.store.format import split
 from router.tools.cli import main
@@ -21,6 +21,7 @@ def make_blobs_small(set_attribute: Callable[[Any, str, Any], None] = setattr) -
     """Change the sizes for all stores that are built after this."""
     set_attribute(split, "TOKENS", 16)
     set_attribute(exchange, "LEAST_BYTES", 1)
+    set_attribute(tier, "OPAQUE_BYTES", 1024)
     set_attribute(part_settings, "BlobSettings", partial(BlobSettings, least_bytes=1))
 
 
