@@ -38,10 +38,9 @@ class SharedBytes(Generic[Item]):
         """Set the blobs of an item, in place of those before; return the objects others have."""
         before, known = self._items.get(item, ()), tuple(self._same.get(one, one) for one in blobs)
         known = blobs if all(map(is_, known, blobs)) else known
-        once = tuple(dict.fromkeys(known))
-        self._items[item] = held = known if len(once) == len(known) else once
-        for blob in held:
-            self.sum_bytes += blob.size_bytes
+        self._items[item] = known
+        self.sum_bytes += sum(blob.size_bytes for blob in known)
+        for blob in dict.fromkeys(known):
             users = self._users[blob] = self._users.get(blob, 0) + 1
             if users == 1:
                 self.total_bytes += blob.size_bytes
@@ -59,8 +58,8 @@ class SharedBytes(Generic[Item]):
 
     def _release(self, blobs: tuple[Blob, ...]) -> list[Blob]:
         unused: list[Blob] = []
-        for blob in blobs:
-            self.sum_bytes -= blob.size_bytes
+        self.sum_bytes -= sum(blob.size_bytes for blob in blobs)
+        for blob in dict.fromkeys(blobs):
             self._users[blob] -= 1
             if not self._users[blob]:
                 del self._users[blob], self._same[blob]

@@ -366,11 +366,6 @@ class Snapshot(Struct, frozen=True):
         """Return its tokens."""
         return self.pieces.tokens
 
-    def goes_on_from(self, other: "Snapshot") -> bool:
-        """Return whether it begins with all of another one."""
-        alike = self.namespace == other.namespace
-        return alike and self.tokens.startswith(other.tokens)
-
 
 class Lease(Struct, frozen=True):
     """The right to use one slot once. `generation` rises whenever the slot changes hands."""

@@ -77,17 +77,17 @@ def manifest_name(number: str) -> str:
 
 def identity(path: Path) -> Identity:
     """Return the identity of a regular file. Raises KvFileError for anything else."""
-    return _identity(path.lstat(), path)
+    return identity_from(path.lstat(), path)
 
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading. Raises KvFileError for anything else."""
     # Without O_NONBLOCK the open of a pipe waits for a writer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    _identity(path.lstat(), path)  # first: opening a socket or a symlink fails obscurely
+    identity_from(path.lstat(), path)  # first: opening a socket or a symlink fails obscurely
     file = open(os.open(path, flags), "rb")  # noqa: SIM115 - the caller closes it
     try:
-        _identity(os.fstat(file.fileno()), path)
+        identity_from(os.fstat(file.fileno()), path)
     except KvFileError:
         file.close()
         raise
@@ -113,10 +113,11 @@ def created(path: Path) -> Iterator[int]:
 
 def identity_of(file: BinaryIO) -> Identity:
     """Return the identity of an open file. Raises KvFileError unless it is regular."""
-    return _identity(os.fstat(file.fileno()), Path(str(file.name)))
+    return identity_from(os.fstat(file.fileno()), Path(str(file.name)))
 
 
-def _identity(status: os.stat_result, path: Path) -> Identity:
+def identity_from(status: os.stat_result, path: Path) -> Identity:
+    """Return the identity of what has this status. Raises KvFileError unless it is a file."""
     if not stat.S_ISREG(status.st_mode):
         raise KvFileError(f"{path.name} is not a regular file")
     return Identity(status.st_size, status.st_mtime_ns, status.st_ino)
@@ -165,7 +166,7 @@ def write_rewritten(source: Path, target: Path, expected: Identity, rewrite: Rew
             with suppress(PermissionError):
                 os.fchmod(writer, stat.S_IMODE(status.st_mode))
                 os.fchown(writer, status.st_uid, status.st_gid)
-            return _identity(os.fstat(writer), target)
+            return identity_from(os.fstat(writer), target)
 
 
 def rewrite_tail(path: Path, rewrite: Rewrite) -> Identity:
@@ -174,12 +175,12 @@ def rewrite_tail(path: Path, rewrite: Rewrite) -> Identity:
     For staged files that have no other reader yet. A failure midway leaves a worthless file.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    _identity(path.lstat(), path)
+    identity_from(path.lstat(), path)
     file = os.open(path, flags)
     try:
-        _identity(os.fstat(file), path)
+        identity_from(os.fstat(file), path)
         copies.shift(file, rewrite)
-        return _identity(os.fstat(file), path)
+        return identity_from(os.fstat(file), path)
     finally:
         os.close(file)
 
@@ -265,11 +266,6 @@ def is_on_disk(device: int) -> bool:
     lines = mounts.read_text(errors="replace").splitlines() if mounts.exists() else []
     kinds = {one.partition(" - ")[2].split(" ")[0] for one in lines if one.split()[2] == wanted}
     return not kinds & {"tmpfs", "ramfs"}
-
-
-def file_mode(*, group_access: bool) -> int:
-    """Return the mode for a state file, whatever the umask of the backend that wrote it."""
-    return 0o660 if group_access else 0o600
 
 
 def set_mode(path: Path, mode: int) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -151,7 +152,8 @@ class Threads:
                 return await self._result(call)
             except BaseException:
                 if undo is not None:
-                    self._abandon(call, undo)
+                    with suppress(KvError):  # closed: the next start removes it
+                        self._abandon(call, undo)
                 raise
 
     def _begin(
@@ -183,7 +185,7 @@ class Threads:
     def _abandon(self, call: _Call[T], undo: Callable[[T], object]) -> None:
         unwanted: _Call[Any] = call
         if call.abandon():
-            unwanted = self._begin(self._unhurried, lambda: undo(call.job.result()), None)
+            unwanted = self._begin(self._quick, lambda: undo(call.job.result()), None)
         if not unwanted.future.done():
             self._spawn(unwanted.ended(), name="kv_undo")
 

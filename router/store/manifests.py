@@ -125,14 +125,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise KvFileError for a manifest that contradicts itself."""
         split = self.split
-        if len(self.blobs) != split.n_blobs:  # first: a number may be any
+        if self.file is None:
+            split.check()  # first: a number may be any
+        elif split.areas or split.ends or split.size_bytes != self.file.size_bytes:
+            raise KvFileError(f"the manifest of {self.id} has a file, and other bytes than that")
+        if len(self.blobs) != split.n_blobs:
             raise KvFileError(f"the manifest of {self.id} has other blobs than its split")
         if len(self.sums) not in (0, _SUM_BYTES * len(self.blobs)):
             raise KvFileError(f"the manifest of {self.id} has other sums than blobs")
-        if self.file is None:
-            split.check()
-        elif self.blobs or split.size_bytes != self.file.size_bytes:
-            raise KvFileError(f"the manifest of {self.id} has a file, and other bytes than that")
         if any(len(id) != 32 for id in self.blobs):
             raise KvFileError(f"the manifest of {self.id} has ids that are none")
         self._checked_head()

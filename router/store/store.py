@@ -51,6 +51,7 @@ log = structlog.get_logger(__name__)
 # Records that one call in a thread checks: ten thousand calls for one record each would hold up the
 # event loop for a third of a second.
 _RECOVERED_AT_ONCE = 100
+_WRITTEN_S = 5.0  # Linux looks so often for data that has waited for 30 s
 _TOLD_AT_ONCE = 10  # to find ten thousand in an index at once would hold it up, too
 
 
@@ -85,12 +86,12 @@ class KvStore:
         self._directories: dict[KvDir, KvDirectory] = {}
         self._held: dict[SnapshotId, StoredSnapshot] = {}
         self._staged: dict[tuple[KvDir, str], Identity] = {}
-        self._opened: set[tuple[KvDir, str]] = set()
+        self._opened: dict[tuple[KvDir, str], float] = {}  # since when, in clock seconds
         self._unwanted: list[tuple[KvDir, str]] = []  # to delete when their directory answers
         self._blobs = blobs
         self._splits: dict[KvDir, SplitSnapshots] = {}  # by the directory of their blobs
         self._budgets: dict[int, WriteBudget] = {}  # by device
-        self._mode = files.file_mode(group_access=group_access)
+        self._mode = 0o660 if group_access else 0o600  # whatever the umask of the backend
         self.exchange = Exchange(self, self._held, blobs, self._mode)
         self._reading: Counter[SnapshotId] = Counter()  # whole files, by their readers
         self._threads: list[Threads] = []
@@ -359,7 +360,7 @@ class KvStore:
             if file.directory is target_directory and not restream:
                 if file.made:
                     file.keep = True
-                    self._opened.add((kv_dir, file.path.name))
+                    self._opened[kv_dir, file.path.name] = _now()
                 else:
                     self._reading[snapshot.id] += 1  # until `close`
                 return file.path.name
@@ -375,7 +376,7 @@ class KvStore:
             elif not await threads.quick(partial(files.link, file.path, target), undo):
                 copy = partial(files.copy, file.path, target, file.identity)
                 await threads.bulk(copy, undo)
-        self._opened.add((kv_dir, target.name))
+        self._opened[kv_dir, target.name] = _now()
         return target.name
 
     @asynccontextmanager
@@ -412,8 +413,6 @@ class KvStore:
         assert held.directory.split is not None
         work = held.directory.split.tier.assembly(held.snapshot.id, target, self._mode)
         threads = self._threads_of(held.directory, directory)
-        if directory.on_disk and directory.split is not None:
-            directory.split.budget.spend(held.snapshot.size_bytes)
         try:
             return await threads.bulk(work, lambda _: target.unlink(missing_ok=True))
         except BlobError as error:
@@ -487,9 +486,14 @@ class KvStore:
         return self._between[way]
 
     async def close(self, snapshot: Snapshot, kv_dir: KvDir, name: str) -> None:
-        """Release a name that `open` returned; remove its link or copy."""
-        if (kv_dir, name) in self._opened:
-            self._opened.discard((kv_dir, name))
+        """Release a name that `open` returned; remove its link or copy.
+
+        A disk gets none of a file that is removed soon after it was written.
+        """
+        if (since := self._opened.pop((kv_dir, name), None)) is not None:
+            split = self._directory(kv_dir).split if self.is_on_disk(kv_dir) else None
+            if split is not None and _now() - since > _WRITTEN_S:
+                split.budget.spend(snapshot.size_bytes)
             await self._unlink(kv_dir, name)
         elif snapshot.id in self._reading:
             self._read(snapshot.id)
@@ -642,3 +646,7 @@ class KvStore:
                 await self._remove(held, held.unlink)
             log.warning("snapshot_lost", snapshot=held.snapshot.id, reason=str(error))
             self.listener.lost(held.snapshot, str(error))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,11 +1,14 @@
 """Packed tokens behave like the lists that they stand for."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.base.tokens import (
     EMPTY,
+    TokenPieces,
     common_prefix,
     count,
     head,
@@ -82,3 +85,13 @@ def test_many_ids_are_packed_like_few() -> None:
 def test_ids_of_media_are_found() -> None:
     assert media_of(pack([1, -5, 2**31 - 1, -(2**31)])) == (-5, -(2**31))
     assert media_of(pack([1, 255, 2**31 - 1])) == ()
+
+
+@given(st.lists(st.integers(0, 3), max_size=12), st.data())
+def test_pieces(ids: list[int], data: st.DataObject) -> None:
+    made, whole = TokenPieces(pack(ids)), pack(ids)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=3)))
+    if cuts:
+        bounds = [0, *cuts, len(ids)]
+        made.share(tuple(whole[4 * a : 4 * b] for a, b in pairwise(bounds)))
+    assert (made.tokens, made.n_tokens) == (whole, len(ids))

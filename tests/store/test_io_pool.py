@@ -71,6 +71,19 @@ async def test_what_comes_after_the_end_is_an_error_of_the_store() -> None:
         await made.unhurried(int)
 
 
+async def test_a_cancelled_call_is_cancelled_after_the_end_too() -> None:
+    """Its thread has returned, and nothing can be undone any more."""
+    made = threads()
+    work = made.unhurried(lambda: None, lambda _: None)
+    call = asyncio.get_running_loop().create_task(work)
+    await asyncio.sleep(0)
+    made._unhurried.shutdown()  # waits, and the loop with it
+    made.close()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
 async def test_what_waits_for_a_thread_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that waits behind background work, or behind calls that return, does not hang."""
     made = threads()

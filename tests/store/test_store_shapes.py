@@ -166,7 +166,7 @@ async def test_cancelled_rewriting_leaves_no_file(
     await cancel_inside(monkeypatch, "pwrite", store.open(snapshot, snapshot.kv_dir, 2))
     await store.flush()
     assert names(store) == {path(snapshot).name}
-    assert store._opened == set()
+    assert not store._opened
 
 
 # --- real servers ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ time (`Protection`).
 """
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass, field
 from math import floor, inf, log
 from typing import Generic, TypeVar
@@ -108,21 +109,13 @@ def _class(worth: float) -> int:
     return floor(log(worth) / TUNING.eviction_class_width) if worth > 0 else _NOTHING
 
 
-_Row = tuple[float, SnapshotId]
-
-
 @dataclass(slots=True)
 class Protection:
     """Protected snapshots, each until a time in clock seconds, for its owner; "": the operator."""
 
     total_bytes: int = 0
     _held: dict[SnapshotId, tuple[float, str, int]] = field(default_factory=dict)  # with bytes
-    _bytes_of: dict[str, int] = field(default_factory=dict)  # by owner
-    # By end, of all and of each owner. Stale rows (dropped or protected anew) stay until they come
-    # up.
-    _heap: list[_Row] = field(default_factory=list)
-    _heaps: dict[str, list[_Row]] = field(default_factory=dict)
-    _rows: int = 0  # of the heaps of owners
+    _next: float = inf  # when the first one ends, or before
 
     def __len__(self) -> int:
         return len(self._held)
@@ -152,20 +145,11 @@ class Protection:
             self.drop(snapshot)
         self._held[snapshot] = until, owner, size_bytes
         self.total_bytes += size_bytes
-        self._bytes_of[owner] = self._bytes_of.get(owner, 0) + size_bytes
-        for heap in (self._heap, self._heaps.setdefault(owner, [])):
-            heapq.heappush(heap, (until, snapshot))
-        self._rows += 1
-        if max(len(self._heap), self._rows) > 3 * len(self._held) + 64:
-            self._rebuild()
+        self._next = min(self._next, until)
 
     def drop(self, snapshot: SnapshotId) -> None:
         """End the protection of a snapshot, if it has one."""
-        if snapshot not in self._held:
-            return
-        _, owner, size_bytes = self._held.pop(snapshot)
-        self.total_bytes -= size_bytes
-        self._bytes_of[owner] -= size_bytes
+        self.total_bytes -= self._held.pop(snapshot, (-inf, "", 0))[2]
 
     def lapsed(self, now: float, max_bytes: float = inf) -> list[SnapshotId]:
         """Drop and return the snapshots whose time is over, then the next ones above `max_bytes`.
@@ -174,28 +158,24 @@ class Protection:
         one owner those whose time ends first.
         """
         found: list[SnapshotId] = []
-        while self._heap and self._heap[0][0] <= now:
-            until, snapshot = heapq.heappop(self._heap)
-            if self.until(snapshot) == until:
-                self.drop(snapshot)
-                found.append(snapshot)
+        if self._next <= now:
+            found = [one for one, (until, _, _) in self._held.items() if until <= now]
+            for one in found:
+                self.drop(one)
+            self._next = min((until for until, _, _ in self._held.values()), default=inf)
+        if self.total_bytes <= max_bytes:
+            return found
+        rows: dict[str, list[SnapshotId]] = {}
+        bytes_of: dict[str, int] = Counter()
+        for one in sorted(self._held, key=lambda one: -self._held[one][0]):
+            _, owner, size_bytes = self._held[one]
+            rows.setdefault(owner, []).append(one)
+            bytes_of[owner] += size_bytes
         while self.total_bytes > max_bytes:
-            owner = max(self._heaps, key=lambda one: (one != "", self._bytes_of.get(one, 0)))
-            until, snapshot = heapq.heappop(self._heaps[owner])
-            self._rows -= 1
-            if not self._heaps[owner]:
-                del self._heaps[owner]
-            if self.of(snapshot) == (until, owner):
-                self.drop(snapshot)
-                found.append(snapshot)
+            owner = max(rows, key=lambda one: (one != "", bytes_of[one]))
+            found.append(rows[owner].pop())
+            bytes_of[owner] -= self._held[found[-1]][2]
+            self.drop(found[-1])
+            if not rows[owner]:
+                del rows[owner]
         return found
-
-    def _rebuild(self) -> None:
-        self._heap, self._heaps = [], {}
-        for snapshot, (until, owner, _) in self._held.items():
-            self._heap.append((until, snapshot))
-            self._heaps.setdefault(owner, []).append((until, snapshot))
-        self._bytes_of = {owner: self._bytes_of[owner] for owner in self._heaps}
-        self._rows = len(self._held)
-        for heap in (self._heap, *self._heaps.values()):
-            heapq.heapify(heap)

@@ -36,6 +36,8 @@ from router.store.places.seals import Sealed
 # Blobs that are read and written at a time: a disk works on one while another is checked.
 _AT_ONCE = 2
 
+sum_of = xxhash.xxh3_64_digest  # of the bytes of a blob, as a manifest has it
+
 _FOLDERS = re.compile("[0-9a-f]{2}|manifests")
 _NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.blob")
 # What a crash leaves, whole files in a folder of blobs, and the manifests of kvferry 0.1.0.
@@ -55,11 +57,6 @@ class BlobError(KvFileError):
 def blob_of(raw: memoryview) -> Blob:
     """Return the blob that has these bytes."""
     return Blob(blake3(raw).digest(), len(raw))
-
-
-def sum_of(raw: memoryview) -> bytes:
-    """Return the xxh3 of the bytes of a blob, as a manifest has it."""
-    return xxhash.xxh3_64_digest(raw)
 
 
 def local_name(blob: Blob) -> str:
@@ -276,4 +273,4 @@ def assemble(
         with ThreadPoolExecutor(_AT_ONCE, "kv-assemble") as pool:
             for done in [pool.submit(work, writer) for _ in range(_AT_ONCE)]:
                 done.result()
-    return files.identity(target)
+        return files.identity_from(os.fstat(writer), target)

@@ -148,11 +148,12 @@ class SplitSnapshots:
 
         It has the rows of the snapshot, whose blobs would have to be written once more.
         """
+        space, n, tokens = snapshot.namespace, len(snapshot), snapshot.tokens
         for _, whole in self.directories.values():
-            for name in whole.due:
-                other = self.held.get(name)
-                if other is not None and other.snapshot.goes_on_from(snapshot):
-                    return name
+            for other in (self.held[name].snapshot for name in whole.due if name in self.held):
+                alike = other.namespace == space and len(other) >= n
+                if alike and other.tokens.startswith(tokens):
+                    return other.id
         return None
 
     async def damaged(self, blob: Blob) -> None:

@@ -6,6 +6,7 @@ Their names are those of `docs/llama-server.md` section 1.4; `layout.py` finds t
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -23,12 +24,19 @@ class TensorSection:
     element_bytes: int = 0  # transposed V only: data is row after row, each with all cells
 
 
+class CellRun(NamedTuple):
+    """`n` cells whose positions follow each other; the first cell, and its position."""
+
+    cell: int
+    position: int
+    n: int
+
+
 @dataclass(frozen=True, slots=True)
 class Stream:
     """One stream of an attention block. `offset` is that of its cell count.
 
-    `runs`: its cells in order, as first positions and numbers of cells whose positions follow each
-    other. None are told of cells that are nearly all apart.
+    `runs`: of cells whose positions follow each other; of very many the longest.
     """
 
     offset: int
@@ -38,7 +46,7 @@ class Stream:
     k: tuple[TensorSection, ...]
     v: tuple[TensorSection, ...]
     end: int
-    runs: tuple[tuple[int, int], ...] = ()
+    runs: tuple[CellRun, ...] = ()
 
     @property
     def cells_offset(self) -> int:

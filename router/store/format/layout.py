@@ -26,6 +26,7 @@ from router.store.format.blocks import (
     EXT_BYTES,
     AttentionBlock,
     Block,
+    CellRun,
     Checkpoint,
     RecurrentBlock,
     Stream,
@@ -381,14 +382,14 @@ class _Walk:
 
     def _cells(
         self, at: int, n: int, words: int, n_seq_id: int
-    ) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+    ) -> tuple[int, int, tuple[CellRun, ...]]:
         """Return the smallest and largest position of `n` cells, and their runs (`Stream.runs`).
 
         The positions are -1 if there are no cells.
         """
         if n > MAX_TOKENS or at + n * words * 4 > self._size:
             raise KvFileError(f"{n} cells at byte {at} do not fit into the file")
-        low, high, runs = (1 << 31) - 1, -1, list[tuple[int, int]]()
+        low, high, runs, cell = (1 << 31) - 1, -1, list[CellRun](), 0
         self._file.seek(at)
         while n > 0:
             now = min(n, _CELLS_AT_ONCE)
@@ -401,12 +402,9 @@ class _Walk:
             low, high = min(low, lowest), max(high, highest)
             if low < 0:
                 raise KvFileError(f"a cell before byte {self._file.tell()} has position {low}")
-            if len(runs) <= _MAX_RUNS:
-                _add_runs(runs, positions)
-            n -= now
-        if high < 0:
-            return -1, -1, ()
-        return low, high, tuple(runs) if len(runs) <= _MAX_RUNS else ()
+            _add_runs(runs, cell, positions)
+            n, cell = n - now, cell + now
+        return (low, high, tuple(runs)) if high >= 0 else (-1, -1, ())
 
     def _rows(
         self, at: int, n_layer: int, n_cells: int, *, transposed: bool = False
@@ -454,13 +452,20 @@ def _shapes(sections: Iterable[TensorSection]) -> set[tuple[int, int]]:
     return {(section.type_id, section.row_bytes) for section in sections}
 
 
-def _add_runs(runs: list[tuple[int, int]], positions: "array[int]") -> None:
-    """Add runs of positions that follow each other, as first positions and lengths."""
+def _add_runs(runs: list[CellRun], cell: int, positions: "array[int]") -> None:
+    """Add the runs of positions that follow each other; `cell`: the first of these.
+
+    Of too many only the longest are kept.
+    """
     first, n, breaks = positions[0], len(positions), list[int]()
     if positions[-1] - first != n - 1 or positions != array("i", range(first, first + n)):
         breaks = [at for at, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1]
     for begin, end in pairwise((0, *breaks, n)):
-        if runs and sum(runs[-1]) == positions[begin]:
-            runs[-1] = runs[-1][0], runs[-1][1] + end - begin
+        run = CellRun(cell + begin, positions[begin], end - begin)
+        last = runs[-1] if runs else run
+        if (last.cell + last.n, last.position + last.n) == run[:2]:
+            runs[-1] = last._replace(n=last.n + run.n)
         else:
-            runs.append((positions[begin], end - begin))
+            runs.append(run)
+    if len(runs) > _MAX_RUNS:
+        runs[:] = sorted(sorted(runs, key=lambda run: run.n)[-_MAX_RUNS:])

@@ -21,7 +21,7 @@ from router.store.format.layout import MAX_STREAMS, Layout
 
 # Each piece costs about 150 bytes of memory and 1 µs when it is written. 80 layers of 1,024
 # transposed rows in one run of cells are 82,000 pieces.
-MAX_PIECES = 1 << 18
+MAX_PIECES = 1 << 20
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -112,7 +112,7 @@ def cut(head: Head, layout: Layout, n_tokens: int, file: BinaryIO) -> Rewrite:
         raise KvFileError("an empty state cannot be cut")
     runs = _runs(_positions(file, stream), n_tokens)
     sections = (*stream.k, *stream.v)
-    if len(runs) > 1 and len(runs) * sum(_rows(section) for section in sections) > MAX_PIECES:
+    if len(runs) * sum(_rows(section) for section in sections) > MAX_PIECES:
         raise KvFileError(f"cells in {len(runs)} runs: too many pieces")
     out = _Pieces(0)
     out.put(_token_payload(head, n_tokens))

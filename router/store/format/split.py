@@ -12,7 +12,7 @@ Pure: nothing here reads a file. A state that is not understood is split by its 
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 
 from msgspec import Struct
 
@@ -27,8 +27,7 @@ TOKENS = 64
 # Smaller files are many files: 7.5 million of them filled a directory (sglang#28653).
 LEAST_BYTES = 64 << 10
 MOST_BYTES = 32 << 20
-# Ranges that an area, and all areas, may have: cells that are all apart are not worth their list.
-_RANGES, _MOST_RANGES = 1 << 16, 1 << 22
+_MOST_SPANS = 1 << 22  # of all areas: a context of a million tokens has 2.6 million
 
 
 class Strip(Struct, frozen=True, array_like=True):
@@ -61,7 +60,7 @@ class Area(Struct, frozen=True, array_like=True):
     @property
     def is_sound(self) -> bool:
         """Return whether it has blobs, and all numbers are possible ones."""
-        sound = self.n_tokens > 0 and self.n_blobs > 0 and bool(self.strips)
+        sound = self.n_tokens > 0 and bool(self.runs) and bool(self.strips)
         sound = sound and all(strip.row_bytes > 0 for strip in self.strips)
         return sound and all(first >= 0 and n > 0 for first, n in self.runs)
 
@@ -74,11 +73,19 @@ class Area(Struct, frozen=True, array_like=True):
     def spans(self) -> Iterator[list[Span]]:
         """Yield the ranges of each blob."""
         for first, n in self.runs:
-            for cell in range(first, first + n * self.n_tokens, self.n_tokens):
-                yield [
-                    Span(s.offset + cell * s.row_bytes, self.n_tokens * s.row_bytes)
-                    for s in self.strips
-                ]
+            yield from map(self._at, range(first, first + n * self.n_tokens, self.n_tokens))
+
+    def spans_of(self, index: int) -> list[Span]:
+        """Return the ranges of one blob."""
+        for first, n in self.runs:
+            if index < n:
+                return self._at(first + index * self.n_tokens)
+            index -= n
+        raise IndexError(index)
+
+    def _at(self, cell: int) -> list[Span]:
+        size = self.n_tokens
+        return [Span(s.offset + cell * s.row_bytes, size * s.row_bytes) for s in self.strips]
 
 
 class Split(Struct, frozen=True, array_like=True):
@@ -102,15 +109,14 @@ class Split(Struct, frozen=True, array_like=True):
         """Raise KvFileError unless every byte behind `start` is in exactly one blob."""
         numbers = (self.start, self.size_bytes, *self.ends)
         sound = all(n >= 0 for n in numbers) and self.start <= self.size_bytes
+        sound = sound and all(a < b for a, b in pairwise((0, *self.ends)))
         sound = sound and all(area.is_sound for area in self.areas)
-        n_ranges = sum(len(area.strips) * len(area.runs) for area in self.areas)
-        sound = sound and n_ranges <= _MOST_RANGES
-        if sound:
-            gaps = list(_gaps(self.start, self.size_bytes, self.areas))
-            sound = all(gap.size >= 0 for gap in gaps)
-            sound = sound and sum(gap.size for gap in gaps) == (self.ends[-1] if self.ends else 0)
-            sound = sound and all(a < b for a, b in pairwise((0, *self.ends)))
-        if not sound:
+        sound = sound and sum(a.n_blobs * len(a.strips) for a in self.areas) <= _MOST_SPANS
+        left = self.ends[-1] if self.ends else 0
+        for gap in _gaps(self.start, self.size_bytes, self.areas) if sound else ():
+            sound = sound and gap.size >= 0
+            left -= gap.size
+        if not sound or left:
             raise KvFileError("the split of a state file contradicts itself")
 
     def spans(self) -> Iterator[list[Span]]:
@@ -120,8 +126,12 @@ class Split(Struct, frozen=True, array_like=True):
         yield from self._rest()
 
     def spans_of(self, index: int) -> list[Span]:
-        """Return the ranges of one blob. Raises StopIteration."""
-        return next(islice(self.spans(), index, None))
+        """Return the ranges of one blob. Raises IndexError."""
+        for area in self.areas:
+            if index < area.n_blobs:
+                return area.spans_of(index)
+            index -= area.n_blobs
+        return list(self._rest())[index]
 
     def sizes(self) -> list[int]:
         """Return the bytes of each blob."""
@@ -160,23 +170,27 @@ def split(start: int, layout: Layout, size_bytes: int, least_bytes: int = LEAST_
     `least_bytes`: blobs of rows have as many tokens more as it takes to be so large.
     """
     stretches = [(start, layout.blocks), *((one.offset, one.state) for one in layout.checkpoints)]
-    areas, bounds = list[Area](), [0]
+    areas, bounds, left = list[Area](), [0], _MOST_SPANS
     for (begin, blocks), end in zip(
         stretches, (*(one.offset for one in layout.checkpoints), size_bytes), strict=True
     ):
-        own = [area for one in blocks if (area := _area(one, least_bytes)) is not None]
-        covered = sum(span.size for area in own for span in area.covered())
+        covered = 0
+        for block in blocks:
+            area = _area(block, layout, least_bytes)
+            if area is not None and area.n_blobs * len(area.strips) <= left:
+                areas.append(area)
+                left -= area.n_blobs * len(area.strips)
+                covered += area.n_blobs * area.n_tokens * area.row_bytes
         bounds.append(bounds[-1] + end - begin - covered)
-        areas += own
     return Split(start, size_bytes, tuple(areas), tuple(_ends(bounds, least_bytes)))
 
 
-def _area(block: Block, least_bytes: int) -> Area | None:
+def _area(block: Block, layout: Layout, least_bytes: int) -> Area | None:
     """Return the rows that stay as they are when more tokens follow. None: there are none.
 
-    Blobs begin at multiples of their tokens, so that all states have the same ones. With an
-    extension, positions do not count tokens, and cells do. In a transposed V each row has all
-    cells.
+    Blobs begin at multiples of their tokens, so that all states have the same ones. What else a
+    block with a cell for each token has, is counted by cells: slots that decode side by side, and
+    pictures with M-RoPE. In a transposed V each row has all cells.
     """
     if isinstance(block, RecurrentBlock) or not block.cell_count:
         return None
@@ -191,14 +205,18 @@ def _area(block: Block, least_bytes: int) -> Area | None:
     n_tokens, row_bytes = TOKENS, sum(strip.row_bytes for strip in strips)
     while n_tokens * row_bytes < least_bytes:
         n_tokens *= 2
-    runs: list[tuple[int, int]] = []
-    cell = 0
-    for position, n in ((0, stream.cell_count),) if block.ext else stream.runs:
-        skipped = -position % n_tokens
-        if n - skipped >= n_tokens:
-            runs.append((cell + skipped, (n - skipped) // n_tokens))
-        cell += n
-    return Area(strips, n_tokens, tuple(runs)) if 0 < len(runs) * len(strips) <= _RANGES else None
+    found: list[tuple[int, int]] = []
+    at = 0 if block.cell_count == layout.attention[0].cell_count else block.cell_count
+    for cell, position, n in (*stream.runs, (stream.cell_count, 0, 0)):
+        first = cell + -position % n_tokens
+        n_blobs = (cell + n - first) // n_tokens
+        if n_blobs > 0 or not n:
+            begin = -(-at // n_tokens) * n_tokens
+            found.append((begin, (first - begin) // n_tokens))
+            found.append((first, n_blobs))
+            at = max(at, first + n_blobs * n_tokens)
+    runs = tuple((cell, n) for cell, n in found if n > 0)
+    return Area(strips, n_tokens, runs) if runs else None
 
 
 def _ends(bounds: list[int], least_bytes: int) -> Iterator[int]:

@@ -116,14 +116,6 @@ def test_lapsed_ones_come_in_the_order_of_their_ends() -> None:
     assert held.until(S1) == -inf
 
 
-def test_rows_of_earlier_ends_are_dropped() -> None:
-    held = Protection()
-    for number in range(1000):
-        held.add(S1, float(number), 1)
-    assert len(held._heap) < 100
-    assert held.lapsed(999.0) == [S1]
-
-
 def kept(*owners: str, share: float = 0.5) -> Protection:
     """Return protections of ten bytes each that end in the order of these owners."""
     found = Protection()
@@ -151,21 +143,3 @@ def test_the_operator_takes_over_what_a_client_keeps() -> None:
     protection.add(SnapshotId("s0"), 50.0, 10)
     assert protection.of(SnapshotId("s0")) == (100.0, "")
     assert protection.total_bytes == 10
-
-
-def test_stale_rows_do_not_pile_up() -> None:
-    protection = kept("alice", "bob")
-    for until in range(200, 1000):
-        protection.add(SnapshotId("s0"), float(until), 10, "alice")
-    assert len(protection._heap) < 80
-    assert protection.lapsed(999.0) == ["s1", "s0"]
-
-
-def test_owners_that_are_gone_leave_no_rows() -> None:
-    """Clients may come by any number of names, and their hints lapse by time."""
-    protection = Protection()
-    for number in range(2000):
-        protection.lapsed(float(number))
-        protection.add(SnapshotId(f"s{number}"), number + 3.0, 10, f"client {number}")
-    assert len(protection) <= 3
-    assert sum(map(len, protection._heaps.values())) < 80

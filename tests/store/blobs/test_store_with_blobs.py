@@ -12,6 +12,7 @@ from router.base.errors import KvError, KvFileError
 from router.base.tasks import spawn
 from router.base.types import Blob, KvDir, MemoryKind
 from router.store import files, manifests
+from router.store import store as store_module
 from router.store.blobs.blobs import blob_of, local_name
 from router.store.format.split import TOKENS
 from router.store.places.directory import Directory
@@ -255,6 +256,25 @@ async def test_the_budget_outlives_a_restart(place: Place) -> None:
     assert status.budget_left_bytes == 0
     await store.aclose()
     assert other.id not in told.now
+
+
+@pytest.mark.parametrize("longest_s", [5.0, -1.0])
+async def test_a_restore_that_is_soon_over_writes_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch, longest_s: float
+) -> None:
+    """Linux gives the disk nothing of a file that is removed at once."""
+    monkeypatch.setattr(store_module, "_WRITTEN_S", longest_s)
+    store, told, _ = await place.store()
+    store._directories[place.kv_dir].on_disk = True
+    snapshot = await until(told, await place.put(store, state(700)))
+    before = store.tier_status()
+    assert await place.read(store, snapshot) == state(700)
+    after = store.tier_status()
+    assert before is not None
+    assert after is not None
+    more_bytes = after.today_bytes - before.today_bytes
+    assert more_bytes == (0 if longest_s > 0 else snapshot.size_bytes)
+    await store.aclose()
 
 
 async def test_a_directory_under_another_name(place: Place) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.base.errors import KvFileError
+from router.store.format import layout
 from router.store.format import split as module
 from router.store.format.head import read_head
 from router.store.format.layout import read_layout
@@ -139,7 +140,12 @@ def test_any_plan(data: st.DataObject) -> None:
     elif kind == "hybrid":
         raw += recurrent(n - 1) + appendix(*((i + 1, recurrent(i)) for i in range(n // 7)))
     least = data.draw(st.integers(1, 500))
-    assert assembled(raw, plan(raw, least)) == raw
+    made = plan(raw, least)
+    assert assembled(raw, made) == raw
+    assert [made.spans_of(at) for at in range(made.n_blobs)] == list(made.spans())
+    assert made.sizes() == [sum(span.size for span in one) for one in made.spans()]
+    with pytest.raises(IndexError):
+        made.spans_of(made.n_blobs)
 
 
 def windowed(n: int, *cells: range, checkpoint: range | None = None) -> bytes:
@@ -187,17 +193,35 @@ def test_a_checkpoint_has_the_rows_of_the_window() -> None:
     assert len(blobs(raw, plan(raw))) == len(set(blobs(raw, plan(raw)))) + 6, "8 to 20, twice"
 
 
-def test_cells_that_are_all_apart_are_rest() -> None:
+def test_cells_of_a_window_that_are_all_apart_are_rest() -> None:
     raw = windowed(24, range(8, 24, 2), range(9, 24, 2))
     assert not blobs_of_window(raw)
     assert assembled(raw, plan(raw)) == raw
 
 
-def test_positions_with_an_extension_do_not_count() -> None:
-    """M-RoPE gives a picture one position, whatever its cells."""
-    positions = [0, 1, *[2] * 6, 3, 4]
-    raw = head(range(10)) + attention(stream(positions, row=ROW, cell=cell, ext=True))
-    assert plan(raw).areas[0].runs == ((0, 2),)
+def mixed(n: int) -> bytes:
+    """Return the file after `n` tokens of a slot beside which another one decoded from 16 on."""
+    cells = [*range(16), *(at ^ 1 for at in range(16, n))]
+    return head(range(n)) + attention(stream(cells, row=ROW, cell=cell))
+
+
+@pytest.mark.parametrize("most", [1, 2, 1000])
+def test_slots_that_decode_side_by_side(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one buffer for all, their cells take turns: what follows is counted by cells."""
+    monkeypatch.setattr(layout, "_MAX_RUNS", most)
+    short, long = mixed(32), mixed(48)
+    before = set(blobs(short, plan(short)))
+    rows = blobs(long, plan(long))[: plan(long).areas[0].n_blobs]
+    assert len(rows) == 12
+    assert sum(one in before for one in rows) == 8
+    assert assembled(long, plan(long)) == long
+
+
+def test_pictures_with_m_rope() -> None:
+    """A picture has one position, whatever its cells; what follows is at another cell."""
+    positions = [0, 1, *[2] * 6, 3, 4, 5, 6, 7, 8]
+    raw = head(range(14)) + attention(stream(positions, row=ROW, cell=cell, ext=True))
+    assert plan(raw).areas[0].runs == ((0, 2), (9, 1))
     assert assembled(raw, plan(raw)) == raw
 
 
@@ -215,7 +239,8 @@ def broken() -> list[Split]:
         changed(area, strips=()),
         changed(area, strips=area.strips[::-1]),
         changed(area, strips=(Strip(first.offset, 0), *area.strips[1:])),
-        changed(area, runs=((0, 1),) * (1 << 21)),
+        changed(area, runs=((0, 1 << 22),)),
+        changed(area, runs=((0, 10**12), (0, area.n_blobs - 10**12))),
     ]
     return [
         changed(sound, start=sound.size_bytes + 1),
