@@ -16,6 +16,8 @@ pytestmark = pytest.mark.thorough
 
 N = 3000
 HISTORY = ids(1, N)
+# As in memory: to a disk, nothing is saved for siblings that nobody has seen (docs/adr/0039).
+EAGER = "store: {idle_save_after: 500ms}"
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +67,7 @@ async def test_a_sibling_computes_a_twentieth_at_most(llama_server: StartServer,
 
 async def test_a_history_that_is_new_to_both(llama_server: StartServer) -> None:
     a = await llama_server("llama", slots=2, ctx=32768)
-    async with running([("a", a.url)], a.kv_dir) as kvferry:
+    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as kvferry:
         await _warm_up(kvferry)
         computed = await _fork(kvferry, HISTORY + ids(2, 30), HISTORY + ids(3, 30))
     assert computed <= N // 20
@@ -75,7 +77,7 @@ async def test_on_the_other_server(llama_server: StartServer) -> None:
     """Both slots of the first server are taken: the sibling goes on from the save elsewhere."""
     a = await llama_server("llama", slots=1, ctx=16384)
     b = await llama_server("llama", slots=1, ctx=16384)
-    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as kvferry:
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir, yaml=EAGER) as kvferry:
         await _warm_up(kvferry)
         computed = await _fork(kvferry, HISTORY + ids(2, 30), HISTORY + ids(3, 30))
     assert computed <= N // 20
@@ -84,7 +86,7 @@ async def test_on_the_other_server(llama_server: StartServer) -> None:
 async def test_the_stream_stops_for_one_transfer_at_most(llama_server: StartServer) -> None:
     """While the first streams, its server restores once and saves nothing."""
     a = await llama_server("llama", slots=2, ctx=32768)
-    async with running([("a", a.url)], a.kv_dir) as kvferry:
+    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as kvferry:
         await _warm_up(kvferry)
         before = await kvferry.metrics()
         await asyncio.wait_for(_fork(kvferry, HISTORY + ids(2, 30), HISTORY + ids(3, 30)), 60)

@@ -53,7 +53,7 @@ def _first_due(inventory: Inventory, backend: Backend, unsaved: list[Slot]) -> t
     policy = inventory.policy
     if policy.idle_save_after_s is None:
         return inf, unsaved[0]
-    if not (policy.saves_late and backend.info.on_disk):
+    if not inventory.wears(backend):
         first = unsaved[0] if len(unsaved) == 1 else min(unsaved, key=lambda slot: slot.last_used)
         return first.last_used + policy.idle_save_after_s, first
     n_spare = backend.phases[Phase.IDLE] - len(unsaved)

@@ -300,6 +300,10 @@ class Inventory:
         slot.note_reach((info, changes, reach))
         return reach
 
+    def wears(self, backend: Backend) -> bool:
+        """Return whether what is saved is written to a disk, and nobody has said when to save."""
+        return self.policy.saves_late and backend.info.on_disk
+
     def reuse_chance(self, keep_s: float, fate: Fate | None) -> float:
         """Return the chance that content is asked for again; `keep_s`: what its client says."""
         return 1.0 if keep_s else self.returns.chance(fate, self.policy.reuse_probability)

@@ -80,7 +80,8 @@ def branch_save_pays(inventory: Inventory, job: RequestJob) -> bool:
 
     It pays if the save costs less than what a prompt with the same beginning is expected to gain.
     The request and all running streams wait for the save. The other prompt would compute the
-    beginning, or wait for the answer, whichever is shorter.
+    beginning, or wait for the answer, whichever is shorter. On a disk, where a state is written
+    whole, half of it has to be new, and prompts like it have to branch off (docs/adr/0039).
     """
     backend, slot = job.own.backend, job.own
     prompt, rates = job.request.prompt, backend.rates
@@ -98,6 +99,8 @@ def branch_save_pays(inventory: Inventory, job: RequestJob) -> bool:
     if not backend.info.memory_kind.goes_back and shared < count(held):
         return False
     saved = min(inventory.reach(slot), shared)
+    if inventory.wears(backend) and 2 * saved > count(held):
+        return False
     gain_s = min(rates.prefill_s(shared - saved, saved), generation_s)
     gain_s -= rates.restore_s(round(shared * rates.bytes_per_token.value))
     # The slots are compared with the prompt only where a certain sibling would be worth it.
@@ -117,4 +120,4 @@ def _chance(
         held = slot.work.pending or slot.content.resident.tokens
         if shared < 2 * common_prefix(held, tokens):
             return inventory.reuse_chance(job.request.keep_s, own.fate)
-    return TUNING.branch_chance
+    return 0.0 if inventory.wears(backend) else TUNING.branch_chance

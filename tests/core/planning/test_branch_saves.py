@@ -184,3 +184,17 @@ def test_the_slot_of_another_tenant_shows_nothing() -> None:
     slot(s, A1).hold(replace(slot(s, A1).content, tenant=Tenant("other")))
 
     assert saves(arrive(s, R, QUESTION)) == []
+
+
+@pytest.mark.parametrize(
+    ("saved_before", "sibling", "wanted"),
+    [(1000, True, [SaveReason.BRANCH]), (2000, True, []), (1000, False, [])],
+)
+def test_on_a_disk_half_is_new_and_a_sibling_known(
+    saved_before: int, sibling: bool, wanted: list[SaveReason]
+) -> None:
+    """An agent alone does not write its whole state with each turn."""
+    holding = {A0: HISTORY} | ({A1: OTHER[:8000]} if sibling else {})
+    before = [snapshot("s", HISTORY[: 4 * saved_before])]
+    s = world(backend(on_disk=True), holding=holding, snapshots=before, saves_late=True)
+    assert saves(arrive(s, R, QUESTION)) == wanted
