@@ -6,6 +6,7 @@ Reports to the engine when a backend comes up or goes down; the engine decides w
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,6 +42,7 @@ GRACE_S = 0.8
 # After so many times that it gave way, it takes as long again each time. Without that a server that
 # is asked all the time would be probed for a minute.
 _PUT_OFF_MOST = 3
+_QUIET_LOOKS, _QUIET_LOOK_S = 6, 1.0  # each may take ten seconds
 # With more than one poll of the slots a second, a server does not notice abandoned requests
 # (llama-server.md section 5.6).
 _STRANGERS_INTERVAL_S = 1.5
@@ -387,20 +389,38 @@ class Monitor:
             return
         try:
             attached = await self._learn(props, borrowed)
-        except ProbePutOffError:
+        except (ProbePutOffError, BackendError, KvError) as error:
+            late = not isinstance(error, ProbePutOffError)
+            if late and not await self._is_quiet(props, borrowed):
+                # Probe requests may still run in the slots: only attaching anew is safe.
+                self._lose()
+                raise
             self._put_offs += 1
             assert self.attached is not None
-            self._listener.probed(self.attached, self._kept(borrowed))  # gives the slots back
+            kept, self._probe = self._kept(borrowed), None if late else self._probe
+            self._listener.probed(self.attached, kept)  # gives the slots back
             return
-        except (BackendError, KvError):
-            # Probe requests may still run in the slots: only attaching anew is safe.
-            self._lose()
-            raise
         kept = self._kept(borrowed)
         self._end_probe(attached)
         self.attached = attached
         _log_attached("backend_probed", attached)
         self._listener.probed(attached, kept)
+
+    async def _is_quiet(self, props: Props, slots: Collection[int]) -> bool:
+        """Return whether nothing runs in these slots, of the same process, within a minute.
+
+        Behind the long prompt of another slot a server answers late: that is no reason to lose it,
+        and the request with it.
+        """
+        for _ in range(_QUIET_LOOKS):
+            if not await self._still_answers(props):
+                return False
+            with suppress(BackendError):
+                told = await self.client.slots()
+                if not any(one.is_processing for one in told if one.index in slots):
+                    return True
+                await asyncio.sleep(_QUIET_LOOK_S)
+        return False
 
     def _end_probe(self, attached: Attached) -> None:
         """Forget the probe if it has come to its end."""

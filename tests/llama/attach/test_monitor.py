@@ -3,14 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from router.base.errors import BackendTimeoutError
+from router.base.errors import BackendError, BackendTimeoutError
 from router.base.types import BackendId, KvDir, KvSettings, MemoryKind
 from router.llama.attach.learning import Attached
 from router.llama.attach.monitor import BackendListener, Monitor, MonitorSettings
+from router.llama.attach.probe import Probe
+from router.llama.attach.probe_result import ProbeResult
 from router.llama.attach.probe_slots import SlotFolder
 from router.llama.client import LlamaClient
 from router.llama.replies import Process, Props
@@ -376,6 +379,30 @@ async def test_backend_that_dies_while_it_is_tried(busy: FakeLlama, watched: Wat
     await watched.until("prepare", "prepare", "up", "borrow", "down")
 
     assert watched.monitor.attached is None
+
+
+async def test_a_probe_that_a_busy_server_answers_late_ends_no_request(
+    busy: FakeLlama, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt in another slot holds up all that goes through the server's queue."""
+    await watched.until("prepare", "prepare", "up")
+    run, tries = Probe.run, list[Probe]()
+
+    async def late(probe: Probe, *args: Any) -> ProbeResult:
+        tries.append(probe)
+        if len(tries) == 1:
+            raise BackendError("it does not answer in time")
+        return await run(probe, *args)
+
+    monkeypatch.setattr(Probe, "run", late)
+    busy.slots[0].busy, watched.lent = False, {0}
+    await looks(watched, busy, 10)
+    await watched.until("prepare", "prepare", "up", "borrow", "probed")
+    assert watched.monitor.attached is not None
+    watched.monitor.doubt()
+    await watched.changed_to(8)
+    assert watched.said[5:] == ["borrow", "prepare", "probed"]
+    assert not watched.up[-1].probe.untried
 
 
 async def test_a_server_under_two_names_is_used_under_one(
