@@ -443,7 +443,9 @@ class Engine:
             case ef.Delete():
                 self._tasks.spawn(self._transfers.delete(effect.snapshot), name="delete")
             case ef.Quarantine():
-                self._tasks.spawn(self._transfers.quarantine(effect), name="quarantine")
+                self._tasks.spawn(
+                    self._transfers.delete(effect.snapshot, effect.reason), name="quarantine"
+                )
             case ef.Detach():
                 self.listener.detached(effect.backend)
             case ef.Prove():

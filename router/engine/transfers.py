@@ -148,8 +148,10 @@ class Transfers:
                 await self.store.discard(staged.kv_dir, staged.name)
             raise
 
-    async def delete(self, snapshot: Snapshot) -> None:
-        """Delete an unused snapshot."""
+    async def delete(self, snapshot: Snapshot, fault: str = "") -> None:
+        """Delete an unused snapshot; `fault`: what was wrong with it."""
+        if fault:
+            log.warning("snapshot_given_up", snapshot=snapshot.id, reason=fault)
         if self.store is not None:
             try:
                 await self.store.delete(snapshot)
@@ -157,14 +159,6 @@ class Transfers:
                 self.telemetry.deleted(snapshot, str(error))
             else:
                 self.telemetry.deleted(snapshot, "")
-
-    async def quarantine(self, effect: ef.Quarantine) -> None:
-        """Quarantine a snapshot that misbehaved."""
-        if self.store is not None:
-            try:
-                await self.store.quarantine(effect.snapshot, effect.reason)
-            except KvError as error:
-                self.telemetry.deleted(effect.snapshot, str(error))
 
 
 def _blame(error: BackendError | KvError) -> Blame:

@@ -31,9 +31,8 @@ FINAL = re.compile(r"kvf-([0-9a-f]{32})\.kv")
 MANIFEST = re.compile(r"kvf-([0-9a-f]{32})\.manifest")
 # Left by a crash in `put_whole`.
 BROKEN = re.compile(r"(kvf-.+|purged-tenants\.json|written\.json)-[0-9a-f]{8}\.new")
-OLD_RECORD = re.compile(r"kvf-[0-9a-f]{32}\.json(\.new)?")  # of kvferry 0.1.0
-QUARANTINED = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
-KEEP_QUARANTINED = 4
+# Of kvferry 0.1.0, and of builds that set aside what was damaged: a purge did not reach it.
+OLD_RECORD = re.compile(r"kvf-[0-9a-f]{32}\.(json(\.new)?|kv\.quarantined)")
 _SWEPT = (STAGING, FINAL, MANIFEST, BROKEN, OLD_RECORD)
 
 LOCK = "kvferry.lock"
@@ -219,30 +218,6 @@ def put_whole(path: Path, content: bytes | memoryview, *, fsync: bool = False) -
         sync_directory(path.parent)
 
 
-def quarantine(path: Path) -> None:
-    """Set a file aside for the operator; keep only the newest few."""
-    with suppress(FileNotFoundError):
-        path.rename(path.with_name(path.name + ".quarantined"))
-    prune_quarantined(path.parent)
-
-
-def prune_quarantined(directory: Path) -> None:
-    """Delete all but the newest KEEP_QUARANTINED files, by ctime: a rename leaves mtime as it is.
-
-    Never raises: another thread may prune too. An object that cannot be removed (a directory in a
-    file's place) stays.
-    """
-    found: list[tuple[int, Path]] = []
-    with suppress(OSError):
-        for path in directory.iterdir():
-            if QUARANTINED.fullmatch(path.name):
-                with suppress(OSError):
-                    found.append((path.lstat().st_ctime_ns, path))
-    for _, path in sorted(found, reverse=True)[KEEP_QUARANTINED:]:
-        with suppress(OSError):
-            path.unlink()
-
-
 def sweep(directory: Path, known: frozenset[str]) -> list[str]:
     """Remove the router's own files that no manifest names; return their names.
 
@@ -255,7 +230,6 @@ def sweep(directory: Path, known: frozenset[str]) -> list[str]:
         with suppress(OSError):
             path.unlink()
             removed.append(path.name)
-    prune_quarantined(directory)
     return removed
 
 
@@ -299,6 +273,9 @@ def prepare_directory(directory: Path, *, group_access: bool = False) -> None:
     if found := openness(mode, group_access=group_access):
         open_to, right = found
         way_out = f"chmod {right} {shlex.quote(str(directory))}"
+        if mode & stat.S_ISVTX:  # others use it, as /tmp
+            own = shlex.quote(str(directory / "kvferry"))
+            way_out = f"use a directory of its own: install -d -m {right} {own}"
         if open_to == "its group":
             way_out += ", or set store.group_access: true if llama-server is another user of it"
         raise KvError(

@@ -6,7 +6,7 @@ manifest; the directory is synced after both names. A deletion removes the manif
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +59,7 @@ class StoredSnapshot:
     directory: KvDirectory
     identity: Identity
     checksum: str = ""
-    gone: bool = False  # deleted, quarantined or lost: its manifest may not be written any more
+    gone: bool = False  # deleted or lost: its manifest may not be written any more
     lock: threading.Lock = field(default_factory=threading.Lock)  # guards `gone`, `write`
 
     @property
@@ -152,8 +152,6 @@ def _recover(directory: KvDirectory, name: str) -> StoredSnapshot | None:
     except (KvFileError, OSError) as error:
         log.warning("snapshot_not_recovered", snapshot=manifest.id, reason=str(error))
         drop(directory, manifest.id)
-        with suppress(OSError):  # the router starts nevertheless
-            files.quarantine(file_path)
         return None
     return StoredSnapshot(manifest.snapshot(directory.kv_dir), directory, found, whole.checksum)
 
@@ -239,11 +237,11 @@ def rename(staged: Path, held: StoredSnapshot, mode: int) -> None:
     staged.rename(held.path)
 
 
-def take_out(held: StoredSnapshot, remove: Callable[[], None]) -> None:
-    """Drop the manifest first, then call `remove` for the file."""
+def take_out(held: StoredSnapshot) -> None:
+    """Drop the manifest first, then delete the file."""
     with held.lock:
         drop(held.directory, held.snapshot.id)
-    remove()
+    held.unlink()
 
 
 def drop(directory: KvDirectory, snapshot: SnapshotId) -> None:

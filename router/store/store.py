@@ -503,14 +503,13 @@ class KvStore:
         held = self._held.pop(snapshot.id, None)
         if held is not None:
             held.gone = True
-            removing = self._remove(held, held.unlink)
-            await self._background.complete(removing, name=f"delete {snapshot.id}")
+            await self._background.complete(self._remove(held), name=f"delete {snapshot.id}")
 
-    async def _remove(self, held: StoredSnapshot, remove: Callable[[], None]) -> None:
+    async def _remove(self, held: StoredSnapshot) -> None:
         if held.directory.split is not None:
             held.directory.split.gone(held)
         if held.snapshot.whole:
-            await held.directory.threads.unhurried(partial(records.take_out, held, remove))
+            await held.directory.threads.unhurried(partial(records.take_out, held))
         if held.directory.split is not None:
             await held.directory.split.remove(held)
 
@@ -532,15 +531,6 @@ class KvStore:
     async def _purged(self, held: StoredSnapshot) -> None:
         self.listener.lost(held.snapshot, "its tenant was purged")
         await self.delete(held.snapshot)
-
-    async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
-        """Drop the record of a misbehaving snapshot; keep its file for the operator."""
-        held = self._held.pop(snapshot.id, None)
-        if held is not None:
-            held.gone = True
-            log.warning("snapshot_quarantined", snapshot=snapshot.id, reason=reason)
-            removing = self._remove(held, partial(files.quarantine, held.path))
-            await self._background.complete(removing, name=f"quarantine {snapshot.id}")
 
     def _distinct(self) -> list[KvDirectory]:
         return list({id(d): d for d in self._directories.values()}.values())
@@ -643,7 +633,7 @@ class KvStore:
             held.gone = True
             self._held.pop(held.snapshot.id, None)
             with suppress(KvError):
-                await self._remove(held, held.unlink)
+                await self._remove(held)
             log.warning("snapshot_lost", snapshot=held.snapshot.id, reason=str(error))
             self.listener.lost(held.snapshot, str(error))
 

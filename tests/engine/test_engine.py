@@ -145,8 +145,8 @@ async def test_restore_is_refused(fake: FakeLlama, kvferry: RunningRouter, tmp_p
     await kvferry.until_quiet()
     assert await failures(kvferry, "restore") >= 2
     assert snapshot["id"] not in [s["id"] for s in (await kvferry.state())["snapshots"]["items"]]
-    name = f"kvf-{snapshot['id']}.kv.quarantined"
-    await kvferry.until(lambda _: name in files(tmp_path, ".quarantined"))
+    name = f"kvf-{snapshot['id']}.kv"
+    await kvferry.until(lambda _: name not in files(tmp_path, ".kv"))
 
 
 async def test_one_refusal_is_forgotten_after_a_success(

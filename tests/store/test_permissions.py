@@ -10,6 +10,7 @@ import pytest
 from router.base.errors import KvError
 from router.base.types import KvDir
 from router.config.schema import parse
+from router.store import files
 from router.store.files import openness
 from router.store.store import KvStore
 from tests.support.servers.fake_llama import FakeLlama
@@ -43,7 +44,6 @@ def store(kv_dir: Path, *, group_access: bool) -> KvStore:
         (0o701, False, "all users"),
         (0o777, True, "all users"),
         (0o771, True, "all users"),
-        (0o1777, True, "all users"),
     ],
 )
 async def test_a_directory_that_is_too_open(
@@ -140,3 +140,11 @@ async def test_a_reload_is_refused(tmp_path: Path, fake: FakeLlama) -> None:
         assert answer.status == 422
         assert f"chmod 700 {bad}" in answer.json["error"]["message"]
         assert kvferry.router.config.backends[0].kv_dir == good
+
+
+def test_what_others_use_is_not_to_be_closed_to_them(tmp_path: Path) -> None:
+    """As /tmp: with the mode of a KV directory, other programs stop."""
+    tmp_path.chmod(0o1777)
+    with pytest.raises(KvError, match=r"install -d -m 700 .*/kvferry") as caught:
+        files.prepare_directory(tmp_path)
+    assert "chmod" not in str(caught.value)

@@ -87,7 +87,7 @@ async def test_changed_file_is_never_offered(
         await store.open(snapshot, snapshot.kv_dir, 1)
     again, loaded = await stores.restart(store)
     assert loaded == []
-    assert names(again) == (set() if change == "gone" else {f"{file.name}.quarantined"})
+    assert names(again) == set()
 
 
 async def test_changed_before_the_checksum_is_known(

@@ -336,7 +336,7 @@ class SplitSnapshots:
 
     async def _delete(self, held: StoredSnapshot) -> None:
         held.gone = True
-        await held.directory.threads.unhurried(partial(records.take_out, held, held.unlink))
+        await held.directory.threads.unhurried(partial(records.take_out, held))
 
 
 def _now() -> float:

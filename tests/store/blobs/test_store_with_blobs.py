@@ -160,7 +160,7 @@ async def test_a_flipped_bit_is_a_miss(place: Place) -> None:
     await store.flush()
     assert set(noting.gone) == {first.id, second.id}
     assert await place.read(store, other) == state(300), "it has another second blob"
-    await store.quarantine(first, "cannot be read")
+    await store.delete(first)
     again = await until(noting, await place.put(store, state(700, 2)))
     assert await place.read(store, again) == state(700, 2), "the blob was written anew"
 
@@ -240,7 +240,7 @@ async def test_a_manifest_that_is_damaged_later_is_a_miss(place: Place, harm: st
         path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(KvFileError, match=r"missing|checksum"):
         await place.read(store, snapshot)
-    await store.quarantine(snapshot, "cannot be read")
+    await store.delete(snapshot)
     await store.aclose()
     assert not place.disk()
 

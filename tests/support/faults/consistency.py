@@ -24,8 +24,6 @@ from tests.support.servers.running_router import PATIENCE_S, Answer, RunningRout
 LOCK = "kvferry.lock"
 _BLOBS = "kvf-blobs"
 _MANIFEST = re.compile(r"kvf-([0-9a-f]{32})\.manifest")
-_SET_ASIDE = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
-_KEPT_ASIDE = 4
 _POLL_S = 0.05
 _unpacked = msgpack_decoder(dict[str, Any])
 # Makes an answer report the probability of each of its tokens.
@@ -87,12 +85,9 @@ async def _differences(
         named = {f"kvf-{name}.{kind}" for name in records for kind in ("kv", "manifest")}
         owned = named | foreign | {LOCK, PROOFS, _BLOBS}
         others = set(os.listdir(kv_dir)) - owned
-        aside = {name for name in others if _SET_ASIDE.fullmatch(name)}
-        # A directory in the place of a file cannot be removed: it stays beside the newest files.
-        kept = [name for name in aside if not (kv_dir / name).is_dir()]
-        if len(kept) > _KEPT_ASIDE:
-            wrong.append(f"{len(kept)} files set aside")
-        wrong += [f"{name} is nobody's" for name in sorted(others - aside)]
+        # A directory in the place of a file cannot be removed.
+        others = {name for name in others if not (kv_dir / name).is_dir()}
+        wrong += [f"{name} is nobody's" for name in sorted(others)]
         for name, record in records.items():
             file = f"kvf-{name}.kv"
             if file in foreign:
@@ -130,10 +125,9 @@ def _manifests(folder: Path) -> dict[str, Json]:
 def _unreachable(blobs: Path, split: dict[str, Json], foreign: frozenset[str]) -> list[str]:
     """Return what is wrong with the blobs on disk: missing, or named by no manifest."""
     there = {path.name for path in blobs.glob("??/*")}
-    aside = {name for name in there if name.endswith(".quarantined")}
     named = {f"{blob.hex()}.blob" for one in split.values() for blob in one["blobs"]}
     wrong = [f"{name} is missing" for name in named - there - foreign]
-    return wrong + [f"{name} is nobody's" for name in there - named - aside]
+    return wrong + [f"{name} is nobody's" for name in there - named]
 
 
 def _disagreement(file: Path, record: Json, row: Json | None) -> str:

@@ -90,9 +90,6 @@ class SimulatedStore:
     async def delete(self, snapshot: Snapshot) -> None:
         self.files.pop(snapshot.id, None)
 
-    async def quarantine(self, snapshot: Snapshot, _: str) -> None:
-        await self.delete(snapshot)
-
 
 class SimulatedProcess:
     """The calls to one simulated server (`ports.SlotServer`), and the requests of its clients."""
