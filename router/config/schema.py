@@ -113,6 +113,9 @@ class StoreConfig(ConfigSection):
                 " nothing would ever be saved; to turn the store off set max_bytes: 0"
             )
             yield ("min_tokens",), message
+        if 0 < self.max_bytes < MIB:
+            told = f"must be at least 1MiB, or 0 for none, not {values.format_size(self.max_bytes)}"
+            yield ("max_bytes",), f"{told}: all snapshots would be deleted (32 is no 32GiB)"
 
 
 class PolicyConfig(ConfigSection):

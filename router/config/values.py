@@ -89,9 +89,10 @@ def size(value: object, *, at_least: int = 0) -> int:
     if isinstance(value, str) and _SIZE.fullmatch(value):  # ByteSize ignores text that follows
         n_bytes = int(_BYTES.validate_python(value))
     if n_bytes is None or not at_least <= n_bytes <= MAX_SIZE_BYTES:
+        hint = f": did you mean {value}iB?" if str(value).endswith(("K", "M", "G", "T")) else ""
         raise ValueError(
             "must be a size such as 500MB, 64MiB or 32GiB, or a whole number of bytes, of at least"
-            f" {at_least}; not {shown(value)}"
+            f" {at_least}; not {shown(value)}{hint}"
         )
     return n_bytes
 

@@ -207,6 +207,8 @@ BAD = [
     ("store: {max_bytes: 1XB}", "store.max_bytes", 3, "a size such as 500MB"),
     ("store: {max_bytes: -2}", "store.max_bytes", 3, "of at least -1"),
     ("store: {max_bytes: 1.5}", "store.max_bytes", 3, "not 1.5"),
+    ("store: {max_bytes: 32}", "store.max_bytes", 3, "all snapshots would be deleted"),
+    ("store: {max_bytes: 32G}", "store.max_bytes", 3, "did you mean 32GiB?"),
     *(
         (f"store: {{max_bytes: '{size}'}}", "store.max_bytes", 3, "a size such as 500MB")
         for size in (
