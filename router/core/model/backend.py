@@ -444,8 +444,8 @@ class Backend:
     @property
     def limit(self) -> str | None:
         """Return why it does less than its probe showed; None: it does not."""
-        if not self.may_write:
-            return f"no state is written for a while, after failures: {self.backoff.reason}"
+        if failures := self.backoff.failures:
+            return f"nothing was saved, {failures} times in a row: {self.backoff.reason}"
         return self.limited or None
 
     def reuses(self, request: Request) -> bool:
