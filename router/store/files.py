@@ -316,7 +316,9 @@ class DirectoryLock:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self._directory / LOCK), os.fstat(self._fd)):
                 return
-        raise KvFileError(f"{self._directory} is not the directory that was opened: restart kvferry")
+        raise KvFileError(
+            f"{self._directory} is not the directory that was opened: restart kvferry"
+        )
 
     def release(self) -> None:
         """Release the lock, if it is held."""

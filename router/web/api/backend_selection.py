@@ -234,7 +234,7 @@ class BackendSelection:
     async def _until_loaded(self, model: str | None, request: RequestId) -> None:
         if await self._lacks_file(model):  # no other model makes room in vain
             raise ServerFailedError(
-                f"the model {model or ''} cannot be loaded: its file is not there;"
+                f"the model{f' {model}' if model else ''} cannot be loaded: its file is not there;"
                 " kvferry's log names it (`model_file_missing`)"
             )
         self._loading.add(request)
