@@ -4,6 +4,7 @@ Knows paths, not snapshots. Every function may raise OSError (the store maps it)
 No function follows a symbolic link or opens a pipe: another process writes the directory.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -31,10 +32,11 @@ FINAL = re.compile(r"kvf-([0-9a-f]{32})\.kv")
 MANIFEST = re.compile(r"kvf-([0-9a-f]{32})\.manifest")
 # Left by a crash in `put_whole`.
 BROKEN = re.compile(r"(kvf-.+|purged-tenants\.json|written\.json)-[0-9a-f]{8}\.new")
-# Of kvferry 0.1.0, and of builds that set aside what was damaged: a purge did not reach it.
-OLD_RECORD = re.compile(r"kvf-[0-9a-f]{32}\.(json(\.new)?|kv\.quarantined)")
-_SWEPT = (STAGING, FINAL, MANIFEST, BROKEN, OLD_RECORD)
+OLD_RECORD = re.compile(r"kvf-[0-9a-f]{32}\.json(\.new)?")  # of kvferry 0.1.0
+_SET_ASIDE = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")  # by earlier builds
+_SWEPT = (STAGING, FINAL, MANIFEST, BROKEN, OLD_RECORD, _SET_ASIDE)
 
+OF_FILES = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EACCES)
 LOCK = "kvferry.lock"
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 SMALL_BYTES = 64 << 20  # the longest manifest
@@ -43,11 +45,15 @@ _CHUNK = 4 << 20  # bytes; xxh3 does about 10 GB/s, so the chunk only has to amo
 
 @contextmanager
 def os_errors(what: str, error: type[KvError] = KvError) -> Iterator[None]:
-    """Turn an OSError inside into `error`, the only kind that callers of the store see."""
+    """Turn an OSError inside into `error`, the only kind that callers of the store see.
+
+    KvFileError only of what the file is to blame for: without descriptors or memory none is.
+    """
     try:
         yield
     except OSError as exc:
-        raise error(f"{what}: {exc.strerror or exc}") from exc
+        kind = error if exc.errno in OF_FILES else KvError
+        raise kind(f"{what}: {exc.strerror or exc}") from exc
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ The blocking half of `store.py`. The order of writes makes a crash harmless: dat
 manifest; the directory is synced after both names. A deletion removes the manifest before the file.
 """
 
+import errno
 import os
 import threading
 from collections.abc import Iterable
@@ -43,6 +44,7 @@ class KvDirectory:
     disk_bytes: int = 0  # of its file system
     on_disk: bool = True  # and not in memory
     names: list[str] = field(default_factory=list)  # of the manifests at the opening
+    unread: set[SnapshotId] = field(default_factory=set)  # which could not be opened
     closed: bool = False  # no more is recorded
     split: "SplitSnapshots | None" = None  # what has its snapshots as blobs
 
@@ -151,14 +153,18 @@ def _recover(directory: KvDirectory, name: str) -> StoredSnapshot | None:
                 _refresh(directory, manifest, found)
     except (KvFileError, OSError) as error:
         log.warning("snapshot_not_recovered", snapshot=manifest.id, reason=str(error))
-        drop(directory, manifest.id)
+        if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
+            directory.unread.add(manifest.id)  # it may be sound: the next start reads it
+        else:
+            drop(directory, manifest.id)
         return None
     return StoredSnapshot(manifest.snapshot(directory.kv_dir), directory, found, whole.checksum)
 
 
 def sweep(directory: KvDirectory, held: Iterable[SnapshotId]) -> None:
     """Remove the router's own files that no manifest names."""
-    known = {name for each in held for name in (files.final_name(each), files.manifest_name(each))}
+    sound = {*held, *directory.unread}
+    known = {name for each in sound for name in (files.final_name(each), files.manifest_name(each))}
     if removed := files.sweep(directory.path, frozenset(known)):
         old = any(map(files.OLD_RECORD.fullmatch, removed))
         why = "states of kvferry 0.1.0, which cannot be read" if old else "no manifest names them"

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import structlog
@@ -354,13 +355,13 @@ class KvStore:
         in another directory it is a link or a copy, made here. `n_stream` is the number of streams
         in the backend's files: a file with another number is restreamed; 0 takes any.
         """
-        target_directory = self._directory(kv_dir)
+        target_directory, begun = self._directory(kv_dir), _now()
         async with self._as_file(snapshot, target_directory) as file:
             restream = snapshot.shape.needs_restream(n_stream)
             if file.directory is target_directory and not restream:
                 if file.made:
                     file.keep = True
-                    self._opened[kv_dir, file.path.name] = _now()
+                    self._opened[kv_dir, file.path.name] = begun
                 else:
                     self._reading[snapshot.id] += 1  # until `close`
                 return file.path.name
@@ -373,10 +374,12 @@ class KvStore:
             if restream:
                 make = partial(shapes.restream, file.path, target, file.identity, n_stream)
                 await threads.bulk(make, undo)
-            elif not await threads.quick(partial(files.link, file.path, target), undo):
+            elif await threads.quick(partial(files.link, file.path, target), undo):
+                begun = inf  # nothing is written
+            else:
                 copy = partial(files.copy, file.path, target, file.identity)
                 await threads.bulk(copy, undo)
-        self._opened[kv_dir, target.name] = _now()
+        self._opened[kv_dir, target.name] = begun
         return target.name
 
     @asynccontextmanager
@@ -488,7 +491,7 @@ class KvStore:
     async def close(self, snapshot: Snapshot, kv_dir: KvDir, name: str) -> None:
         """Release a name that `open` returned; remove its link or copy.
 
-        A disk gets none of a file that is removed soon after it was written.
+        A disk gets none of a file that is removed soon after its first byte was written.
         """
         if (since := self._opened.pop((kv_dir, name), None)) is not None:
             split = self._directory(kv_dir).split if self.is_on_disk(kv_dir) else None

@@ -9,21 +9,21 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 50_738,
+    "router": 50_747,
     "router/assembly": 2_210,
     "router/base": 1_698,
     "router/config": 1_956,
     "router/core": 9_475,
     "router/engine": 1_744,
     "router/hosts": 1_336,
-    "router/llama": 5_671,
+    "router/llama": 5_680,
     "router/prompts": 2_292,
     "router/servers": 1_166,
     "router/store": 6_463,
     "router/telemetry": 1_733,
     "router/tools": 7_612,
     "router/web": 7_366,
-    "tests": 66_859,
+    "tests": 66_882,
     "bench": 8_934,
 }
 # A part may shrink so far before its ceiling has to follow.

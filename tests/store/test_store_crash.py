@@ -299,3 +299,24 @@ async def test_deleted_while_its_checksum_is_computed(
     go.set()
     await store.flush()
     assert not at(snapshot.kv_dir, manifest_name(snapshot.id)).exists()
+
+
+async def test_a_start_without_descriptors_deletes_nothing(
+    stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be opened now may be sound: the next start offers it."""
+    snapshot = await put(store, full(TOKENS))
+    await store.flush()
+    await store.aclose()
+    real = files.open_regular
+
+    def scarce(file: Path) -> BinaryIO:
+        if file.suffix == ".kv":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(file)
+
+    monkeypatch.setattr(files, "open_regular", scarce)
+    again, loaded = await stores.restart(store)
+    assert loaded == []
+    monkeypatch.setattr(files, "open_regular", real)
+    assert [one.id for one in (await stores.restart(again))[1]] == [snapshot.id]

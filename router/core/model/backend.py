@@ -444,8 +444,8 @@ class Backend:
     @property
     def limit(self) -> str | None:
         """Return why it does less than its probe showed; None: it does not."""
-        if failures := self.backoff.failures:
-            return f"nothing was saved, {failures} times in a row: {self.backoff.reason}"
+        if self.backoff.failures > TUNING.write_failures_forgiven:
+            return f"writing states failed {self.backoff.failures} times: {self.backoff.reason}"
         return self.limited or None
 
     def reuses(self, request: Request) -> bool:

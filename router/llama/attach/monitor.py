@@ -42,7 +42,7 @@ GRACE_S = 0.8
 # After so many times that it gave way, it takes as long again each time. Without that a server that
 # is asked all the time would be probed for a minute.
 _PUT_OFF_MOST = 3
-_QUIET_LOOKS, _QUIET_LOOK_S = 6, 1.0  # each may take ten seconds
+_QUIET_LOOKS, _QUIET_LOOK_S = 8, 1.5  # each may take ten seconds
 # With more than one poll of the slots a second, a server does not notice abandoned requests
 # (llama-server.md section 5.6).
 _STRANGERS_INTERVAL_S = 1.5
@@ -389,16 +389,22 @@ class Monitor:
             return
         try:
             attached = await self._learn(props, borrowed)
-        except (ProbePutOffError, BackendError, KvError) as error:
-            late = not isinstance(error, ProbePutOffError)
-            if late and not await self._is_quiet(props, borrowed):
-                # Probe requests may still run in the slots: only attaching anew is safe.
-                self._lose()
-                raise
+        except ProbePutOffError:
             self._put_offs += 1
             assert self.attached is not None
-            kept, self._probe = self._kept(borrowed), None if late else self._probe
-            self._listener.probed(self.attached, kept)  # gives the slots back
+            self._listener.probed(self.attached, self._kept(borrowed))  # gives the slots back
+            return
+        except (BackendError, KvError) as error:
+            # Probe requests may still run in the slots: else only attaching anew is safe.
+            if not (
+                isinstance(error, BackendTimeoutError) and await self._is_quiet(props, borrowed)
+            ):
+                self._lose()
+                raise
+            log.info("probe_put_off", backend=self.client.id, reason=str(error))
+            self._probe = None
+            assert self.attached is not None
+            self._listener.probed(self.attached, frozenset())
             return
         kept = self._kept(borrowed)
         self._end_probe(attached)
@@ -407,17 +413,20 @@ class Monitor:
         self._listener.probed(attached, kept)
 
     async def _is_quiet(self, props: Props, slots: Collection[int]) -> bool:
-        """Return whether nothing runs in these slots, of the same process, within a minute.
+        """Return whether nothing runs in these slots of the same process, within two minutes.
 
         Behind the long prompt of another slot a server answers late: that is no reason to lose it,
-        and the request with it.
+        and the request with it. What was left is noticed within a second, so two looks are needed.
         """
+        quiet = 0
         for _ in range(_QUIET_LOOKS):
             if not await self._still_answers(props):
                 return False
             with suppress(BackendError):
                 told = await self.client.slots()
-                if not any(one.is_processing for one in told if one.index in slots):
+                busy = any(one.is_processing for one in told if one.index in slots)
+                quiet = 0 if busy else quiet + 1
+                if quiet == 2:
                     return True
                 await asyncio.sleep(_QUIET_LOOK_S)
         return False

@@ -27,9 +27,7 @@ from router.store.files import Identity
 from router.store.format.head import read_head
 from router.store.format.layout import read_layout
 from router.store.format.split import LEAST_BYTES, Split, split
-from router.store.io_pool import Threads
 from router.store.manifests import Part
-from router.store.places.directory import Directory
 from router.store.records import KvDirectory, StoredSnapshot
 
 log = structlog.get_logger(__name__)
@@ -65,20 +63,16 @@ class BlobTier:
         """Return the directory, as snapshots name it that have no file elsewhere."""
         return self.directory.kv_dir
 
-    @property
-    def _place(self) -> Directory:
-        return self.directory.place
-
     def __contains__(self, snapshot: SnapshotId) -> bool:
         return snapshot in self.shared
 
     async def load(self) -> list[Snapshot]:
         """Read the directory; return the snapshots with all of their blobs. Removes all else."""
-        there = await self._threads.unhurried(partial(blobs.scan, self._place))
+        there = await self.directory.threads.unhurried(partial(blobs.scan, self.directory.place))
         found, leftovers, names = list[Snapshot](), there.leftovers, self.directory.names
         for first in range(0, len(names), _READ_AT_ONCE):
             some = names[first : first + _READ_AT_ONCE]
-            for snapshot in await self._threads.unhurried(partial(self._read_all, some)):
+            for snapshot in await self.directory.threads.unhurried(partial(self._read_all, some)):
                 if there.blobs.issuperset(snapshot.blobs):
                     held = self.shared.put(snapshot.id, snapshot.blobs)
                     found.append(replace(snapshot, blobs=held))
@@ -87,7 +81,7 @@ class BlobTier:
                 leftovers.append(files.manifest_name(snapshot.id))
         leftovers += [local_name(blob) for blob in there.blobs if not self.shared.has(blob)]
         if leftovers:
-            await self._threads.unhurried(partial(self._delete, leftovers))
+            await self.directory.threads.unhurried(partial(self._delete, leftovers))
             log.info("leftovers_removed", kv_dir=self.kv_dir, files=len(leftovers))
         return found
 
@@ -96,7 +90,7 @@ class BlobTier:
         found: list[Snapshot] = []
         for name in names:
             try:
-                manifest = manifests.read(self._place, name)
+                manifest = manifests.read(self.directory.place, name)
                 if manifest.file is not None:
                     raise KvFileError("it is of a file, in a directory of blobs")
                 found.append(manifest.snapshot(self.kv_dir))
@@ -108,7 +102,7 @@ class BlobTier:
     def _delete(self, names: Sequence[str]) -> None:
         """Delete files; what cannot be deleted is found at the next start."""
         with suppress(KvError):
-            self._place.delete(names)
+            self.directory.place.delete(names)
 
     async def write(self, held: StoredSnapshot) -> Snapshot:
         """Write the blobs of a state file that are not there yet, and the manifest after them.
@@ -117,10 +111,10 @@ class BlobTier:
         this directory hangs, or another one took its place.
         """
         snapshot = held.snapshot
-        await self._threads.quick(self._check)
+        await self.directory.threads.quick(self._check)
         async with self._changing:
             work = partial(self._write, held.path, held.identity, snapshot)
-            written = await self._threads.unhurried(work)
+            written = await self.directory.threads.unhurried(work)
             written = self.shared.put(snapshot.id, written)
         self.counts.split_bytes += snapshot.size_bytes
         return replace(snapshot, blobs=written)
@@ -133,10 +127,10 @@ class BlobTier:
 
     def _write(self, path: Path, identity: Identity, snapshot: Snapshot) -> tuple[Blob, ...]:
         head, plan = plan_of(path, identity, self.least_bytes)
-        written = blobs.write_blobs(self._place, path, identity, plan.spans(), self._wrote)
+        written = blobs.write_blobs(self.directory.place, path, identity, plan.spans(), self._wrote)
         manifest = manifests.manifest_of(snapshot, head, plan, written.blobs, written.sums)
         try:
-            self._wrote(manifests.write(self._place, manifest))
+            self._wrote(manifests.write(self.directory.place, manifest))
         except KvError:
             self._delete([local_name(blob) for blob in written.new])
             raise
@@ -153,7 +147,7 @@ class BlobTier:
         """
 
         def work() -> Identity:
-            manifest = manifests.read(self._place, files.manifest_name(snapshot))
+            manifest = manifests.read(self.directory.place, files.manifest_name(snapshot))
             return blobs.assemble(manifest, target, mode, self.read)
 
         return work
@@ -164,7 +158,7 @@ class BlobTier:
         In a thread. Raises KvError, BlobError.
         """
         name = local_name(part.blob)
-        return blobs.read(self._place, name, part.blob, buffer, known=part.known)
+        return blobs.read(self.directory.place, name, part.blob, buffer, known=part.known)
 
     async def forget(self, snapshot: SnapshotId) -> None:
         """Remove the manifest of a snapshot at once; its blobs stay until `remove`.
@@ -172,7 +166,7 @@ class BlobTier:
         Raises KvError: the next start would find the snapshot.
         """
         manifest = files.manifest_name(snapshot)
-        await self._threads.unhurried(partial(self._place.delete, [manifest]))
+        await self.directory.threads.unhurried(partial(self.directory.place.delete, [manifest]))
 
     async def remove(self, snapshot: SnapshotId) -> None:
         """Remove a snapshot, if it is there: its manifest, then the blobs that no other has.
@@ -184,12 +178,12 @@ class BlobTier:
                 return
             unused = self.shared.remove(snapshot)
             names = [files.manifest_name(snapshot), *map(local_name, unused)]
-            await self._threads.unhurried(partial(self._place.delete, names))
+            await self.directory.threads.unhurried(partial(self.directory.place.delete, names))
 
     async def damaged(self, blob: Blob) -> list[SnapshotId]:
         """Remove a blob if it is damaged; return the snapshots that need it."""
         async with self._changing:  # a split may have found it, or have written it anew
-            if not await self._threads.unhurried(partial(self._removed_if_damaged, blob)):
+            if not await self.directory.threads.unhurried(partial(self._removed_if_damaged, blob)):
                 return []
             self.counts.damaged += 1
             log.warning("blob_damaged", blob=blob.id.hex())
@@ -197,7 +191,7 @@ class BlobTier:
 
     def _removed_if_damaged(self, blob: Blob) -> bool:
         try:
-            blobs.read(self._place, local_name(blob), blob, Buffer())
+            blobs.read(self.directory.place, local_name(blob), blob, Buffer())
         except KvFileError:
             self._delete([local_name(blob)])
             return True
@@ -205,12 +199,8 @@ class BlobTier:
 
     async def note(self, budget: WriteBudget) -> None:
         """Write down for the next run what was written. Raises KvError."""
-        await self._threads.quick(self._check)
-        await self._threads.unhurried(partial(budget.write, self.directory.path))
-
-    @property
-    def _threads(self) -> Threads:
-        return self.directory.threads
+        await self.directory.threads.quick(self._check)
+        await self.directory.threads.unhurried(partial(budget.write, self.directory.path))
 
 
 def plan_of(path: Path, expected: Identity, least_bytes: int) -> tuple[bytes, Split]:

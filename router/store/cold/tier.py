@@ -110,7 +110,7 @@ class ColdTier:
 
         `wall_now`: seconds since the epoch, as snapshots have them.
         """
-        self._place = place
+        self._place, self.url = place, place.url
         self._names = names
         self._seal = seal
         self._store = store
@@ -148,11 +148,6 @@ class ColdTier:
     def is_usable(self) -> bool:
         """Return whether states can be read there, as far as is known."""
         return not self.problem and not self._reads.hangs
-
-    @property
-    def url(self) -> str:
-        """Return where the tier is."""
-        return self._place.url
 
     def status(self) -> ColdStatus:
         """Return the state of the tier."""

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from router.base.errors import BackendError, BackendTimeoutError
+from router.base.errors import BackendTimeoutError
 from router.base.types import BackendId, KvDir, KvSettings, MemoryKind
+from router.llama.attach import monitor as module
 from router.llama.attach.learning import Attached
 from router.llama.attach.monitor import BackendListener, Monitor, MonitorSettings
 from router.llama.attach.probe import Probe
@@ -391,15 +392,16 @@ async def test_a_probe_that_a_busy_server_answers_late_ends_no_request(
     async def late(probe: Probe, *args: Any) -> ProbeResult:
         tries.append(probe)
         if len(tries) == 1:
-            raise BackendError("it does not answer in time")
+            raise BackendTimeoutError("it does not answer in time")
         return await run(probe, *args)
 
     monkeypatch.setattr(Probe, "run", late)
+    monkeypatch.setattr(module, "_QUIET_LOOK_S", 0.0)
     busy.slots[0].busy, watched.lent = False, {0}
     await looks(watched, busy, 10)
     await watched.until("prepare", "prepare", "up", "borrow", "probed")
     assert watched.monitor.attached is not None
-    watched.monitor.doubt()
+    await looks(watched, busy, 10)
     await watched.changed_to(8)
     assert watched.said[5:] == ["borrow", "prepare", "probed"]
     assert not watched.up[-1].probe.untried
