@@ -44,6 +44,8 @@ class MonitorRoutes:
         """
         model = self.selection.resolve(call.model)
         infos = self._engine.state.inventory.answering(model)
+        order = {name: at for at, name in enumerate(self.selection.monitors)}
+        infos.sort(key=lambda info: order.get(info.id, 0))  # whichever came up first
         async with self._turn:  # who comes meanwhile gets what this one is told
             await asyncio.gather(*(self._ask(info.id) for info in infos))
         slots = self._engine.state.inventory.slots
