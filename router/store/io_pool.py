@@ -29,6 +29,11 @@ QUICK_S = 10.0
 BULK_S = 120.0
 
 
+def loop_now() -> float:
+    """Return the time of the running loop, in seconds."""
+    return asyncio.get_running_loop().time()
+
+
 class _Call(Generic[T]):
     """A function call in a thread; its effect is undone if it was abandoned before it returned."""
 

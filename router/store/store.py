@@ -42,7 +42,7 @@ from router.store.blobs.tier import BlobTier
 from router.store.blobs.write_budget import WriteBudget
 from router.store.files import Identity
 from router.store.format.head import tokens_of
-from router.store.io_pool import Threads
+from router.store.io_pool import Threads, loop_now
 from router.store.listener import StoreListener
 from router.store.purges import Purges
 from router.store.records import KvDirectory, StateFile, StoredSnapshot
@@ -355,7 +355,7 @@ class KvStore:
         in another directory it is a link or a copy, made here. `n_stream` is the number of streams
         in the backend's files: a file with another number is restreamed; 0 takes any.
         """
-        target_directory, begun = self._directory(kv_dir), _now()
+        target_directory, begun = self._directory(kv_dir), loop_now()
         async with self._as_file(snapshot, target_directory) as file:
             restream = snapshot.shape.needs_restream(n_stream)
             if file.directory is target_directory and not restream:
@@ -495,7 +495,7 @@ class KvStore:
         """
         if (since := self._opened.pop((kv_dir, name), None)) is not None:
             split = self._directory(kv_dir).split if self.is_on_disk(kv_dir) else None
-            if split is not None and _now() - since > _WRITTEN_S:
+            if split is not None and loop_now() - since > _WRITTEN_S:
                 split.budget.spend(snapshot.size_bytes)
             await self._unlink(kv_dir, name)
         elif snapshot.id in self._reading:
@@ -639,7 +639,3 @@ class KvStore:
                 await self._remove(held)
             log.warning("snapshot_lost", snapshot=held.snapshot.id, reason=str(error))
             self.listener.lost(held.snapshot, str(error))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 
 # Lines of the .py files below each folder. router/ ends at 33,000 and tests/ at 50,000.
 CEILINGS: dict[str, int] = {
-    "router": 50_749,
+    "router": 50_748,
     "router/assembly": 2_210,
     "router/base": 1_698,
     "router/config": 1_956,
@@ -19,7 +19,7 @@ CEILINGS: dict[str, int] = {
     "router/llama": 5_680,
     "router/prompts": 2_292,
     "router/servers": 1_166,
-    "router/store": 6_463,
+    "router/store": 6_462,
     "router/telemetry": 1_733,
     "router/tools": 7_612,
     "router/web": 7_368,

@@ -247,7 +247,7 @@ class Delete(Struct, frozen=True):
 
 
 class Quarantine(Struct, frozen=True):
-    """Keep the file of a snapshot that failed to restore, but never offer it again."""
+    """Delete a snapshot that failed to restore, and say why; its users do not read it any more."""
 
     snapshot: Snapshot
     reason: str

@@ -133,9 +133,9 @@ class Exchange:
             raise KvError(f"{directory.kv_dir} does not answer")
         target = directory.path / files.staging_name()
         work = partial(self._assemble, manifest, kind, local, reading, target)
-        threads, undo = reading.threads or self.threads, partial(target.unlink, missing_ok=True)
+        threads = reading.threads or self.threads
         try:
-            found, tokens = await threads.unhurried(work, lambda _: undo())
+            found, tokens = await threads.unhurried(work, lambda _: target.unlink(missing_ok=True))
         except asyncio.CancelledError:  # its thread goes on a little
             reading.stop()
             raise

@@ -26,6 +26,7 @@ from router.store.blobs.whole_files import WholeFiles
 from router.store.blobs.write_budget import WriteBudget
 from router.store.files import Identity
 from router.store.format.split import LEAST_BYTES
+from router.store.io_pool import loop_now
 from router.store.listener import StoreListener
 from router.store.records import KvDirectory, StoredSnapshot
 
@@ -108,7 +109,7 @@ class SplitSnapshots:
     def _add(self, held: StoredSnapshot) -> None:
         """Note a whole file: a new one, one found at the start, or one whose blobs are damaged."""
         snapshot = held.snapshot
-        due = None if snapshot.blobs else _now() + self.settings.write_after_s
+        due = None if snapshot.blobs else loop_now() + self.settings.write_after_s
         self._whole_files(held).add(snapshot.id, snapshot.size_bytes, due)
         self.wake.set()
 
@@ -204,7 +205,7 @@ class SplitSnapshots:
             there = [whole for one, whole in self.directories.values() if self._goes_on(one)]
             due = min((whole.wakeup() for whole in there), default=inf)
             with suppress(TimeoutError):
-                async with asyncio.timeout(None if due == inf else max(due - _now(), 0)):
+                async with asyncio.timeout(None if due == inf else max(due - loop_now(), 0)):
                     await self.wake.wait()
 
     def _goes_on(self, directory: KvDirectory) -> bool:
@@ -214,7 +215,7 @@ class SplitSnapshots:
     async def _round(self, directory: KvDirectory, whole: WholeFiles) -> bool:
         """Split what is due, and drop what has no room; return whether there may be more to do."""
         goes_on = await self._drop_all(directory, whole)
-        for number, snapshot in enumerate(whole.to_write(_now())):
+        for number, snapshot in enumerate(whole.to_write(loop_now())):
             if number % _AT_ONCE == 0:
                 await asyncio.sleep(0)
             if not self._goes_on(directory):
@@ -242,7 +243,7 @@ class SplitSnapshots:
             whole.leave(snapshot)
             return True
         if await self._split(whole, snapshot):
-            whole.split_soon(sharers, _now())
+            whole.split_soon(sharers, loop_now())
             return True
         if not self.listener().is_worth_writing(snapshot) and snapshot not in self.reading:
             return whole.is_full and await self._give_up(whole, snapshot)
@@ -281,7 +282,7 @@ class SplitSnapshots:
         if problem:
             log.warning("write_put_off", snapshot=snapshot, reason=problem)
         self.put_off += 1
-        whole.put_off(snapshot, _now() + _AGAIN_S)
+        whole.put_off(snapshot, loop_now() + _AGAIN_S)
         return False
 
     async def _write_blobs(self, snapshot: SnapshotId) -> None:
@@ -337,10 +338,6 @@ class SplitSnapshots:
     async def _delete(self, held: StoredSnapshot) -> None:
         held.gone = True
         await held.directory.threads.unhurried(partial(records.take_out, held))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def status_of(splits: Sequence[SplitSnapshots], budgets: Collection[WriteBudget]) -> TierStatus:

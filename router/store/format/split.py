@@ -66,9 +66,10 @@ class Area(Struct, frozen=True, array_like=True):
 
     def covered(self) -> Iterator[Span]:
         """Yield the ranges of the file that are in blobs, ascending."""
-        for offset, row_bytes in ((strip.offset, strip.row_bytes) for strip in self.strips):
+        for strip in self.strips:
+            size = self.n_tokens * strip.row_bytes
             for first, n in self.runs:
-                yield Span(offset + first * row_bytes, n * self.n_tokens * row_bytes)
+                yield Span(strip.offset + first * strip.row_bytes, n * size)
 
     def spans(self) -> Iterator[list[Span]]:
         """Yield the ranges of each blob."""
